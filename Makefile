@@ -1,0 +1,38 @@
+# Each target makes the environment it needs and reuses it afterwards: `make demo` is enough on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+RUNTIME := .venv/.runtime
+DEV := .venv/.dev
+
+.PHONY: demo test test-slow lint bench
+
+demo: $(RUNTIME)
+	$(BIN)/dino-vit demo
+
+test: $(DEV)
+	$(BIN)/pytest -q -m "not slow"
+
+test-slow: $(DEV)
+	$(BIN)/pytest -q -m slow
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEV)
+	$(BIN)/python -m benchmarks
+
+$(RUNTIME): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "dino-vit needs Python 3.11 to 3.13, but $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing dino-vit and PyTorch into .venv (several GB, some minutes the first time) ..."
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "Installing the test tools and the peers that the tests compare with ..."
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@

@@ -1,0 +1,3 @@
+"""Self-supervised pretraining of vision transformers with DINO."""
+
+__version__ = "0.1.0"
