@@ -196,7 +196,7 @@ def _check(model: VisionTransformer, written: Path, format: str) -> str:
             f"the exported features differ by {error:.1e} of the largest, where {TOLERANCE:.0e} is allowed; "
             "nothing was kept"
         )
-    return f"CLS features equal to {error:.1e} of the largest, checked {witness}"
+    return f"CLS features differ by at most {error:.1e} of the largest, checked {witness}"
 
 
 def _open_timm(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:
