@@ -29,7 +29,7 @@ def imported(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{path} imports relatively"
+            assert not node.level, f"{path} imports relatively"
             found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
 
