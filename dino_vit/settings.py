@@ -13,22 +13,22 @@ from dino_vit import yaml12
 T = TypeVar("T")
 
 
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1e6 counts images
+def whole(value: object) -> object:
+    """Turn a whole float into an int, so that 1e6 counts images."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
-def knob(default: T, doc: str, *, aka: Sequence[str] = (), may_change: bool = False) -> T:
-    """Declare a setting; `aka` are names people know it by, `may_change` allows another value on resume."""
-    extra: dict[str, Any] = {"aka": list(aka), "may_change": may_change}
-    field: T = Field(default, description=doc, json_schema_extra=extra)
+def knob(default: T, doc: str, *, may_change: bool = False) -> T:
+    """Declare a setting; one that `may_change` can have another value when a run is resumed."""
+    field: T = Field(default, description=doc, json_schema_extra={"may_change": may_change})
     return field
 
 
@@ -59,6 +59,9 @@ class Settings(BaseModel):
 
     # Groups of knobs that exclude each other; giving one group unsets the default of the others.
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
+    # Other names of dotted keys, separated by spaces: for suggestions only.
+    also_known_as: ClassVar[Mapping[str, str]] = {}
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what is wrong with valid settings taken together."""
@@ -97,10 +100,6 @@ class Knob:
     @property
     def required(self) -> bool:
         return self.default is PydanticUndefined
-
-    @property
-    def aka(self) -> Sequence[str]:
-        return cast(Sequence[str], self.schema.get("aka", ()))
 
     @property
     def may_change(self) -> bool:

@@ -157,7 +157,8 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
 
 
 def _names(cls: type[Settings]) -> dict[str, Sequence[str]]:
-    return {**{section: () for section in sections(cls)}, **{key: one.aka for key, one in knobs(cls).items()}}
+    """Return every key and section with its other names."""
+    return {key: cls.also_known_as.get(key, "").split() for key in [*sections(cls), *knobs(cls)]}
 
 
 def _hint(cls: type[Settings], text: str) -> str:

@@ -45,8 +45,9 @@ class Icing(Settings):
 class Cake(Settings):
     """A cake."""
 
+    also_known_as: ClassVar = {"eggs": "oeufs"}
     name: str = knob("plain", "what to call it", may_change=True)
-    eggs: Count = knob(3, "how many", aka=["oeufs"])
+    eggs: Count = knob(3, "how many")
     sizes: tuple[Positive, Positive] = knob((1.0, 2.0), "from, to")
     tiers: tuple[str, ...] = knob((), "names of the tiers")
     oven: Oven = Oven()
@@ -95,6 +96,7 @@ def test_whole_floats_count_and_others_do_not() -> None:
 def test_text_is_taken_literally() -> None:
     for text in ("2024", "1e-3", "no", "*.tar", "a: b", "null.jpg", " x", "a=b", ""):
         assert load(Cake, None, [f"name={text}"]).name == text
+    assert refused("name=null") == ["name = null (command line): give text"]
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:

@@ -93,6 +93,10 @@ def test_what_is_written_reads_back(value: object) -> None:
     assert yaml12.read(text, "written").value == value
 
 
+def test_whole_numbers_are_written_without_a_fraction() -> None:
+    assert yaml12.write((3.0, 0.5, -1e6)) == "[3, 0.5, -1000000]"
+
+
 def test_older_readers_take_text_for_text() -> None:
     assert yaml.safe_load(yaml12.write("no")) == "no"
     assert yaml.safe_load(yaml12.write(1e-6)) == 1e-6
