@@ -250,7 +250,7 @@ def test_what_only_shows_with_the_data_is_refused(
 
 
 def test_config_is_light() -> None:
-    code = "import sys, dino_vit.config, dino_vit.settings_text; sys.exit('torch' in sys.modules)"
+    code = "import sys, dino_vit.recipes, dino_vit.settings_text; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
