@@ -1,0 +1,30 @@
+"""The one place of the library that knows about a process group; without one it does nothing."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 without a process group."""
+    return dist.get_world_size() if _in_group() else 1
+
+
+def rank() -> int:
+    """Return the number of this process among all of them, 0 without a process group."""
+    return dist.get_rank() if _in_group() else 0
+
+
+def all_reduce_mean(tensor: Tensor) -> Tensor:
+    """Return the mean of a floating-point tensor over all processes; the tensor itself is never written to.
+
+    A single process gets the very tensor back. Carries no gradient.
+    """
+    if world_size() == 1:
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total)  # a sum: gloo has no mean
+    return total / world_size()
