@@ -1,0 +1,167 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as V
+
+from dino_vit import augment
+from dino_vit.augment import Augment
+from dino_vit.views import Column, dino_views, draw_photometry
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def images(count=6, channels=3, height=24, width=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
+
+
+def rows(count=6, **columns):
+    made = torch.zeros(count, len(Column))
+    made[:, Column.BRIGHTNESS : Column.HUE] = 1
+    for name, value in columns.items():
+        made[:, Column[name.upper()]] = torch.as_tensor(value)
+    return made
+
+
+def drawn_rows(count):
+    return torch.from_numpy(draw_photometry(dino_views(), seed=0, epoch=0, samples=np.arange(count))).flatten(
+        0, 1
+    )
+
+
+def plain(channels=3):
+    return Augment(mean=(0.0,) * channels, std=(1.0,) * channels)
+
+
+def naive(image, row):
+    """One image after the other with torchvision's own functions."""
+    row = dict(zip(Column, row.tolist(), strict=True))
+    x = image / 255
+    colour = len(x) == 3
+    if row[Column.FLIP]:
+        x = V.horizontal_flip(x)
+    if row[Column.JITTER]:
+        for operation in list(permutations(range(4)))[int(row[Column.ORDER])]:
+            parts = [x] if colour else x.split(1)
+            if operation == 0:
+                x = torch.cat([V.adjust_brightness(part, row[Column.BRIGHTNESS]) for part in parts])
+            elif operation == 1:
+                x = torch.cat([V.adjust_contrast(part, row[Column.CONTRAST]) for part in parts])
+            elif operation == 2 and colour:
+                x = V.adjust_saturation(x, row[Column.SATURATION])
+            elif colour:
+                x = V.adjust_hue(x, row[Column.HUE])
+    if row[Column.GREY] and colour:
+        x = V.rgb_to_grayscale(x, num_output_channels=3)
+    if row[Column.SIGMA]:
+        x = V.gaussian_blur(x, [19, 19], [row[Column.SIGMA]] * 2)
+    if row[Column.SOLARISE]:
+        x = V.solarize(x, 0.5)
+    return x
+
+
+def matches(x, row, tolerance=1e-5):
+    expected = torch.stack([naive(image, one) for image, one in zip(x, row, strict=True)])
+    return (plain(x.shape[1])(x, row) - expected).abs().max() < tolerance
+
+
+def alone(operation):
+    """The order of the jitter that starts with one operation; the others have neutral factors."""
+    return 6 * operation
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4, 2.0])
+def test_brightness_contrast_and_saturation_are_torchvisions(factor):
+    for operation, name in enumerate(("brightness", "contrast", "saturation")):
+        assert matches(images(), rows(jitter=1, order=alone(operation), **{name: factor}))
+
+
+@pytest.mark.parametrize("turn", [-0.5, -0.3, -0.1, 0.0, 0.05, 0.1, 0.5])
+def test_hue_is_torchvisions_for_every_kind_of_pixel(turn):
+    levels = torch.tensor([0, 1, 128, 254, 255], dtype=torch.uint8)
+    every = torch.cartesian_prod(levels, levels, levels).T.reshape(1, 3, 5, 25)  # greys, ties and extremes
+    assert matches(every, rows(1, jitter=1, order=alone(3), hue=turn))
+
+
+def test_grey_flip_and_solarise_are_torchvisions():
+    for name in ("grey", "flip", "solarise"):
+        assert matches(images(), rows(**{name: 1}))
+
+
+def test_solarise_is_the_threshold_128_on_every_level():
+    levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    expected = V.solarize(levels, 128) / 255
+    assert torch.allclose(plain(1)(levels, rows(1, solarise=1)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 1.63, 2.0])
+def test_blur_is_torchvisions(sigma):
+    assert matches(images(), rows(sigma=sigma), tolerance=1e-4)
+
+
+def test_blur_of_a_view_smaller_than_the_kernel_keeps_flat_areas():
+    flat = torch.full((2, 3, 4, 5), 77, dtype=torch.uint8)
+    assert torch.allclose(plain()(flat, rows(2, sigma=2.0)), flat / 255, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels):
+    row = drawn_rows(4)
+    assert matches(images(len(row), channels), row, tolerance=2e-4)
+
+
+def test_each_of_the_24_orders_is_followed():
+    row = rows(24, jitter=1, order=torch.arange(24.0), brightness=1.4, contrast=0.6, saturation=1.2, hue=0.1)
+    x = images(1).expand(24, -1, -1, -1)
+    assert matches(x, row)
+    assert len({tuple(one.flatten().tolist()) for one in plain()(x, row)}) > 12
+
+
+def test_what_is_off_is_untouched_bit_for_bit():
+    row = drawn_rows(2)
+    row[::2] = 0
+    x = images(len(row))
+    assert torch.equal(plain()(x, row)[::2], (x / 255)[::2])
+    assert not torch.equal(plain()(x, row)[1::2], (x / 255)[1::2])
+
+
+def test_normalises_with_mean_and_std():
+    x = images()
+    assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
+
+
+def test_an_image_does_not_depend_on_its_batch(monkeypatch):
+    row = drawn_rows(6)
+    x = images(len(row))
+    together = plain()(x, row)
+    monkeypatch.setattr(augment, "_CPU_CHUNK", 1)
+    assert torch.allclose(plain()(x, row), together, atol=1e-6)
+
+
+@pytest.mark.parametrize(("backend", "channels"), [("eager", 1), ("aot_eager", 3)])
+def test_compiles_to_one_graph_that_selects_by_masks(backend, channels):
+    row = drawn_rows(3)
+    x = images(len(row), channels)
+    torch.compiler.reset()
+    compiled = torch.compile(plain(channels), backend=backend, fullgraph=True)
+    assert torch.allclose(compiled(x, row), plain(channels)(x, row), atol=2e-6)
+
+
+def test_leaves_its_input_alone_and_tracks_no_gradient():
+    x, row = images(), drawn_rows(1)[:6]
+    before = x.clone(), row.clone()
+    out = plain()(x, row.requires_grad_())
+    assert not out.requires_grad
+    assert torch.equal(x, before[0])
+    assert torch.equal(row, before[1])
+
+
+def test_wrong_images_are_refused():
+    with pytest.raises(ValueError, match="uint8 images"):
+        plain()(torch.rand(2, 3, 8, 8), rows(2))
+    with pytest.raises(ValueError, match=r"\(n, 3, h, w\)"):
+        plain()(images(2, channels=4), rows(2))
+    with pytest.raises(ValueError, match="one entry per channel"):
+        Augment(mean=(0.5,), std=(0.5, 0.5))
