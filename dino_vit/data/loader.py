@@ -1,0 +1,141 @@
+"""Batches of views from any step on; the same bytes whatever the number of loader processes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dino_vit.data.decode import UnreadableImage, read_image
+from dino_vit.data.sampler import Plan, Sampler
+from dino_vit.data.sources import Source
+from dino_vit.randomness import Stream, random_bits
+from dino_vit.views import Size, View, cut_views, draw_boxes, draw_photometry
+
+# More unreadable images than this in a row are no accident: the set is broken, or out of reach.
+REPLACEMENTS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One process's views of a step, by size, view-major: all images' first view, then all images' second."""
+
+    epoch: int
+    step: int  # within the epoch
+    samples: Tensor  # (images,), as the order has them, whether or not one was replaced
+    views: dict[Size, Tensor]  # uint8 (views · images, C, h, w)
+    photometry: dict[Size, Tensor]  # float32 (views · images, columns), for `Augment`, on the host
+    unreadable: tuple[UnreadableImage, ...]  # images that another one replaced
+
+    def pin_memory(self) -> "Batch":
+        """Return a copy that CUDA can fetch while it computes (the DataLoader calls this)."""
+        return replace(
+            self,
+            views={size: tensor.pin_memory() for size, tensor in self.views.items()},
+            photometry={size: tensor.pin_memory() for size, tensor in self.photometry.items()},
+        )
+
+
+class Loader:
+    """Read, decode and cut the images of each step, in `workers` processes that outlive epochs."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        views: Sequence[View],
+        sampler: Sampler,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin: bool = False,
+    ) -> None:
+        if len(source) != sampler.length:
+            raise ValueError(f"The sampler orders {sampler.length} images, but the source has {len(source)}.")
+        self.dataset = _Steps(source, tuple(views), sampler.seed)
+        self.sampler = sampler
+        self.workers, self.prefetch, self.pin = workers, prefetch, pin
+
+    def batches(self, position: int = 0) -> Iterator[Batch]:
+        """Yield the batches from a position on, without end; closing the iterator ends its processes."""
+        loader: Iterable[Batch] = DataLoader(
+            self.dataset,
+            batch_size=None,
+            sampler=_Plans(self.sampler, position),
+            num_workers=self.workers,
+            prefetch_factor=self.prefetch if self.workers else None,
+            pin_memory=self.pin,
+            generator=torch.Generator(),  # or it would draw from, and so change, the global one
+        )
+        yield from loader
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """The sampler's plans as a fresh iterable; the epoch travels in them, so workers outlive epochs."""
+
+    sampler: Sampler
+    position: int
+
+    def __iter__(self) -> Iterator[Plan]:
+        return self.sampler.plans(self.position)
+
+
+class _Steps(Dataset[Batch]):
+    """Map a plan to its batch; runs in the workers."""
+
+    def __init__(self, source: Source, views: tuple[View, ...], seed: int) -> None:
+        self.source, self.views, self.seed = source, views, seed
+        self.by_size: dict[Size, list[int]] = {}
+        for number, view in enumerate(views):
+            self.by_size.setdefault(view.size, []).append(number)
+
+    def __getitem__(self, plan: Plan) -> Batch:
+        unreadable: list[UnreadableImage] = []
+        cut: dict[Size, Tensor] = {}
+        for place, sample in enumerate(plan.samples.tolist()):
+            image = self._read(sample, unreadable)
+            _, height, width = image.shape
+            boxes = draw_boxes(
+                self.views, seed=self.seed, epoch=plan.epoch, sample=sample, height=height, width=width
+            )
+            for size, numbers in self.by_size.items():
+                if size not in cut:
+                    shape = (len(numbers), len(plan.samples), len(image), *size)
+                    cut[size] = torch.empty(shape, dtype=torch.uint8)
+                cut[size][:, place] = cut_views(image, boxes[numbers], size)
+        rows = draw_photometry(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
+        return Batch(
+            epoch=plan.epoch,
+            step=plan.step,
+            samples=torch.from_numpy(plan.samples),
+            views={size: views.flatten(0, 1) for size, views in cut.items()},
+            photometry={
+                size: torch.from_numpy(rearrange(rows[:, numbers], "b v f -> (v b) f"))
+                for size, numbers in self.by_size.items()
+            },
+            unreadable=tuple(unreadable),
+        )
+
+    def _read(self, sample: int, unreadable: list[UnreadableImage]) -> Tensor:
+        """Read a sample, or else the first readable one of a row of others that depends on it alone."""
+        failures: list[UnreadableImage] = []
+        for index in chain([sample], self._others(sample)):
+            try:
+                image = read_image(self.source, index)
+            except UnreadableImage as error:
+                failures.append(error)
+            else:
+                unreadable.extend(failures)
+                return image
+        raise ValueError(
+            f"{len(failures)} images chosen at random cannot be read, the first is {failures[0]}. "
+            f"Check that the source is complete and within reach."
+        )
+
+    def _others(self, sample: int) -> Iterator[int]:
+        bits = random_bits(self.seed, Stream.REPLACEMENT, sample, np.arange(REPLACEMENTS))
+        yield from (bits % np.uint64(len(self.source))).tolist()

@@ -1,0 +1,66 @@
+"""Which images make up which step: a function of (seed, epoch) and of the place of the step in the epoch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dino_vit.randomness import Stream, random_bits
+
+
+class Plan(NamedTuple):
+    """One process's part of a step."""
+
+    epoch: int
+    step: int  # within the epoch
+    samples: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Split each epoch's order into global batches, and those into a contiguous part for each process.
+
+    The images of a step do not depend on the number of processes. A rest that fills no batch is left out.
+    """
+
+    length: int
+    batch_size: int  # over all processes
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.batch_size % self.world_size:
+            raise ValueError(
+                f"A global batch of {self.batch_size} images cannot be split evenly over {self.world_size} "
+                f"processes; make it a multiple of {self.world_size}."
+            )
+        if self.length < self.batch_size:
+            raise ValueError(
+                f"{self.length} images do not fill one global batch of {self.batch_size}; "
+                f"make the batch smaller or add images."
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be from 0 to {self.world_size - 1}, but is {self.rank}.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.length // self.batch_size
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the order of all images in an epoch."""
+        bits = random_bits(self.seed, Stream.ORDER, epoch, np.arange(self.length))
+        return np.argsort(bits, kind="stable")
+
+    def plans(self, position: int = 0) -> Iterator[Plan]:
+        """Yield this process's part of each step from a position (steps since the start) on, without end."""
+        epoch, first = divmod(position, self.steps_per_epoch)
+        share = self.batch_size // self.world_size
+        while True:
+            order = self.order(epoch)
+            for step in range(first, self.steps_per_epoch):
+                start = step * self.batch_size + self.rank * share
+                yield Plan(epoch, step, order[start : start + share])
+            epoch, first = epoch + 1, 0

@@ -1,0 +1,126 @@
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit.data.loader import Loader
+from dino_vit.data.sampler import Sampler
+from dino_vit.data.sources import FolderSource, SyntheticSource
+from dino_vit.views import View, cut_views, dino_views, draw_boxes, draw_photometry
+
+VIEWS = dino_views(global_size=(32, 24), local_size=(16, 16), local_count=3)
+
+
+def take(count, *, source=None, position=0, workers=0, views=VIEWS, batch_size=8, **sampler):
+    source = source or SyntheticSource(length=50)
+    plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **sampler)
+    batches = Loader(source=source, views=views, sampler=plan, workers=workers).batches(position)
+    taken = list(islice(batches, count))
+    batches.close()
+    return taken
+
+
+def same(one, other):
+    return (
+        (one.epoch, one.step) == (other.epoch, other.step)
+        and torch.equal(one.samples, other.samples)
+        and list(one.views) == list(other.views)
+        and all(torch.equal(one.views[size], other.views[size]) for size in one.views)
+        and all(torch.equal(one.photometry[size], other.photometry[size]) for size in one.views)
+    )
+
+
+def test_a_batch_is_what_its_parts_say():
+    source = SyntheticSource(length=50)
+    batch = take(1, position=8)[0]
+    assert (batch.epoch, batch.step) == (1, 2)
+    assert {size: tuple(views.shape) for size, views in batch.views.items()} == {
+        (32, 24): (16, 3, 32, 24),
+        (16, 16): (24, 3, 16, 16),
+    }
+    rows = torch.from_numpy(draw_photometry(VIEWS, seed=7, epoch=1, samples=batch.samples.numpy()))
+    for place, sample in enumerate(batch.samples.tolist()):
+        boxes = draw_boxes(VIEWS, seed=7, epoch=1, sample=sample, height=32, width=32)
+        for number, view in enumerate(VIEWS):
+            row = (number if number < 2 else number - 2) * 8 + place  # view-major
+            expected = cut_views(source.read(sample), boxes[number : number + 1], view.size)[0]
+            assert torch.equal(batch.views[view.size][row], expected)
+            assert torch.equal(batch.photometry[view.size][row], rows[place, number])
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("workers", [1, 4])
+def test_workers_change_nothing(workers):
+    alone = take(9)  # into the second epoch
+    assert all(map(same, alone, take(9, workers=workers)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_starting_anywhere_changes_nothing(workers):
+    assert all(map(same, take(9)[4:], take(5, position=4, workers=workers)))
+
+
+def test_two_processes_see_the_views_of_one():
+    whole = take(3)
+    parts = [take(3, rank=rank, world_size=2) for rank in range(2)]
+    for step, batch in enumerate(whole):
+        for size, views in batch.views.items():
+            split = [part[step].views[size].unflatten(0, (-1, 4)) for part in parts]
+            assert torch.equal(torch.cat(split, dim=1).flatten(0, 1), views)
+
+
+def test_views_of_one_size_share_a_tensor_in_their_order():
+    views = (
+        View(size=(16, 16), scale=(0.4, 1.0)),
+        View(size=(8, 8), scale=(0.4, 1.0)),
+        View(size=(16, 16), scale=(0.1, 0.2)),
+    )
+    batch = take(1, views=views)[0]
+    assert batch.views[16, 16].shape[0] == 16
+    assert torch.equal(batch.views[16, 16][:8], take(1, views=views[:1])[0].views[16, 16])
+
+
+def test_the_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    take(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    for number in range(30):
+        image = SyntheticSource(length=30).read(number)
+        Image.fromarray(image[0].numpy()).save(tmp_path / f"{number:02d}.png")
+    (tmp_path / "03.png").write_bytes(b"")
+    (tmp_path / "11.png").write_bytes(b"no image")
+    return FolderSource(tmp_path)
+
+
+def test_unreadable_images_are_replaced_by_rule_and_reported(damaged):
+    batches = [take(5, source=damaged, batch_size=6, workers=workers) for workers in (0, 2)]
+    for alone, together in zip(*batches, strict=True):
+        assert same(alone, together)
+        assert [str(error) for error in alone.unreadable] == [str(error) for error in together.unreadable]
+    said = [error for batch in batches[0] for error in batch.unreadable]
+    assert {error.name for error in said} == {"03.png", "11.png"}
+    assert {error.reason for error in said if error.name == "03.png"} == {"the file is empty"}
+    for batch in batches[0]:
+        assert len(batch.samples) == 6
+        assert batch.views[16, 16].shape[0] == 18
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_out_of_reach_is_an_error_and_no_hang(damaged, workers):
+    for number in range(30):
+        Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="Check that the source is complete"):
+        take(1, source=damaged, workers=workers)
+
+
+def test_a_sampler_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="orders 40 images, but the source has 50"):
+        Loader(
+            source=SyntheticSource(length=50), views=VIEWS, sampler=Sampler(length=40, batch_size=8, seed=0)
+        )

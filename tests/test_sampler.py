@@ -1,0 +1,64 @@
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from dino_vit.data.sampler import Sampler
+
+
+def take(sampler, position, count):
+    return [(plan.epoch, plan.step, plan.samples.tolist()) for plan in islice(sampler.plans(position), count)]
+
+
+def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
+    sampler = Sampler(length=1000, batch_size=10, seed=5)
+    assert sorted(sampler.order(3)) == list(range(1000))
+    assert (sampler.order(3) == Sampler(length=1000, batch_size=50, seed=5).order(3)).all()
+    assert (sampler.order(3) != sampler.order(4)).mean() > 0.99
+    assert (sampler.order(3) != Sampler(length=1000, batch_size=10, seed=6).order(3)).mean() > 0.99
+
+
+def test_every_place_is_equally_likely():
+    places = np.array([Sampler(length=10, batch_size=1, seed=0).order(epoch) for epoch in range(2000)])
+    counts = np.stack([np.bincount(column, minlength=10) for column in places.T])
+    assert (((counts - 200) ** 2) / 200).sum() < 126  # 0.1 % point for 81 degrees of freedom
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_processes_share_the_batches_of_one(world_size):
+    whole = take(Sampler(length=100, batch_size=12, seed=0), 5, 20)
+    parts = [
+        take(Sampler(length=100, batch_size=12, seed=0, rank=rank, world_size=world_size), 5, 20)
+        for rank in range(world_size)
+    ]
+    for step, (epoch, number, samples) in enumerate(whole):
+        assert [sample for part in parts for sample in part[step][2]] == samples
+        assert all(part[step][:2] == (epoch, number) for part in parts)
+
+
+def test_a_position_is_all_that_resume_needs():
+    sampler = Sampler(length=50, batch_size=8, seed=0)
+    assert sampler.steps_per_epoch == 6
+    all_steps = take(sampler, 0, 20)
+    assert [step[:2] for step in all_steps] == [divmod(position, 6) for position in range(20)]
+    for position in (1, 5, 6, 13):
+        assert take(sampler, position, 20 - position) == all_steps[position:]
+
+
+def test_an_epoch_sees_no_image_twice():
+    steps = take(Sampler(length=50, batch_size=8, seed=0), 0, 6)
+    seen = [sample for _, _, samples in steps for sample in samples]
+    assert len(set(seen)) == len(seen) == 48
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch_size": 10, "world_size": 4}, "make it a multiple of 4"),
+        ({"batch_size": 101}, "100 images do not fill"),
+        ({"batch_size": 10, "rank": 2, "world_size": 2}, "rank must be from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        Sampler(length=100, seed=0, **wrong)
