@@ -23,7 +23,7 @@ _ORDERS = torch.tensor(list(permutations(range(4))))
 # Float32 bytes of the images worked on at a time on the CPU: small enough for a core's own cache.
 _CPU_CHUNK = 1 << 20
 # A tap of the Gaussian that weighs less than this, beside a centre of 1, is left out.
-_NEGLIGIBLE = 1e-5
+_NEGLIGIBLE = 1e-3
 
 
 class Augment(nn.Module):
@@ -54,10 +54,28 @@ class Augment(nn.Module):
                 f"Augment takes uint8 images (n, {len(self.mean)}, h, w), a channel per entry of its mean; "
                 f"got {images.dtype} {tuple(images.shape)}."
             )
-        steps = self._steps(rows)
-        by_masks = torch.compiler.is_compiling() or not rows.is_cpu
-        x = _by_masks(images / 255, steps) if by_masks else _by_rows(images, steps)
+        if torch.compiler.is_compiling() or not rows.is_cpu:
+            x = _by_masks(images / 255, self._steps(rows))
+        elif images.is_cpu:
+            return self._in_cache(images, rows)
+        else:
+            steps = self._steps(rows)
+            x = _by_rows_(images / 255, steps, _flags(steps))
         return x.sub_(self.mean).div_(self.std)
+
+    def _in_cache(self, images: Tensor, rows: Tensor) -> Tensor:
+        """Work on few images at a time, alike ones side by side: an operation finds its own in one slice."""
+        index = torch.argsort(rows[:, Column.JITTER] * (1 + rows[:, Column.ORDER]), stable=True)
+        steps = self._steps(rows[index])
+        flags, places = _flags(steps), index.tolist()
+        out = torch.empty(images.shape)
+        size = max(1, _CPU_CHUNK // (4 * images[0].numel()))
+        for start in range(0, len(images), size):
+            x = images.index_select(0, index[start : start + size]) / 255
+            x = _by_rows_(x, steps, flags, start).sub_(self.mean)
+            for image, place in zip(x, places[start : start + size], strict=True):
+                torch.div(image, self.std, out=out[place])
+        return out
 
     def _steps(self, rows: Tensor) -> list[Step]:
         """List the operations in order, each with the images (n,) it is for and its factors (n, 1, 1, 1)."""
@@ -89,31 +107,27 @@ def _by_masks(x: Tensor, steps: list[Step]) -> Tensor:
     return x
 
 
-def _by_rows(images: Tensor, steps: list[Step]) -> Tensor:
-    chosen = torch.stack([chosen for _, chosen, _ in steps]).tolist()
-    x = torch.empty(images.shape, device=images.device)
-    size = max(1, _CPU_CHUNK // (4 * images[0].numel())) if x.is_cpu else len(x)
-    for start in range(0, len(x), size):
-        chunk = slice(start, start + size)
-        part = torch.div(images[chunk], 255, out=x[chunk])
-        for (operation, _, factor), flags in zip(steps, chosen, strict=True):
-            if rows := [row for row, flag in enumerate(flags[chunk]) if flag]:
-                _apply_(part, rows, operation, factor[chunk])
+def _flags(steps: list[Step]) -> list[list[bool]]:
+    flags: list[list[bool]] = torch.stack([chosen for _, chosen, _ in steps]).tolist()
+    return flags
+
+
+def _by_rows_(x: Tensor, steps: list[Step], flags: list[list[bool]], start: int = 0) -> Tensor:
+    """Apply the steps of the rows from start on; they are on the host, x may be elsewhere."""
+    for (operation, _, factor), chosen in zip(steps, flags, strict=True):
+        rows = [row for row, flag in enumerate(chosen[start : start + len(x)]) if flag]
+        if not rows:
+            continue
+        first, last = rows[0], rows[-1] + 1
+        if last - first == len(rows):
+            part = factor[start + first : start + last].to(x.device, non_blocking=True)
+            operation(x[first:last], part)
+        else:
+            index = torch.tensor(rows)
+            part = factor[start + index].to(x.device, non_blocking=True)
+            index = index.to(x.device, non_blocking=True)
+            x.index_copy_(0, index, operation(x.index_select(0, index), part))
     return x
-
-
-def _apply_(x: Tensor, rows: list[int], operation: Operation, factor: Tensor) -> None:
-    """Overwrite some rows of x; factor is on the host, x may be elsewhere."""
-    if len(rows) == len(x):
-        operation(x, factor.to(x.device, non_blocking=True))
-    elif len(rows) == 1:
-        one = slice(rows[0], rows[0] + 1)
-        operation(x[one], factor[one].to(x.device, non_blocking=True))
-    else:
-        index = torch.tensor(rows)
-        factor = factor[index].to(x.device, non_blocking=True)
-        index = index.to(x.device, non_blocking=True)
-        x.index_copy_(0, index, operation(x.index_select(0, index), factor))
 
 
 def _flip_(x: Tensor, _: Tensor) -> Tensor:
@@ -135,29 +149,32 @@ def _brightness_(x: Tensor, factor: Tensor) -> Tensor:
 
 def _contrast_(x: Tensor, factor: Tensor) -> Tensor:
     """Stretch around the mean luma, or around each channel's own mean where there is no luma."""
-    mean = (_luma(x) if x.shape[1] == 3 else x).mean(dim=(-2, -1), keepdim=True)
+    mean = x.mean(dim=(-2, -1), keepdim=True)
+    if x.shape[1] == 3:
+        mean = _luma(mean)
     return x.mul_(factor).add_(mean * (1 - factor)).clamp_(0, 1)
 
 
 def _saturation_(x: Tensor, factor: Tensor) -> Tensor:
     grey = _luma(x).mul_(1 - factor)
-    return x.mul_(factor).add_(grey).clamp_(0, 1)
+    return torch.addcmul(grey, x, factor, out=x).clamp_(0, 1)
 
 
 def _hue_(x: Tensor, turn: Tensor) -> Tensor:
     """Turn the hue of HSV, without a choice per pixel: on a CPU choosing costs more than the arithmetic.
 
-    Let the channels of a pixel be scaled to run from 0 to 1. The angle from red is 1 + g + b − r sixths of a
-    turn, towards green where g > b, and a channel is a trapezium of the angle from its own place (0, 2, −2).
+    Let the channels of a pixel be scaled to run from 0 to 1. Its angle from green is 1 + b + r − g sixths
+    of a turn, towards blue where b > r, and a channel is a trapezium of the angle from its place (−2, 0, 2).
     """
     red, green, blue = torch.split(x, 1, dim=1)
     low = torch.minimum(red, green).minimum(blue)
     chroma = torch.maximum(red, green).maximum(blue).sub_(low)
-    angle = (green + blue).sub_(red).sub_(low).div_(chroma.clamp_min(1e-12)).add_(1).copysign_(green - blue)
+    angle = (blue + red).sub_(green).sub_(low).div_(chroma.clamp_min(1e-12)).add_(1).copysign_(blue - red)
     angle.add_(turn, alpha=6)
     angle.sub_((angle / 6).round_(), alpha=6)  # to [−3, 3]
-    torch.cat((angle, angle - 2, angle + 2), dim=1, out=x)
-    return x.abs_().sub_(3).abs_().sub_(1).clamp_(0, 1).mul_(chroma).add_(low)
+    places = rearrange(torch.arange(-2, 3, 2, device=x.device), "c -> c 1 1")
+    torch.sub(angle, places, out=x).abs_().sub_(3).abs_().sub_(1).clamp_(0, 1)
+    return torch.addcmul(low, x, chroma, out=x)
 
 
 def _solarise_(x: Tensor, _: Tensor) -> Tensor:
@@ -166,7 +183,7 @@ def _solarise_(x: Tensor, _: Tensor) -> Tensor:
 
 
 def _blur_(x: Tensor, sigma: Tensor, *, sigma_max: float) -> Tensor:
-    """Convolve with Gaussians, mirrored at the borders: a sum of shifted images, each with its own kernel."""
+    """Convolve with Gaussians, mirrored at the borders, as a sum of shifted images."""
     if x.is_cpu and not torch.compiler.is_compiling():
         sigma_max = float(sigma.max())  # fewer taps, where looking costs nothing
     height, width = x.shape[-2:]
@@ -175,11 +192,12 @@ def _blur_(x: Tensor, sigma: Tensor, *, sigma_max: float) -> Tensor:
     kernel = torch.exp(-0.5 * (distance / sigma.clamp_min(1e-3)) ** 2)
     kernel = kernel * (kernel >= _NEGLIGIBLE)  # so that a kernel does not depend on its batch's radius
     taps = torch.split(kernel / kernel.sum(-1, keepdim=True), 1, dim=-1)
-    padded = F.pad(x, (radius, radius, radius, radius), mode="reflect")
-    rows = padded[..., :height, :] * taps[0]
+    padded = F.pad(x, (0, 0, radius, radius), mode="reflect")
+    torch.mul(padded[..., :height, :], taps[0], out=x)
     for shift, tap in enumerate(taps[1:], start=1):
-        rows.addcmul_(padded[..., shift : shift + height, :], tap)
-    torch.mul(rows[..., :width], taps[0], out=x)
+        x.addcmul_(padded[..., shift : shift + height, :], tap)
+    padded = F.pad(x, (radius, radius, 0, 0), mode="reflect")
+    torch.mul(padded[..., :width], taps[0], out=x)
     for shift, tap in enumerate(taps[1:], start=1):
-        x.addcmul_(rows[..., shift : shift + width], tap)
+        x.addcmul_(padded[..., shift : shift + width], tap)
     return x
