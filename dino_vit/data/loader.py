@@ -61,7 +61,7 @@ class Loader:
 
     def batches(self, position: int = 0) -> Iterator[Batch]:
         """Yield the batches from a position on, without end; closing the iterator ends its processes."""
-        loader: Iterable[Batch] = DataLoader(
+        loader: Iterable[Batch | ValueError] = DataLoader(
             self.dataset,
             batch_size=None,
             sampler=_Plans(self.sampler, position),
@@ -70,7 +70,10 @@ class Loader:
             pin_memory=self.pin,
             generator=torch.Generator(),  # or it would draw from, and so change, the global one
         )
-        yield from loader
+        for batch in loader:
+            if isinstance(batch, ValueError):
+                raise batch
+            yield batch
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class _Plans:
         return self.sampler.plans(self.position)
 
 
-class _Steps(Dataset[Batch]):
-    """Map a plan to its batch; runs in the workers."""
+class _Steps(Dataset[Batch | ValueError]):
+    """Map a plan to its batch, in the workers; returns the user's errors, so that they arrive unwrapped."""
 
     def __init__(self, source: Source, views: tuple[View, ...], seed: int) -> None:
         self.source, self.views, self.seed = source, views, seed
@@ -93,7 +96,13 @@ class _Steps(Dataset[Batch]):
         for number, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(number)
 
-    def __getitem__(self, plan: Plan) -> Batch:
+    def __getitem__(self, plan: Plan) -> Batch | ValueError:
+        try:
+            return self._batch(plan)
+        except ValueError as error:
+            return error
+
+    def _batch(self, plan: Plan) -> Batch:
         unreadable: list[UnreadableImage] = []
         cut: dict[Size, Tensor] = {}
         for place, sample in enumerate(plan.samples.tolist()):
