@@ -1,6 +1,5 @@
 """Optimisers, and what happens to gradients and parameters around their step, all without a host read."""
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -67,18 +66,6 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
         case "lars":
             return LARS(groups)
     raise ValueError(f'There is no optimizer "{name}": choose "adamw", "sgd" or "lars".')
-
-
-def scale_lr(base: float, global_batch: int, rule: str) -> float:
-    """Return the learning rate for a global batch: `base` is meant for 256 images, or for any with "none"."""
-    match rule:
-        case "linear":
-            return base * global_batch / 256
-        case "sqrt":
-            return base * math.sqrt(global_batch / 256)
-        case "none":
-            return base
-    raise ValueError(f'There is no lr scaling rule "{rule}": choose "linear", "sqrt" or "none".')
 
 
 def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:

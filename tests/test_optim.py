@@ -11,7 +11,6 @@ from dino_vit.optim import (
     ema_update,
     freeze_last_layer,
     parameter_groups,
-    scale_lr,
     set_rates,
     step_if_finite,
 )
@@ -107,12 +106,6 @@ def test_rates_reach_their_groups():
     for group in optimizer.param_groups:
         assert group["lr"] == 8.0 * group["lr_scale"]
         assert group["weight_decay"] == (0.3 if group["decayed"] else 0.0)
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("linear", 5e-4 * 4), ("sqrt", 5e-4 * 2), ("none", 5e-4)])
-def test_scale_lr(rule, expected):
-    assert scale_lr(5e-4, 1024, rule) == pytest.approx(expected)
-    assert scale_lr(5e-4, 256, rule) == 5e-4
 
 
 def naive_adamw(parameter, gradients, lr, weight_decay):
@@ -279,7 +272,5 @@ def test_unknown_names_are_refused():
     make_gradients(head)
     with pytest.raises(ValueError, match=r'no optimizer "adam": choose "adamw"'):
         build_optimizer("adam", parameter_groups(head))
-    with pytest.raises(ValueError, match=r'rule "cubic": choose "linear"'):
-        scale_lr(1.0, 256, "cubic")
     with pytest.raises(ValueError, match=r'clip mode "value": choose "tensor"'):
         clip_gradients([head], mode="value", max_norm=1.0)

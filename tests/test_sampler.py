@@ -36,6 +36,15 @@ def test_processes_share_the_batches_of_one(world_size):
         assert all(part[step][:2] == (epoch, number) for part in parts)
 
 
+def test_the_passes_of_a_step_share_its_images():
+    whole = take(Sampler(length=100, batch_size=12, seed=0), 5, 6)
+    passes = take(Sampler(length=100, batch_size=12, seed=0, accumulate=3), 5, 18)
+    for step, (epoch, number, samples) in enumerate(whole):
+        parts = passes[3 * step : 3 * step + 3]
+        assert [sample for part in parts for sample in part[2]] == samples
+        assert all(part[:2] == (epoch, number) for part in parts)
+
+
 def test_a_position_is_all_that_resume_needs():
     sampler = Sampler(length=50, batch_size=8, seed=0)
     assert sampler.steps_per_epoch == 6

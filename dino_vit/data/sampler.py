@@ -11,7 +11,7 @@ from dino_vit.randomness import Stream, random_bits
 
 
 class Plan(NamedTuple):
-    """One process's part of a step."""
+    """One process's part of a step, or of one of its forward passes."""
 
     epoch: int
     step: int  # within the epoch
@@ -20,22 +20,25 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Split each epoch's order into global batches, and those into a contiguous part for each process.
+    """Split each epoch's order into global batches, those into passes, and those into a part a process.
 
-    The images of a step do not depend on the number of processes. A rest that fills no batch is left out.
+    The images of a step do not depend on the number of processes or of passes (`accumulate`). A rest that
+    fills no batch is left out.
     """
 
     length: int
-    batch_size: int  # over all processes
+    batch_size: int  # of a step: over all processes and passes
     seed: int
     rank: int = 0
     world_size: int = 1
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.batch_size % self.world_size:
+        parts = self.world_size * self.accumulate
+        if self.batch_size < 1 or self.batch_size % parts:
             raise ValueError(
                 f"A global batch of {self.batch_size} images cannot be split evenly over {self.world_size} "
-                f"processes; make it a multiple of {self.world_size}."
+                f"processes in {self.accumulate} passes; make it a multiple of {parts}."
             )
         if self.length < self.batch_size:
             raise ValueError(
@@ -55,12 +58,13 @@ class Sampler:
         return np.argsort(bits, kind="stable")
 
     def plans(self, position: int = 0) -> Iterator[Plan]:
-        """Yield this process's part of each step from a position (steps since the start) on, without end."""
+        """Yield this process's part of each pass of each step from a position (in steps) on, without end."""
         epoch, first = divmod(position, self.steps_per_epoch)
-        share = self.batch_size // self.world_size
+        share = self.batch_size // (self.world_size * self.accumulate)
         while True:
             order = self.order(epoch)
             for step in range(first, self.steps_per_epoch):
-                start = step * self.batch_size + self.rank * share
-                yield Plan(epoch, step, order[start : start + share])
+                for micro in range(self.accumulate):
+                    start = step * self.batch_size + (micro * self.world_size + self.rank) * share
+                    yield Plan(epoch, step, order[start : start + share])
             epoch, first = epoch + 1, 0
