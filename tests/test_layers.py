@@ -7,10 +7,15 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dino_vit"
 LAYERS = [
-    {"storage", "positions"},
-    {"stems", "block"},
-    {"vit"},
-    {"weights"},
+    {"distributed", "positions", "randomness", "schedules", "spelling", "storage", "yaml12"},
+    {"settings"},
+    {"settings_load"},
+    {"settings_text"},
+    {"config", "rules"},
+    {"recipes"},
+    {"block", "head", "loss", "optim", "stems", "views"},
+    {"augment", "data", "vit"},
+    {"features", "weights"},
     {"cli"},
     {"__main__"},
 ]
