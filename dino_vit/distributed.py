@@ -1,5 +1,6 @@
 """The one place of the library that knows about a process group; without one it does nothing."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,3 +29,21 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
     total = tensor.detach().clone()
     dist.all_reduce(total)  # a sum: gloo has no mean
     return total / world_size()
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Return the rows of all processes in the order of their ranks; each may have another number of rows.
+
+    A single process gets the very tensor back. Carries no gradient.
+    """
+    if world_size() == 1:
+        return tensor
+    mine = torch.tensor([len(tensor)], device=tensor.device)
+    lengths = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(lengths, mine)
+    counts = [int(length) for length in lengths]
+    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor.detach()
+    rows = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(rows, padded)
+    return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])

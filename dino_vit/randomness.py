@@ -24,6 +24,7 @@ class Stream(IntEnum):
     NETWORK = 4
     SYNTHETIC = 5
     REPLACEMENT = 6
+    EVALUATION = 7
 
 
 def random_bits(seed: int, stream: Stream, *keys: Key) -> NDArray[np.uint64]:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dino_vit.distributed import all_reduce_mean, rank, world_size
+from dino_vit.distributed import all_gather, all_reduce_mean, rank, world_size
 from dino_vit.loss import Center, loss_statistics
 from dino_vit.optim import all_finite
 
@@ -13,6 +13,7 @@ def test_a_single_process_needs_no_group():
     tensor = torch.arange(3.0)
     assert (rank(), world_size()) == (0, 1)
     assert all_reduce_mean(tensor) is tensor
+    assert all_gather(tensor) is tensor
 
 
 def test_two_processes_agree(tmp_path):
@@ -30,6 +31,7 @@ def _check_in_process(number, rendezvous, logits):
         mine = torch.full((2,), float(number))
         assert all_reduce_mean(mine).tolist() == [0.5, 0.5]
         assert mine.tolist() == [number, number]
+        _check_gather(number)
         _check_center(number, logits)
         _check_statistics(number, logits)
         loss = torch.tensor(float("inf") if number else 1.0)
@@ -38,6 +40,16 @@ def _check_in_process(number, rendezvous, logits):
     finally:
         dist.destroy_process_group()
     open(rendezvous.removeprefix("file://").replace("rendezvous", f"done{number}"), "w").close()
+
+
+def _check_gather(number):
+    for rows in ((2, 3), (0, 2), (1, 1), (0, 0)):
+        of_all = torch.arange(2.0 * sum(rows), requires_grad=True).view(-1, 2)
+        mine = of_all.split(rows)[number]
+        gathered = all_gather(mine)
+        assert torch.equal(gathered, of_all)
+        assert not gathered.requires_grad
+    assert all_gather(torch.full((1,), number)).tolist() == [0, 1]
 
 
 def _check_center(number, logits):

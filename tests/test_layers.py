@@ -16,6 +16,7 @@ LAYERS = [
     {"block", "head", "loss", "optim", "stems", "views"},
     {"augment", "data", "vit"},
     {"features", "weights"},
+    {"eval"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,102 @@
+"""What a run learns of itself as it trains: k-NN accuracy where there are labels, effective rank always."""
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+
+from dino_vit.data.sources import Source
+from dino_vit.distributed import all_gather, rank, world_size
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.rankme import rankme
+from dino_vit.features import Features, extract_features, pixel_features
+from dino_vit.randomness import Stream, random_bits
+from dino_vit.views import Size
+from dino_vit.vit import VisionTransformer
+
+log = logging.getLogger("dino_vit")
+
+NEIGHBOURS = 20
+# Raw pixels are compared at no more than this: beyond it they cost memory and classify no better.
+_PIXEL_SIDE = 32
+
+
+class OnlineEvaluation:
+    """Evaluate a backbone on the same few thousand images of a source each time, leaving no trace in the run.
+
+    The images are a function of the seed. Each is classified by its nearest neighbours among the others:
+    nothing is classified by itself, and all images serve as queries for the price of one forward pass each.
+    In a process group each process computes the features of its share, and all get the same figures.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        size: Size,
+        mean: Sequence[float],
+        std: Sequence[float],
+        seed: int,
+        images: int = 5000,
+        labels: bool = True,
+        batch_size: int = 256,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.source, self.size, self.mean, self.std = source, size, mean, std
+        self.batch_size, self.autocast = batch_size, autocast
+        bits = random_bits(seed, Stream.EVALUATION, np.arange(len(source)))
+        order: list[int] = np.argsort(bits, kind="stable").tolist()
+        labelled = list(islice((i for i in order if labels and source.label(i) is not None), images))
+        self.has_labels = len({source.label(index) for index in labelled}) > 1
+        self.indices = labelled if self.has_labels else order[:images]
+
+    def __call__(self, backbone: VisionTransformer) -> dict[str, float]:
+        """Return `knn`, top-1 in per cent, unless labels are missing or all the same, and `rankme`."""
+        features = self._features(backbone)
+        finite = bool(features.values.isfinite().all())  # of others there is nothing to say
+        figures = {"rankme": rankme(features.values) if finite else math.nan}
+        if self.has_labels:
+            figures["knn"] = self._accuracy(features) if finite else math.nan
+        return figures
+
+    def raw_pixels(self) -> float | None:
+        """Return `knn` of the pixels themselves, what features must be better than; None without labels.
+
+        The calling process works alone; the others need not call.
+        """
+        if not self.has_labels:
+            return None
+        shrink = min(1.0, _PIXEL_SIDE / max(self.size))
+        size = max(1, round(self.size[0] * shrink)), max(1, round(self.size[1] * shrink))
+        return self._accuracy(pixel_features(self.source, self.indices, size=size))
+
+    def _features(self, backbone: VisionTransformer) -> Features:
+        """Compute the features of this process's share and return those of all processes."""
+        start, end = (len(self.indices) * part // world_size() for part in (rank(), rank() + 1))
+        share = extract_features(
+            backbone,
+            self.source,
+            self.indices[start:end],
+            size=self.size,
+            mean=self.mean,
+            std=self.std,
+            batch_size=self.batch_size,
+            autocast=self.autocast,
+        )
+        if share.unreadable:
+            count, first = len(share.unreadable), share.unreadable[0]
+            log.warning("online evaluation: leaves out %d images that cannot be read, first %s", count, first)
+        return Features(all_gather(share.values), all_gather(share.indices), share.unreadable)
+
+    def _accuracy(self, features: Features) -> float:
+        """Return the share of images, in per cent, whose label their neighbours vote for."""
+        values, count = features.values, len(features.values)
+        if count < 2:
+            return math.nan
+        labels = torch.tensor([self.source.label(i) for i in features.indices.tolist()], device=values.device)
+        k = min(NEIGHBOURS, count - 1)
+        ranked = weighted_knn(values, labels, values, k=[k], leave_one_out=True)[k]
+        return 100 * float((ranked[:, 0] == labels).float().mean())
