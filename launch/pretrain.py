@@ -1,0 +1,8 @@
+"""What `accelerate launch`, torchrun and srun start; the same as `dino-vit pretrain`."""
+
+import sys
+
+from dino_vit.cli import main
+
+if __name__ == "__main__":  # loader processes that are spawned import this file
+    sys.exit(main(["pretrain", *sys.argv[1:]]))
