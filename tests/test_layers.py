@@ -7,7 +7,17 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dino_vit"
 LAYERS = [
-    {"distributed", "positions", "randomness", "schedules", "spelling", "storage", "yaml12"},
+    {
+        "diagnosis",
+        "distributed",
+        "linear",
+        "positions",
+        "randomness",
+        "schedules",
+        "spelling",
+        "storage",
+        "yaml12",
+    },
     {"settings"},
     {"settings_load"},
     {"settings_text"},
@@ -15,7 +25,7 @@ LAYERS = [
     {"recipes"},
     {"block", "head", "loss", "optim", "stems", "views"},
     {"augment", "data", "vit"},
-    {"features", "weights"},
+    {"features", "monitor", "weights"},
     {"eval"},
     {"cli"},
     {"__main__"},
