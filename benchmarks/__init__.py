@@ -1,0 +1,1 @@
+"""Programs that measure; `python -m benchmarks` runs them all and writes RESULTS.md."""

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-FEW_TOKENS = 64
-EXPLICIT_BYTES = 2**30
+from dino_vit.linear import Linear
+
+EXPLICIT_BYTES = 2**30  # scores beyond this stay in the kernel, which never holds them all
 
 
 class Attention(nn.Module):
@@ -37,14 +38,14 @@ class Attention(nn.Module):
         self.heads = heads
         self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
         self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = Linear(width, width)
         self.proj_drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
         q, k, v = self.split(x)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(q, k, v, scale=self.scale, dropout=dropout)  # (B, h, N, d)
+        x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)  # (B, h, queries, d)
         return self.proj_drop(self.proj(rearrange(x, "b h n d -> b n (h d)")))
 
     def weights(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
@@ -56,25 +57,32 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (B, N, D) to queries, keys and values of each head, (B, h, N, d)."""
-        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)
+        qkv = rearrange(self.qkv(x), "b n (three h d) -> b n three h d", three=3, h=self.heads)
+        # Unbound where the projection wrote them, their gradients are put together by one copy, not two.
+        q, k, v = (rearrange(part, "b n h d -> b h n d") for part in qkv.unbind(2))
         return q, k, v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """Return softmax(q·kᵀ·scale)·v, by the kernel that `benchmarks/backbone.py` found fastest."""
+    """Return softmax(q·kᵀ·scale)·v, by the kernel that `benchmarks/attention.py` found fastest."""
     if dropout == 0.0 and _explicit_pays(q):
-        return ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
+        return _explicit(q, k, v, scale)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
 
 
 def _explicit_pays(q: Tensor) -> bool:
-    """Tell whether to spell the softmax out: on a CPU, in bfloat16 or for few tokens, if it fits."""
-    if q.device.type != "cpu":
-        return False
+    """Tell whether to spell the softmax out: in bfloat16 on a CPU, whose fused kernel is slow there."""
     batch, heads, tokens, _ = q.shape
-    if batch * heads * tokens * tokens * q.element_size() > EXPLICIT_BYTES:
-        return False
-    return q.dtype == torch.bfloat16 or tokens <= FEW_TOKENS
+    fits = batch * heads * tokens * tokens * q.element_size() <= EXPLICIT_BYTES
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and fits
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    heads = q.shape[1]
+    q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
+    # The product scales its own result; scaling queries or scores would be one more pass over them.
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    return rearrange(scores.softmax(dim=-1) @ v, "(b h) n d -> b h n d", h=heads)
 
 
 class Block(nn.Module):
@@ -111,8 +119,9 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
+    def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
+        """Return the tokens (B, N, D) after this block, or only those that are asked for."""
+        x = x[:, queries] + self.drop_path(self.ls1(self.attn(self.norm1(x), queries)))
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
 
@@ -122,8 +131,8 @@ class MLP(nn.Module):
     def __init__(self, *, width: int, hidden: int, gated: bool, dropout: float) -> None:
         super().__init__()
         self.gated = gated
-        self.fc1 = nn.Linear(width, 2 * hidden if gated else hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = Linear(width, 2 * hidden if gated else hidden)
+        self.fc2 = Linear(hidden, width)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from dino_vit.linear import Linear
+
 Patch = tuple[int, int]
 REDUCTION = 16  # pixels to a cell of the ResNet's feature map
 
@@ -32,7 +34,7 @@ class UnfoldStem(nn.Module):
     def __init__(self, *, patch_size: Patch, channels: int, width: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.proj = nn.Linear(channels * patch_size[0] * patch_size[1], width)
+        self.proj = Linear(channels * patch_size[0] * patch_size[1], width)
 
     def forward(self, images: Tensor) -> Tensor:
         p, q = self.patch_size

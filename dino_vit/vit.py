@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.block import Block
+from dino_vit.linear import Linear
 from dino_vit.positions import Grid, PositionMode, interpolate_pos_embs, sinusoidal_pos_embs
 from dino_vit.stems import ConvStem, HybridStem, UnfoldStem
+
+EVERY, CLS = slice(None), slice(0, 1)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class VisionTransformer(nn.Module):
             for index in range(depth)
         )
         self.norm = nn.LayerNorm(width, eps=norm_eps)
-        self.head = nn.Linear(width, num_classes) if num_classes else nn.Identity()
+        self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -130,7 +133,11 @@ class VisionTransformer(nn.Module):
         return {"cls_token", "pos_embed"} | ({"register_tokens"} if self.registers else set())
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.forward_features(images)[:, 0])
+        """Return CLS features (B, D), or class logits; the last block computes no other token."""
+        tokens = self.embed(images)
+        for index, block in enumerate(self.blocks, start=1):
+            tokens = block(tokens, CLS if index == self.depth else EVERY)
+        return self.head(self.norm(tokens)[:, 0])
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return the normalised tokens of the last block, (B, 1 + R + N, D), CLS first."""

@@ -1,0 +1,170 @@
+"""Measure contenders side by side: interleaved repeats, their medians, peak memory, one Markdown table.
+
+Every round runs all contenders in turn, so what else the machine does hits them alike. Our own comes first;
+its advantage is the median over the rounds of (the fastest other's time) / (our time): above 1 we are faster.
+Memory is what a contender's work takes on top of its model and its input: on CUDA what the allocator handed
+out, on a CPU the growth of the resident set of a fresh process (Linux only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+
+Work = Callable[[], object]
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: items a second and MiB of each contender, our own first."""
+
+    name: str
+    speed: dict[str, float]
+    advantage: float
+    memory: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of the same contenders; without rows, the note says why."""
+
+    title: str
+    unit: str
+    rows: list[Row]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Write the table, memory in brackets."""
+        lines = [f"### {self.title}", ""]
+        if self.rows:
+            names = list(self.rows[0].speed)
+            unit = f"{self.unit} (peak MiB)" if self.rows[0].memory else self.unit
+            lines.append(f"| {unit} | {' | '.join(names)} | {names[0]} / fastest other |")
+            lines.append("|---" + "|--:" * (len(names) + 1) + "|")
+            lines += [_line(row) for row in self.rows]
+            lines.append("")
+        return "\n".join([*lines, self.note, ""] if self.note else lines)
+
+
+def _line(row: Row) -> str:
+    cells = [f"{speed:.1f}{_brackets(row.memory.get(name))}" for name, speed in row.speed.items()]
+    return f"| {row.name} | {' | '.join(cells)} | {row.advantage:.2f} |"
+
+
+def _brackets(memory: float | None) -> str:
+    return "" if memory is None else f" ({memory:.0f})"
+
+
+def compare(
+    name: str,
+    contenders: Mapping[str, Work],
+    *,
+    items: int,
+    repeats: int,
+    device: str = "cpu",
+    memory: Mapping[str, float | None] | None = None,
+) -> Row:
+    """Time contenders that each handle `items` at a call, after one round that is not counted."""
+    rounds = [_round(contenders, device) for _ in range(repeats + 1)][1:]
+    seconds = {key: median(times[key] for times in rounds) for key in contenders}
+    ours, *others = contenders
+    fastest = min(others, key=lambda key: seconds[key])
+    row = Row(
+        name=name,
+        speed={key: items / value for key, value in seconds.items()},
+        advantage=median(times[fastest] / times[ours] for times in rounds),
+        memory=dict(memory or {}),
+    )
+    print(_line(row), file=sys.stderr, flush=True)
+    return row
+
+
+def _round(contenders: Mapping[str, Work], device: str) -> dict[str, float]:
+    times = {}
+    for name, work in contenders.items():
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times[name] = time.perf_counter() - start
+    return times
+
+
+def peak_memory(build: Callable[..., Work], *arguments: object, device: str = "cpu") -> float | None:
+    """Return how many MiB the work made by `build(*arguments)`, a module's function, takes at most."""
+    if device == "cuda":
+        return _cuda_peak(build(*arguments))
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        return fresh.submit(_cpu_peak, build, arguments, torch.get_num_threads()).result()
+
+
+def _cuda_peak(work: Work) -> float:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _cpu_peak(build: Callable[..., Work], arguments: Sequence[object], threads: int) -> float | None:
+    torch.set_num_threads(threads)
+    work = build(*arguments)
+    if not CLEAR_REFS.exists():
+        return None
+    CLEAR_REFS.write_text("5")  # the peak starts again from what is resident now
+    before = _resident("VmRSS")
+    work()
+    return (_resident("VmHWM") - before) / 2**10
+
+
+def _resident(name: str) -> int:
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))  # kB
+
+
+def machine() -> str:
+    """Describe the processor, the accelerator and the versions that were measured."""
+    packages = ("torch", "torchvision", "timm", "transformers", "accelerate")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    cores = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    return f"{_processor()} ({cores}), {gpu}; Python {platform.python_version()}, {versions}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser with what every program takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--repeats", type=int, default=10, help="counted rounds (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="also write the tables here, as JSON")
+    return parser
+
+
+def report(tables: Sequence[Table], out: Path | None) -> None:
+    """Print the tables, and write them as JSON where that is asked for."""
+    print(machine(), *(table.markdown() for table in tables), sep="\n\n")
+    if out is not None:
+        record = {"machine": machine(), "tables": [asdict(table) for table in tables]}
+        out.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
