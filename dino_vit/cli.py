@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dino_vit import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake is a sentence on stderr and exit code 2, not a traceback."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    from dino_vit.settings_text import parse_arguments
+
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_arguments(build_parser(argv), argv)
+    # Threads that spin while they wait slow a busy CPU down several times; read once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         code: int = args.run(args)
@@ -28,19 +34,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with all details of those that are asked for."""
     parser = argparse.ArgumentParser(
         prog="dino-vit", description="Self-supervised pretraining of vision transformers with DINO."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_pretrain(commands)
+    _add_config(commands)
+    _add_attention(commands, asked)
     _add_inspect_weights(commands)
     _add_export(commands)
     return parser
 
 
 Commands = argparse._SubParsersAction  # the type that add_subparsers returns has no public name
+
+
+def _add_pretrain(commands: Commands[argparse.ArgumentParser]) -> None:
+    from dino_vit.config import PretrainConfig
+    from dino_vit.settings_text import add_config_arguments
+
+    parser = commands.add_parser(
+        "pretrain",
+        help="train a vision transformer on images without labels",
+        description="Train a vision transformer on images without labels. The same command goes on where its "
+        "output folder stands.\n\n  dino-vit pretrain data.source=photos\n  accelerate launch "
+        "launch/pretrain.py --config configs/pretrain/vits16.yaml data.source=photos",
+    )
+    add_config_arguments(parser, PretrainConfig)
+    parser.set_defaults(run=_pretrain)
+
+
+def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="print the settings of a command",
+        description="Print the settings of a command with their meaning, as YAML that loads again.",
+    )
+    parser.add_argument("of", choices=("pretrain",), help="the command")
+    parser.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="one setting each")
+    parser.set_defaults(run=_config)
+
+
+def _add_attention(commands: Commands[argparse.ArgumentParser], asked: Sequence[str]) -> None:
+    parser = commands.add_parser(
+        "attention",
+        help="draw where a backbone looks",
+        description="Draw the attention that a backbone's CLS token pays to the patches of some images.",
+    )
+    if "attention" in asked:  # its settings stand beside its code, which imports torch
+        from dino_vit.eval.attention import AttentionConfig
+        from dino_vit.settings_text import add_config_arguments
+
+        add_config_arguments(parser, AttentionConfig)
+    parser.set_defaults(run=_attention)
 
 
 def _add_inspect_weights(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -106,6 +158,34 @@ def _load(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type
             raise ValueError(f"--image-size takes one number or height and width, not {args.image_size}")
         overrides["image_size"] = (args.image_size[0], args.image_size[-1])
     return load_backbone(args.source, network=args.network, format=args.source_format, **overrides)
+
+
+def _pretrain(args: argparse.Namespace) -> int:
+    from dino_vit.config import PretrainConfig
+    from dino_vit.settings_text import config_from
+
+    config = config_from(args, PretrainConfig)
+    from dino_vit.train import pretrain  # after the config is known to be good, as this imports torch
+
+    return pretrain(config)
+
+
+def _config(args: argparse.Namespace) -> int:
+    import json
+
+    from dino_vit.config import PretrainConfig
+    from dino_vit.settings_text import config_from, json_schema, to_yaml
+
+    config = config_from(args, PretrainConfig)
+    print(json.dumps(json_schema(PretrainConfig), indent=2) if args.schema else to_yaml(config), end="")
+    return 0
+
+
+def _attention(args: argparse.Namespace) -> int:
+    from dino_vit.eval.attention import AttentionConfig, run
+    from dino_vit.settings_text import config_from
+
+    return run(config_from(args, AttentionConfig))
 
 
 def _inspect_weights(args: argparse.Namespace) -> int:

@@ -1,5 +1,7 @@
 """The one place of the library that knows about a process group; without one it does nothing."""
 
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,3 +49,20 @@ def all_gather(tensor: Tensor) -> Tensor:
     rows = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(rows, padded)
     return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
+
+
+def any_process(flag: bool) -> bool:
+    """Tell whether the flag is set in any process, without waiting for an accelerator."""
+    if world_size() == 1:
+        return flag
+    flags = torch.tensor([int(flag)])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_host_group())
+    return bool(flags.item())
+
+
+@cache
+def _host_group() -> dist.ProcessGroup:
+    """Return a group for tensors on the host; all processes make it at the same call."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

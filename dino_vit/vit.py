@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dino_vit.block import Block
 from dino_vit.linear import Linear
@@ -73,6 +74,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.architecture: dict[str, Any] = self_describing
         self.provenance: Provenance | None = None
+        self.checkpoint_blocks = False  # recompute each block backward: less memory, more time
         self.image_size, self.patch_size = pair(image_size), pair(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -135,8 +137,13 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return CLS features (B, D), or class logits; the last block computes no other token."""
         tokens = self.embed(images)
+        recompute = self.checkpoint_blocks and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks, start=1):
-            tokens = block(tokens, CLS if index == self.depth else EVERY)
+            queries = CLS if index == self.depth else EVERY
+            if recompute:
+                tokens = checkpoint(block, tokens, queries, use_reentrant=False)
+            else:
+                tokens = block(tokens, queries)
         return self.head(self.norm(tokens)[:, 0])
 
     def forward_features(self, images: Tensor) -> Tensor:

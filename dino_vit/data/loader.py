@@ -1,6 +1,6 @@
 """Batches of views from any step on; the same bytes whatever the number of loader processes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -59,7 +59,7 @@ class Loader:
         self.sampler = sampler
         self.workers, self.prefetch, self.pin = workers, prefetch, pin
 
-    def batches(self, position: int = 0) -> Iterator[Batch]:
+    def batches(self, position: int = 0) -> Generator[Batch]:
         """Yield the batches from a position on, without end; closing the iterator ends its processes."""
         loader: Iterable[Batch | ValueError] = DataLoader(
             self.dataset,

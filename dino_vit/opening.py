@@ -1,0 +1,292 @@
+"""Build a session from its config: look at the images, fill in what is open, go on where the run stood."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from dino_vit.augment import Augment
+from dino_vit.checkpoint import Checkpoint, Checkpoints
+from dino_vit.config import PretrainConfig
+from dino_vit.data.decode import UnreadableImage, read_image
+from dino_vit.data.loader import Loader
+from dino_vit.data.sampler import Sampler
+from dino_vit.data.sources import Source, open_source
+from dino_vit.dino import Network, build_networks
+from dino_vit.loss import Center
+from dino_vit.optim import build_optimizer, parameter_groups
+from dino_vit.processes import choose_precision
+from dino_vit.randomness import Stream, derive_seed
+from dino_vit.recipes import Choice, resolve_auto, resolve_init
+from dino_vit.rules import Plan, check_run
+from dino_vit.session import Session
+from dino_vit.settings import ConfigError, Problem, get, given_keys, result_changes
+from dino_vit.settings_load import replace
+from dino_vit.views import Photometry, View
+from dino_vit.vit import VisionTransformer
+from dino_vit.weights import load_backbone
+
+log = logging.getLogger("dino_vit")
+
+LOOKED_AT = 16  # images whose size stands for that of all
+
+
+class Opened(NamedTuple):
+    """A session ready to run, what was chosen for it, and the checkpoint that it goes on from."""
+
+    session: Session
+    choices: list[Choice]
+    resumed: Checkpoint | None
+
+
+def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
+    """Build a session; one whose output folder holds a run goes on with it."""
+    source = open_source(config.data.source)
+    checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
+    found = _find(checkpoints, config)
+    trained = None if found or not config.init else _load_trained(config)
+    architecture = found.about["architecture"] if found else trained.architecture if trained else None
+    batch = found.about["global_batch"] if found else _global_batch(config, accelerator)
+    config, choices = _resolve(config, source, batch, architecture if config.init else None)
+    if found:
+        config = _as_before(config, found, source, accelerator)
+    plan = check_run(config, len(source), accelerator.num_processes)
+    session = _build(config, plan, source, accelerator, checkpoints, architecture or _architecture(config))
+    if trained:
+        for network in (session.student, session.teacher):
+            network.backbone.load_state_dict(trained.state_dict())
+    if found:
+        session.restore(found)
+    return Opened(session, choices, found)
+
+
+def _global_batch(config: PretrainConfig, accelerator: Accelerator) -> int:
+    return config.data.batch_size * config.optim.accumulate * int(accelerator.num_processes)
+
+
+def _find(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
+    if config.run.resume != "never":
+        return checkpoints.newest()
+    if checkpoints.paths():
+        raise ValueError(
+            f"{config.output} holds a run already, and run.resume=never would overwrite it; "
+            "give another output, or move that folder away"
+        )
+    return None
+
+
+def _load_trained(config: PretrainConfig) -> VisionTransformer:
+    """Load the weights that `init` names, at the size and with the channels of the views."""
+    assert config.init is not None
+    size, channels = config.views.global_shape, config.data.channels
+    return load_backbone(config.init.weights, image_size=size, channels=channels)
+
+
+def _resolve(
+    config: PretrainConfig, source: Source, global_batch: int, trained: Mapping[str, Any] | None
+) -> tuple[PretrainConfig, list[Choice]]:
+    """Fill in what the images, the recipe and trained weights decide."""
+    shapes = [image.shape for image in _some_images(source)]
+    channels = shapes[0][0]
+    choices: list[Choice] = []
+    if trained is not None:
+        config, choices = _take_architecture(config, trained)
+    config, for_init = resolve_init(config, given_keys(config))
+    config, for_data = resolve_auto(
+        config,
+        given_keys(config),
+        image_size=int(median(min(height, width) for _, height, width in shapes)),
+        images=len(source),
+        channels=channels,
+        global_batch=global_batch,
+    )
+    if config.data.channels != channels:
+        said = f"not data.channels={config.data.channels}"
+        text = f"the images of {config.data.source} have {channels} channels, {said}"
+        ways = "set it, data.mean and data.std accordingly"
+        raise ConfigError([Problem(f"{text}; {ways}", ("data.channels",))])
+    return config, [*choices, *for_init, *for_data]
+
+
+def _some_images(source: Source) -> list[torch.Tensor]:
+    """Read a few images from all over the source."""
+    images: list[torch.Tensor] = []
+    failure: UnreadableImage | None = None
+    tries = min(4 * LOOKED_AT, len(source))
+    for place in range(tries):
+        try:
+            images.append(read_image(source, place * len(source) // tries))
+        except UnreadableImage as error:
+            failure = error
+        if len(images) == LOOKED_AT:
+            break
+    if not images:
+        raise ValueError(f"none of the {tries} images that were tried can be read; the last: {failure}")
+    return images
+
+
+def _take_architecture(
+    config: PretrainConfig, trained: Mapping[str, Any]
+) -> tuple[PretrainConfig, list[Choice]]:
+    """Set the model's knobs to what the trained weights are; the user's must not say otherwise."""
+    height, width = patch = _pair(trained["patch_size"])
+    if height != width:
+        raise ValueError(f"{config.init and config.init.weights} has patches of {patch}, not square ones")
+    facts = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
+    known = {f"model.{name}": value for name, value in facts.items()}
+    known |= {"model.patch_size": height, "model.registers": trained["registers"]}
+    given = given_keys(config)
+    wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]
+    if "model.arch" in given and config.model.arch and config.model.shape != tuple(facts.values()):
+        wrong.append("model.arch")
+    if wrong:
+        text = ", ".join(f"{key}={get(config, key)}" for key in wrong)
+        raise ValueError(f"{text} is not what the weights of init.weights are; leave it out")
+    return replace(config, known), [
+        Choice(key, value, "as the trained weights are") for key, value in known.items()
+    ]
+
+
+def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _as_before(
+    config: PretrainConfig, found: Checkpoint, source: Source, accelerator: Accelerator
+) -> PretrainConfig:
+    """Check that a run goes on as it began, and keep its global batch on another number of processes."""
+    before = PretrainConfig.model_validate_json(json.dumps(found.about["config"]))
+    said = [f"{key} was {old} and is {new}" for key, (old, new) in result_changes(config, before).items()]
+    if found.about["source"] != source.fingerprint:
+        said.append(f"the images of {config.data.source} are not those that it began with")
+    batch, share = found.about["global_batch"], config.data.batch_size * int(accelerator.num_processes)
+    if batch % share:
+        said.append(
+            f"its global batch was {batch}, which {accelerator.num_processes} processes of "
+            f"data.batch_size={config.data.batch_size} cannot make up"
+        )
+    if said and config.run.resume != "changed":
+        raise ValueError(
+            f"{config.output} holds a run at step {found.step} with other settings: {'; '.join(said)}. "
+            "Give another output, or run.resume=changed to go on all the same"
+        )
+    if batch % share == 0 and batch // share != config.optim.accumulate:
+        log.info("the run keeps its global batch of %d: optim.accumulate=%d", batch, batch // share)
+        config = replace(config, {"optim.accumulate": batch // share})
+    return config
+
+
+def _architecture(config: PretrainConfig) -> dict[str, Any]:
+    """Return the backbone's keywords as the config has them."""
+    width, depth, heads = config.model.shape
+    return {
+        "image_size": config.views.global_shape,
+        "patch_size": config.model.patch_size,
+        "channels": config.data.channels,
+        "width": width,
+        "depth": depth,
+        "heads": heads,
+        "registers": config.model.registers,
+    }
+
+
+def _build(
+    config: PretrainConfig,
+    plan: Plan,
+    source: Source,
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
+    architecture: Mapping[str, Any],
+) -> Session:
+    """Build what a step touches, its parameters drawn from the seed."""
+    device, loss = accelerator.device, config.loss
+    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK))
+    student, teacher = build_networks(
+        backbone={key: value for key, value in architecture.items() if key != "drop_path"},
+        drop_path=config.model.drop_path,
+        head=config.head.model_dump(),
+    )
+    student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
+    _place(student, teacher, config, accelerator)
+    precision = choose_precision(config.run.precision, device)
+    groups = parameter_groups(student.backbone, student.head, layer_decay=config.optim.layer_decay)
+    sigma = config.photometry.blur_sigma[1]
+    return Session(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        precision=precision,
+        source=source,
+        loader=_build_loader(config, plan, source, accelerator),
+        augment=Augment(mean=config.data.mean, std=config.data.std, sigma_max=sigma).to(device),
+        student=student,
+        wrapped=accelerator.prepare_model(student) if accelerator.num_processes > 1 else student,
+        teacher=teacher,
+        center=Center(prototypes=config.head.prototypes, momentum=loss.center_momentum).to(device),
+        optimizer=build_optimizer(config.optim.name, groups),
+        scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
+        checkpoints=checkpoints,
+    )
+
+
+def _place(student: Network, teacher: Network, config: PretrainConfig, accelerator: Accelerator) -> None:
+    """Put both networks on the device, with the options that change how they compute but not what."""
+    for network in (student, teacher):
+        if config.head.batch_norm and accelerator.num_processes > 1 and accelerator.device.type == "cuda":
+            convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
+            network.head = convert(network.head)  # type: ignore[no-untyped-call]
+        network.to(accelerator.device)
+        if config.run.compile:
+            network.compile(dynamic=False)
+
+
+def _build_loader(config: PretrainConfig, plan: Plan, source: Source, accelerator: Accelerator) -> Loader:
+    sampler = Sampler(
+        length=len(source),
+        batch_size=plan.global_batch,
+        seed=config.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        accumulate=config.optim.accumulate,
+    )
+    return Loader(
+        source=source,
+        views=build_views(config),
+        sampler=sampler,
+        workers=_choose_workers(config.data.workers, accelerator),
+        pin=accelerator.device.type == "cuda",
+    )
+
+
+def _choose_workers(wanted: int | None, accelerator: Accelerator) -> int:
+    """Return the loader processes of this process: its share of the cores, less the one it needs itself."""
+    if wanted is not None:
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    return min(max(cores // here - 1, 0), 16)
+
+
+def build_views(config: PretrainConfig) -> tuple[View, ...]:
+    """Return the views that the config asks for, global ones first."""
+    views, p = config.views, config.photometry
+    common = p.model_dump(exclude={"blur", "solarise"})
+    first, other, local = (
+        Photometry(**common, blur=blur, solarise=solarise)
+        for blur, solarise in zip(p.blur, p.solarise, strict=True)
+    )
+
+    def whole(photometry: Photometry) -> View:
+        shape, scale = views.global_shape, views.global_scale
+        return View(size=shape, scale=scale, ratio=views.ratio, photometry=photometry)
+
+    part = View(size=views.local_shape, scale=views.local_scale, ratio=views.ratio, photometry=local)
+    return (whole(first), *[whole(other)] * (views.global_count - 1), *[part] * views.local_count)
