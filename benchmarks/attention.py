@@ -73,7 +73,7 @@ def run(*, repeats: int, threads: int) -> list[Table]:
     torch.set_num_threads(threads)
     rows = list(product((torch.float32, torch.bfloat16), (False, True), TOKENS))
     cpu = [measure("cpu", *row, repeats) for row in rows]
-    tables = [Table(f"Attention, CPU, {threads} threads", "sequences a second", cpu)]
+    tables = [Table(f"Attention, CPU, threads: {threads}", "sequences a second", cpu)]
     if torch.cuda.is_available():
         cuda = [measure("cuda", *row, repeats) for row in rows]
         return [*tables, Table("Attention, CUDA", "sequences a second", cuda)]

@@ -99,7 +99,7 @@ def run(*, repeats: int, threads: int, batch: int = 8, cuda_batch: int = 128) ->
     """Measure every row on the CPU, and on CUDA where there is such a device."""
     torch.set_num_threads(threads)
     cpu = [measure(case, repeats) for case in cases("cpu", batch)]
-    tables = [Table(f"Backbone, CPU, {threads} threads", "images a second", cpu)]
+    tables = [Table(f"Backbone, CPU, threads: {threads}", "images a second", cpu)]
     if torch.cuda.is_available():
         cuda = [measure(case, repeats) for case in cases("cuda", cuda_batch)]
         return [*tables, Table("Backbone, CUDA", "images a second", cuda)]

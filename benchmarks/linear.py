@@ -45,7 +45,7 @@ def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure every row in float32 on the CPU; everywhere else both are the same."""
     torch.set_num_threads(threads)
     rows = [measure(*row, repeats) for row in product(SHAPES, ROWS, (False, True))]
-    return [Table(f"Linear layer, float32, CPU, {threads} threads", "rows a second", rows)]
+    return [Table(f"Linear layer, float32, CPU, threads: {threads}", "rows a second", rows)]
 
 
 if __name__ == "__main__":
