@@ -7,26 +7,21 @@ cut and photometry as training runs them: one process, interleaved repeats. `pyt
 import io
 import math
 import random
-import statistics
-import time
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
 
-import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms
 
+from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.augment import Augment
 from dino_vit.data.decode import decode
 from dino_vit.data.loader import Batch, Loader
 from dino_vit.data.sampler import Sampler
-from dino_vit.views import dino_views
+from dino_vit.views import cut_views, dino_views, draw_boxes
 
-T = TypeVar("T")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -103,46 +98,64 @@ def reference() -> Callable[[bytes], list[Tensor]]:
     return views
 
 
-def main(images: int = 16, repeats: int = 9) -> None:
+def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
+    """Measure everything on one thread, as a loader's worker has one; `threads` changes nothing."""
+    del threads
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    photos = Photos(images)
-    pipeline = reference()
-    loader = Loader(
-        source=photos, views=dino_views(), sampler=Sampler(length=images, batch_size=images, seed=0)
-    )
-    batches = loader.batches()
+    try:
+        return [_table(repeats, images)]
+    finally:
+        torch.set_num_threads(before)
+
+
+def _table(repeats: int, images: int) -> Table:
+    photos, views = Photos(images), dino_views()
+    sampler = Sampler(length=images, batch_size=images, seed=0)
+    batches = Loader(source=photos, views=views, sampler=sampler).batches()
     augment = Augment(mean=MEAN, std=STD)
+    published = reference()
 
-    def photometry(batch: Batch) -> list[Tensor]:
-        return [augment(views, batch.photometry[size]) for size, views in batch.views.items()]
+    def worker() -> Batch:
+        return next(batches)
 
-    seconds: dict[str, list[float]] = {}
+    def everything() -> list[Tensor]:
+        batch = worker()
+        return [augment(cut, batch.photometry[size]) for size, cut in batch.views.items()]
 
-    def clock(name: str, work: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        result = work()
-        seconds.setdefault(name, []).append((time.perf_counter() - start) / images)
-        return result
+    def pil() -> list[list[Tensor]]:
+        return [published(data) for data in photos.files]
 
-    for _ in range(repeats + 1):
-        clock("reference", lambda: [pipeline(data) for data in photos.files])
-        clock("decode", lambda: [decode(data, "") for data in photos.files])
-        batch = clock("worker", lambda: next(batches))
-        clock("photometry", partial(photometry, batch))
+    def decode_and_cut() -> list[Tensor]:
+        cut = []
+        for index, data in enumerate(photos.files):
+            image = decode(data, "")
+            _, height, width = image.shape
+            boxes = draw_boxes(views, seed=0, epoch=0, sample=index, height=height, width=width)
+            cut += [cut_views(image, boxes[:2], (224, 224)), cut_views(image, boxes[2:], (96, 96))]
+        return cut
 
-    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    rows = {
-        "reference: everything, PIL": medians["reference"],
-        "decode alone": medians["decode"],
-        "worker: read, decode, draw, cut, collate": medians["worker"],
-        "photometry on the CPU": medians["photometry"],
-        "worker and photometry": medians["worker"] + medians["photometry"],
-    }
-    size = np.mean([len(data) for data in photos.files]) / 1024
-    print(f"{images} JPEGs of {size:.0f} KiB, torch {torch.__version__}, 1 thread, median of {repeats}")
-    print(f"{'':42}{'ms/image':>9}{'images/s':>10}{'x reference':>13}")
-    for name, value in rows.items():
-        print(f"{name:42}{1000 * value:9.2f}{1 / value:10.0f}{medians['reference'] / value:13.1f}")
+    rows = [
+        compare(
+            f"{name} (beside: {beside})", {"dino-vit": ours, "other": other}, items=images, repeats=repeats
+        )
+        for name, ours, beside, other in (
+            ("everything", everything, "published, PIL", pil),
+            ("a worker's share", worker, "published, PIL", pil),
+            ("a worker's share", worker, "decode and cut alone", decode_and_cut),
+        )
+    ]
+    size = sum(len(data) for data in photos.files) / images / 1024
+    note = (
+        f"{images} JPEGs of 500 × 375 pixels and {size:.0f} KiB; 2 views of 224 and 8 of 96 pixels from each."
+    )
+    return Table("Input, CPU, one thread", "images a second", rows, note)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    options = parser.parse_args()
+    report(run(repeats=options.repeats, threads=options.threads), options.out)
 
 
 if __name__ == "__main__":
