@@ -7,10 +7,11 @@ DEV := .venv/.dev
 .PHONY: demo test test-slow lint bench
 
 demo: $(RUNTIME)
-	$(BIN)/dino-vit demo
+	$(BIN)/dino-vit pretrain --config configs/pretrain/demo.yaml
+	$(BIN)/dino-vit attention weights=runs/demo output=runs/demo/attention.png
 
 test: $(DEV)
-	$(BIN)/pytest -q -m "not slow"
+	$(BIN)/pytest -q -n auto -m "not slow"
 
 test-slow: $(DEV)
 	$(BIN)/pytest -q -m slow
