@@ -1,5 +1,6 @@
 import io
 import random
+import time
 
 import numpy as np
 import pytest
@@ -138,6 +139,27 @@ def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
     nothing = extract_features(backbone(), broken_folder, [2], **SETTINGS)
     assert nothing.values.shape == (0, 24)
     assert extract_features(backbone(), broken_folder, [], **SETTINGS).indices.shape == (0,)
+
+
+def test_no_more_than_the_next_batch_is_read_ahead():
+    class Counting(SyntheticSource):
+        read_so_far = 0
+
+        def read(self, index):
+            self.read_so_far += 1
+            return super().read(index)
+
+    class Watching(VisionTransformer):
+        def forward_features(self, images):
+            time.sleep(0.02)  # time enough to read everything, if one did
+            seen.append(source.read_so_far)
+            return super().forward_features(images)
+
+    seen, source = [], Counting(length=40)
+    model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
+    extract_features(model, source, range(40), **{**SETTINGS, "batch_size": 5})
+    assert all(read <= 5 * (number + 2) for number, read in enumerate(seen))
+    assert seen[-1] == 40
 
 
 def test_pixels_are_features_too():

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from dino_vit.data.sources import FolderSource
 from dino_vit.data.synthetic import SyntheticSource
+from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.rankme import rankme
-from dino_vit.features import extract_features
+from dino_vit.features import extract_features, pixel_features
 from dino_vit.vit import VisionTransformer
 
 SETTINGS = {"size": (32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3}
@@ -76,11 +77,12 @@ def test_good_features_score_above_raw_pixels():
 
 
 def test_raw_pixels_of_large_images_are_shrunk():
-    source = SyntheticSource(length=200, size=128)
-    large = OnlineEvaluation(
-        source=source, size=(128, 64), mean=(0.5,) * 3, std=(0.2,) * 3, seed=0, images=60
-    )
-    assert 0 <= large.raw_pixels() <= 100
+    source = SyntheticSource(length=300, size=128)
+    large = OnlineEvaluation(source=source, **{**SETTINGS, "size": (128, 64)}, seed=0, images=250)
+    pixels = pixel_features(source, large.indices, size=(32, 16)).values
+    labels = torch.tensor(large.indices) % 10
+    ranked = weighted_knn(pixels, labels, pixels, k=[20], leave_one_out=True)[20]
+    assert large.raw_pixels() == pytest.approx(100 * float((ranked[:, 0] == labels).float().mean()))
 
 
 class PartlyLabelled(SyntheticSource):
