@@ -61,19 +61,19 @@ class SpectrumBackbone(VisionTransformer):
     """A stand-in that knows something: the amplitude spectrum, blind to place, as its class token."""
 
     def __init__(self):
-        super().__init__(image_size=32, patch_size=8, width=1024, depth=1, heads=1)
+        super().__init__(image_size=32, patch_size=8, width=544, depth=1, heads=1)
 
     def forward_features(self, images):
         grey = images[:, 0] - images[:, 0].mean((1, 2), keepdim=True)
-        return torch.fft.fft2(grey).abs().sqrt().flatten(1)[:, None]
+        return torch.fft.rfft2(grey).abs().sqrt().flatten(1)[:, None]
 
 
 def test_good_features_score_above_raw_pixels():
-    source = SyntheticSource(length=2000)
+    source = SyntheticSource(length=1200)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     pixels, figures = evaluation.raw_pixels(), evaluation(SpectrumBackbone())
-    assert 10 < pixels < 26
-    assert figures["knn"] > pixels + 8
+    assert 0 < pixels < 26
+    assert figures["knn"] > pixels + 20
 
 
 def test_raw_pixels_of_large_images_are_shrunk():
