@@ -27,8 +27,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: str) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(whole, partial, metadata=stamped)
-        sync(partial)
+        save_plain(whole, partial, stamped)
         os.replace(partial, path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
@@ -37,6 +36,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: str) -> None
         ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file with the permissions of any new file, down to the disk."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=dict(metadata))
+    path.chmod(mode)  # the library makes its files readable to their owner alone
+    sync(path)
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dino_vit.storage import sync
+from dino_vit.storage import save_plain, sync
 from dino_vit.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
@@ -100,10 +99,10 @@ def _to_layout(model: VisionTransformer, tensors: dict[str, Tensor], format: str
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     if path.suffix == ".safetensors":
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_plain(tensors, path, {"format": "pt"})
     else:
         torch.save(tensors, path)
-    sync(path)
+        sync(path)
 
 
 def _write_huggingface(model: VisionTransformer, tensors: dict[str, Tensor], folder: Path) -> None:
