@@ -81,7 +81,7 @@ class Augment(nn.Module):
         """List the operations in order, each with the images (n,) it is for and its factors (n, 1, 1, 1)."""
         on = (rows > 0).unbind(1)
         factor = rearrange(rows, "n f -> f n 1 1 1")
-        jitter: list[tuple[Operation, Column]] = [
+        jitter: list[tuple[Operation, int]] = [
             (_brightness_, Column.BRIGHTNESS),
             (_contrast_, Column.CONTRAST),
         ]

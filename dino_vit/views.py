@@ -7,7 +7,6 @@ where `augment.Augment` runs; both are functions of (seed, epoch, sample, view) 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ Size = tuple[int, int]
 BOX_TRIES = 10
 
 
-class Column(IntEnum):
-    """The columns of a photometric row; what is off is 0."""
+class Column:
+    """The columns of a photometric row; what is off is 0. Plain numbers: compilers take no enumeration."""
 
     FLIP = 0
     JITTER = 1
@@ -35,6 +34,9 @@ class Column(IntEnum):
     GREY = 7
     SIGMA = 8
     SOLARISE = 9
+
+
+COLUMNS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ def draw_photometry(
         return np.array([getattr(view.photometry, name) for view in views])
 
     low, high = setting("blur_sigma").T
-    rows = np.empty((len(samples), len(views), len(Column)), dtype=np.float32)
+    rows = np.empty((len(samples), len(views), COLUMNS), dtype=np.float32)
     rows[..., Column.FLIP] = u[0] < setting("flip")
     rows[..., Column.JITTER] = u[1] < setting("jitter")
     rows[..., Column.ORDER] = np.floor(24 * u[2])

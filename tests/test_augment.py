@@ -8,7 +8,7 @@ from torchvision.transforms.v2 import functional as V
 
 from dino_vit import augment
 from dino_vit.augment import Augment
-from dino_vit.views import Column, dino_views, draw_photometry
+from dino_vit.views import COLUMNS, Column, dino_views, draw_photometry
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -19,10 +19,10 @@ def images(count=6, channels=3, height=24, width=20, seed=0):
 
 
 def rows(count=6, **columns):
-    made = torch.zeros(count, len(Column))
+    made = torch.zeros(count, COLUMNS)
     made[:, Column.BRIGHTNESS : Column.HUE] = 1
     for name, value in columns.items():
-        made[:, Column[name.upper()]] = torch.as_tensor(value)
+        made[:, getattr(Column, name.upper())] = torch.as_tensor(value)
     return made
 
 
@@ -38,7 +38,7 @@ def plain(channels=3):
 
 def naive(image, row):
     """One image after the other with torchvision's own functions."""
-    row = dict(zip(Column, row.tolist(), strict=True))
+    row = row.tolist()
     x = image / 255
     colour = len(x) == 3
     if row[Column.FLIP]:

@@ -8,7 +8,16 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
 from dino_vit.randomness import Stream, random_uniform
-from dino_vit.views import Column, Photometry, View, cut_views, dino_views, draw_boxes, draw_photometry
+from dino_vit.views import (
+    COLUMNS,
+    Column,
+    Photometry,
+    View,
+    cut_views,
+    dino_views,
+    draw_boxes,
+    draw_photometry,
+)
 
 
 def ks_distance(a, b):
@@ -135,7 +144,7 @@ def test_photometry_follows_the_recipe():
     assert len(orders) == 24
     assert (((orders - expected) ** 2) / expected).sum() < 49.7  # 0.1 % point for 23 degrees of freedom
 
-    flat = rows.reshape(-1, len(Column))[:, [0, 1, 2, 3, 4, 5, 6, 7]]
+    flat = rows.reshape(-1, COLUMNS)[:, [0, 1, 2, 3, 4, 5, 6, 7]]
     assert abs(np.corrcoef(flat.T) - np.eye(8)).max() < 0.02
 
 
