@@ -53,12 +53,13 @@ class Checkpoints:
         path = self.folder / f"step-{step:08d}.safetensors"
         described = {**about, "kind": "checkpoint", "step": step}
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
-        self._remove_superfluous(best=about.get("best"))
+        self._remove_superfluous(step, best=about.get("best"))
         return path
 
-    def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole, naming those that are not; none if there is none."""
-        for path in sorted(self.paths(), reverse=True):
+    def newest(self, *, up_to: int | None = None) -> Checkpoint | None:
+        """Return the newest whole checkpoint, up to a step, naming broken ones; none if there is none."""
+        paths = {step: path for step, path in self._by_step().items() if up_to is None or step <= up_to}
+        for path in reversed(paths.values()):
             try:
                 tensors, metadata = read_tensors(path)
                 if OWN_KEY not in metadata:
@@ -67,23 +68,30 @@ class Checkpoints:
                 log.warning("passed over a checkpoint: %s", error)
             else:
                 return Checkpoint(path, tensors, json.loads(metadata[OWN_KEY]))
-        if self.paths():
+        if paths:
             raise StorageError(
-                f"none of the {len(self.paths())} checkpoints in {self.folder} can be read; move the folder "
+                f"none of the {len(paths)} checkpoints in {self.folder} can be read; move the folder "
                 "away to start again"
             )
         return None
 
     def paths(self) -> list[Path]:
-        """Return the checkpoint files, unverified."""
-        return [path for path in self.folder.glob("*.safetensors") if NAME.fullmatch(path.name)]
+        """Return the checkpoint files, unverified, the oldest step first."""
+        return list(self._by_step().values())
 
-    def _remove_superfluous(self, best: Mapping[str, Any] | None) -> None:
-        steps = sorted(int(NAME.fullmatch(path.name)[1]) for path in self.paths())  # type: ignore[index]
-        kept = {*steps[-LAST:], best["step"] if best else None}
-        for step in steps:
-            if step not in kept and not (self.keep_every and step % self.keep_every == 0):
-                (self.folder / f"step-{step:08d}.safetensors").unlink()
+    def _by_step(self) -> dict[int, Path]:
+        found = ((NAME.fullmatch(path.name), path) for path in self.folder.glob("*.safetensors"))
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+    def _remove_superfluous(self, newest: int, best: Mapping[str, Any] | None) -> None:
+        """Remove what is neither among the last, nor the best, nor due; what lies ahead was given up."""
+        by_step = self._by_step()
+        last = [step for step in by_step if step <= newest][-LAST:]
+        kept = {*last, best["step"] if best else None}
+        for step, path in by_step.items():
+            due = step <= newest and self.keep_every and step % self.keep_every == 0
+            if step not in kept and not due:
+                path.unlink(missing_ok=True)
 
 
 class NotFinite(ValueError):
@@ -108,21 +116,20 @@ def restore(
     checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer: Optimizer, names: list[str]
 ) -> None:
     """Put a checkpoint's tensors back; every one must find its place, and every place must be filled."""
-    left = dict(checkpoint.tensors)
-    for prefix, module in modules.items():
-        state = {name: left.pop(f"{prefix}.{name}", None) for name in module.state_dict()}
-        missing = [name for name, tensor in state.items() if tensor is None]
-        if missing:
-            raise StorageError(f"{checkpoint.path} lacks {len(missing)} tensors of {prefix}: {missing[:5]}")
-        module.load_state_dict(state)
-    by_name = dict(zip(names, _parameters(optimizer), strict=True))
-    for full in [name for name in left if name.startswith("optimizer.")]:
-        _, key, name = full.split(".", 2)
-        if name in by_name:
-            parameter = by_name[name]
-            optimizer.state[parameter][key] = left.pop(full).to(parameter.device)
-    if left:
-        raise StorageError(f"{checkpoint.path} has {len(left)} tensors without a place: {list(left)[:5]}")
+    places, found = collect(modules, optimizer, names), checkpoint.tensors
+    faults = [f"{name} is missing" for name in sorted(places.keys() - found.keys())]
+    faults += [f"{name} has no place here" for name in sorted(found.keys() - places.keys())]
+    faults += [
+        f"{name} is {tuple(found[name].shape)} in the file and {tuple(place.shape)} here"
+        for name, place in places.items()
+        if name in found and found[name].shape != place.shape
+    ]
+    if faults:
+        more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+        said = f"{', '.join(faults[:3])}{more}"
+        raise StorageError(f"{checkpoint.path} is of another network or optimiser: {said}")
+    for name, place in places.items():
+        place.copy_(found[name])
 
 
 def optimizer_names(optimizer: Optimizer, module: nn.Module) -> list[str]:

@@ -54,18 +54,24 @@ def _layer_scales(backbone: nn.Module, layer_decay: float) -> dict[nn.Parameter,
 
 def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     """Return the optimiser "adamw", "sgd" or "lars"; `set_rates` gives each of its steps the rates."""
+    optimizer: Optimizer
     match name:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
+            optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
         case "sgd":
-            sgd = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
-            for parameter in (parameter for group in groups for parameter in group["params"]):
-                # A skipped first step would leave the momentum that it creates uninitialised.
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            return sgd
+            optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
         case "lars":
-            return LARS(groups)
-    raise ValueError(f'There is no optimizer "{name}": choose "adamw", "sgd" or "lars".')
+            optimizer = LARS(groups)
+        case _:
+            raise ValueError(f'There is no optimizer "{name}": choose "adamw", "sgd" or "lars".')
+    # All state from the start, as a checkpoint then holds the same tensors at every step, whatever learned so
+    # far, and SGD's momentum would stay uninitialised if the step that creates it were skipped.
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        keys = ("exp_avg", "exp_avg_sq") if name == "adamw" else ("momentum_buffer",)
+        optimizer.state[parameter] = {key: torch.zeros_like(parameter) for key in keys}
+        if name == "adamw":
+            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+    return optimizer
 
 
 def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
@@ -83,7 +89,10 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
 
 
 class LARS(Optimizer):
-    """SGD with momentum, where the step of each decayed tensor is proportional to the tensor's norm."""
+    """SGD with momentum, where the step of each decayed tensor is proportional to the tensor's norm.
+
+    `build_optimizer` gives it its state.
+    """
 
     def __init__(self, groups: list[ParameterGroup], *, eta: float = 0.001, momentum: float = 0.9) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eta": eta, "momentum": momentum})
@@ -95,9 +104,6 @@ class LARS(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            for parameter in parameters:
-                if parameter not in self.state:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
             updates = [parameter.grad for parameter in parameters]
             if group["decayed"]:
