@@ -9,13 +9,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from dino_vit.distributed import all_reduce_mean
+
 T = TypeVar("T")
 
 
 class Measured(NamedTuple):
     """What an interval came to, on the host."""
 
-    loss: float  # mean of the finite steps
+    loss: float  # mean of the finite steps, over all processes
     gradient_norm: float  # of the last step
     lost: int
     lost_in_a_row: int
@@ -54,7 +56,7 @@ class Meter:
 
     def read(self) -> Measured:
         """Return what the interval came to so far."""
-        mean = self.loss / self.finite  # NaN if every step was lost
+        mean = all_reduce_mean(self.loss) / self.finite  # NaN if every step was lost
         device_side = torch.stack((mean, self.norm, self.lost, self.lost_in_a_row)).tolist()
         seconds = time.perf_counter() - self.began
         loss, norm, lost, in_a_row = device_side

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -21,9 +19,10 @@ from dino_vit.data.loader import Loader
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import Source, open_source
 from dino_vit.dino import Network, build_networks
+from dino_vit.distributed import all_gather
 from dino_vit.loss import Center
 from dino_vit.optim import build_optimizer, parameter_groups
-from dino_vit.processes import choose_precision
+from dino_vit.processes import choose_precision, cores_of_a_process
 from dino_vit.randomness import Stream, derive_seed
 from dino_vit.recipes import Choice, resolve_auto, resolve_init
 from dino_vit.rules import Plan, check_run
@@ -52,6 +51,7 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     source = open_source(config.data.source)
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     found = _find(checkpoints, config)
+    _agree(found.step if found else 0, config, accelerator.device)
     trained = None if found or not config.init else _load_trained(config)
     architecture = found.about["architecture"] if found else trained.architecture if trained else None
     batch = found.about["global_batch"] if found else _global_batch(config, accelerator)
@@ -59,7 +59,9 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     if found:
         config = _as_before(config, found, source, accelerator)
     plan = check_run(config, len(source), accelerator.num_processes)
-    session = _build(config, plan, source, accelerator, checkpoints, architecture or _architecture(config))
+    # A run from trained weights has their architecture, which may have more to it than the config can say.
+    architecture = architecture if config.init and architecture else _architecture(config)
+    session = _build(config, plan, source, accelerator, checkpoints, architecture)
     if trained:
         for network in (session.student, session.teacher):
             network.backbone.load_state_dict(trained.state_dict())
@@ -81,6 +83,16 @@ def _find(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None
             "give another output, or move that folder away"
         )
     return None
+
+
+def _agree(step: int, config: PretrainConfig, device: torch.device) -> None:
+    """Check that all processes found the same: on a disk of its own, a node would begin anew in silence."""
+    found = sorted(set(all_gather(torch.tensor([step], device=device)).tolist()))
+    if len(found) > 1:
+        raise ValueError(
+            f"the processes of this run found it at different steps ({', '.join(map(str, found))}): "
+            f"{config.output} must be one folder that all nodes see"
+        )
 
 
 def _load_trained(config: PretrainConfig) -> VisionTransformer:
@@ -163,8 +175,13 @@ def _as_before(
     config: PretrainConfig, found: Checkpoint, source: Source, accelerator: Accelerator
 ) -> PretrainConfig:
     """Check that a run goes on as it began, and keep its global batch on another number of processes."""
-    before = PretrainConfig.model_validate_json(json.dumps(found.about["config"]))
+    before = PretrainConfig.model_validate(found.about["config"], strict=False)  # JSON has lists for tuples
     said = [f"{key} was {old} and is {new}" for key, (old, new) in result_changes(config, before).items()]
+    precision = choose_precision(config.run.precision, accelerator.device)
+    if found.about["precision"] != precision and config.run.precision == before.run.precision:
+        said.append(
+            f"run.precision={config.run.precision} was {found.about['precision']} and is {precision} here"
+        )
     if found.about["source"] != source.fingerprint:
         said.append(f"the images of {config.data.source} are not those that it began with")
     batch, share = found.about["global_batch"], config.data.batch_size * int(accelerator.num_processes)
@@ -239,8 +256,13 @@ def _build(
 
 def _place(student: Network, teacher: Network, config: PretrainConfig, accelerator: Accelerator) -> None:
     """Put both networks on the device, with the options that change how they compute but not what."""
+    if config.head.batch_norm and accelerator.num_processes > 1 and accelerator.device.type != "cuda":
+        raise ValueError(
+            "head.batch_norm=true over several processes needs GPUs: elsewhere torch cannot take the "
+            "statistics over all of them. Use one process, or head.batch_norm=false"
+        )
     for network in (student, teacher):
-        if config.head.batch_norm and accelerator.num_processes > 1 and accelerator.device.type == "cuda":
+        if config.head.batch_norm and accelerator.num_processes > 1:
             convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
             network.head = convert(network.head)  # type: ignore[no-untyped-call]
         network.to(accelerator.device)
@@ -270,9 +292,7 @@ def _choose_workers(wanted: int | None, accelerator: Accelerator) -> int:
     """Return the loader processes of this process: its share of the cores, less the one it needs itself."""
     if wanted is not None:
         return wanted
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return min(max(cores // here - 1, 0), 16)
+    return min(cores_of_a_process(accelerator.num_processes) - 1, 16)
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -64,7 +65,7 @@ class Reporter:
         self.metrics: MetricsFile | None = None
         if self.main:
             self.session.folder.mkdir(parents=True, exist_ok=True)
-            (self.session.folder / "config.yaml").write_text(to_yaml(config))
+            self._write_config(to_yaml(config))
             self.metrics = MetricsFile(self.session.folder, step=self.session.step)
             self.readings = [Reading.from_record(record) for record in self.metrics.read()]
             total, step = self.session.plan.total_steps, self.session.step
@@ -81,6 +82,12 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stack.close()
+
+    def _write_config(self, text: str) -> None:
+        """Lay down the settings; on a disk that is full by now, a file that has them must stay untouched."""
+        path = self.session.folder / "config.yaml"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
     def notice(self, text: str) -> None:
         """Say a sentence that is to stay on the screen."""
@@ -108,9 +115,16 @@ class Reporter:
         for line in map(str, batch.unreadable):
             if line not in self.unreadable:
                 self.unreadable.add(line)
-                with self.unreadable_path.open("a") as file:
-                    file.write(f"{line}\n")
+                self._write_down(line)
         return batch
+
+    def _write_down(self, unreadable: str) -> None:
+        """Add an image to the list, unless another process did in the meantime."""
+        self.session.folder.mkdir(parents=True, exist_ok=True)
+        with self.unreadable_path.open("a+") as file:
+            file.seek(0)
+            if unreadable not in file.read().splitlines():
+                file.write(f"{unreadable}\n")
 
     def observe_outputs(self, loss: Tensor, cls: Tensor, teacher_logits: Tensor, temperature: float) -> None:
         """Take the measures of a pass that cost something, if its step is one that is logged."""
@@ -148,6 +162,12 @@ class Reporter:
             if self.progress:
                 self.progress.saved(self.session.step)
 
+    def leave(self) -> None:
+        """Save because the run was asked to leave, and say how it goes on."""
+        self.save()
+        if self.saved_at == self.session.step:
+            self.notice(f"saved at step {self.session.step:,}, as asked; the same command goes on from there")
+
     def finish(self) -> None:
         """Save the last step, and say where everything lies."""
         self.save()
@@ -168,7 +188,7 @@ class Reporter:
             f"{self.nonfinite_in_a_row} steps in a row were not finite: went back to the checkpoint of step "
             f"{step:,}"
         )
-        self.rolled_back_to, self.nonfinite_in_a_row = step, 0
+        self.rolled_back_to, self.saved_at, self.nonfinite_in_a_row = step, step, 0
         self.readings = [reading for reading in self.readings if reading.step <= step]
         self.meter = Meter(self.session.device)
         if self.main:
@@ -177,7 +197,9 @@ class Reporter:
     def _log(self) -> None:
         """Read the interval, evaluate if it is time, and tell what came of it."""
         session, measured = self.session, self.meter.read()
-        self.nonfinite_in_a_row = measured.lost_in_a_row
+        # While the scale of float16 can fall, losing steps is how it is found.
+        searching = session.scaler.get_scale() > 1
+        self.nonfinite_in_a_row = 0 if searching else measured.lost_in_a_row
         session.nonfinite_steps += measured.lost
         assert self.outputs is not None, "a step that is logged was not observed"
         statistics, spread, rows = self.outputs
@@ -210,9 +232,12 @@ class Reporter:
         self.readings.append(reading)
         diagnosis = diagnose(self.readings, settled_step=self.settled_step)
         if self.metrics and self.progress:
-            self.metrics.append(reading, diagnosis.state)
             self.progress.show(reading, diagnosis)
-        session.accelerator.log(reading.scalars(), step=session.step)
+            try:
+                self.metrics.append(reading, diagnosis.state)
+                session.accelerator.log(reading.scalars(), step=session.step)
+            except OSError as error:  # a full disk may be freed before the next checkpoint
+                self.notice(f"step {session.step:,}: the reading could not be written down. {error}")
         self.meter.restart()
 
     def _evaluate(self) -> dict[str, float]:
@@ -222,8 +247,8 @@ class Reporter:
         figure = "knn" if "knn" in figures else "rankme"
         value = figures[figure]
         if session.step == 0:
-            session.baseline = value
-        elif session.best is None or value > session.best["value"]:
+            session.baseline = value if math.isfinite(value) else None
+        elif math.isfinite(value) and (session.best is None or value > session.best["value"]):
             session.best = {"figure": figure, "value": value, "step": session.step}
         if session.config.init and session.baseline is not None and value < session.baseline:
             self.notice(

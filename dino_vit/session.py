@@ -109,6 +109,7 @@ class Session:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
+            "precision": self.precision,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.nonfinite_steps,
             "best": self.best,
@@ -119,7 +120,8 @@ class Session:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Become what a checkpoint says."""
         restore(checkpoint, self._modules(), self.optimizer, self._names())
-        self.scaler.load_state_dict(checkpoint.about["scaler"])
+        if checkpoint.about["scaler"]:  # empty but for float16
+            self.scaler.load_state_dict(checkpoint.about["scaler"])
         self.step = checkpoint.step
         self.nonfinite_steps = checkpoint.about["nonfinite_steps"]
         self.best = checkpoint.about["best"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -32,9 +33,9 @@ from dino_vit.session import Session
 
 def pretrain(config: PretrainConfig) -> int:
     """Train as the config says, going on where the output folder stands; return the exit code."""
-    accelerator = start_processes(
-        trackers=config.run.trackers, folder=Path(config.output), sync_buffers=config.head.batch_norm
-    )
+    accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
+    if not accelerator.is_main_process:
+        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # what all would say, one says
     opened = open_session(config, accelerator)
     with Interruption() as interruption, Reporter(opened) as reporter:
         code = train(opened.session, reporter, interruption)
@@ -91,7 +92,7 @@ def take_steps(
         if reporter.nonfinite_in_a_row >= config.run.max_nonfinite_steps:
             return "not finite"
         if interruption.asked_of_any_process():
-            reporter.save()
+            reporter.leave()
             return "asked to leave"
     return "done"
 
@@ -139,7 +140,9 @@ def freeze(session: Session) -> None:
 
 def roll_back(session: Session, reporter: Reporter) -> None:
     """Go back to the last checkpoint after too many steps that were not finite, but not twice to the same."""
-    checkpoint = session.checkpoints.newest()
+    session.accelerator.wait_for_everyone()  # the first process may be writing
+    # A checkpoint written while steps were lost may hold what loses them.
+    checkpoint = session.checkpoints.newest(up_to=session.step - reporter.nonfinite_in_a_row)
     if checkpoint is None or checkpoint.step == reporter.rolled_back_to:
         raise NotFinite(
             f"{reporter.nonfinite_in_a_row} steps in a row up to step {session.step} were not finite, and "
