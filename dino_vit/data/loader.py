@@ -1,8 +1,10 @@
 """Batches of views from any step on; the same bytes whatever the number of loader processes."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import signal
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +63,7 @@ class Loader:
 
     def batches(self, position: int = 0) -> Generator[Batch]:
         """Yield the batches from a position on, without end; closing the iterator ends its processes."""
-        loader: Iterable[Batch | ValueError] = DataLoader(
+        loader: DataLoader[Batch | ValueError] = DataLoader(
             self.dataset,
             batch_size=None,
             sampler=_Plans(self.sampler, position),
@@ -69,11 +71,23 @@ class Loader:
             prefetch_factor=self.prefetch if self.workers else None,
             pin_memory=self.pin,
             generator=torch.Generator(),  # or it would draw from, and so change, the global one
+            worker_init_fn=_outlive_signals,
         )
-        for batch in loader:
-            if isinstance(batch, ValueError):
-                raise batch
-            yield batch
+        batches: Any = iter(loader)
+        try:
+            for batch in batches:
+                if isinstance(batch, ValueError):
+                    raise batch
+                yield batch
+        finally:
+            if self.workers:  # now, not when the last traceback lets go of the iterator
+                batches._shutdown_workers()
+
+
+def _outlive_signals(_: int) -> None:
+    """Leave signals to the run: they often go to all its processes, and it needs its loaders to save."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(frozen=True)
