@@ -10,6 +10,14 @@ from peers import timm_vit
 import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
+from dino_vit.config import PretrainConfig
+from dino_vit.settings_load import load
+
+SMALL = [
+    "data.source=synthetic:64:32",
+    *("model.arch=null", "model.width=32", "model.depth=1", "model.heads=2", "model.patch_size=8"),
+    *("head.prototypes=64", "head.hidden_dim=16", "views.global_size=32", "views.local_size=16"),
+]
 
 
 @pytest.fixture
@@ -89,3 +97,61 @@ def test_ambiguous_sources_are_read_as_told(tmp_path, capsys):
             ["inspect-weights", str(tmp_path / "a.pth"), "--heads", "2", "--source-format", format, "--json"]
         )
         assert json.loads(capsys.readouterr().out)["position_mode"] == mode
+
+
+def test_config_prints_settings_that_load_back(tmp_path, capsys):
+    settings = ["data.source=my photos", "optim.lr=1e-3", "budget.steps=100", "init.weights=a.pth"]
+    assert main(["config", "pretrain", *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "# peak learning rate" in printed
+    (tmp_path / "a.yaml").write_text(printed)
+    assert load(PretrainConfig, tmp_path / "a.yaml") == load(PretrainConfig, None, settings)
+    assert main(["config", "pretrain", "--config", str(tmp_path / "a.yaml")]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_config_prints_a_json_schema(capsys):
+    assert main(["config", "pretrain", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["properties"]["seed"]["default"] == 0
+
+
+def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys; from dino_vit.cli import main; code = main(sys.argv[1:]);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    settings = ["loss.teacher_temp=0.3", "optim.learning_rate=0.05", "model.patch_size=15"]
+    command = [sys.executable, "-c", code, "pretrain", f"output={tmp_path / 'run'}", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 False"
+    assert "4 settings are wrong" in done.stderr
+    assert "loss.teacher_temp=0.3 is not below loss.student_temp=0.1" in done.stderr
+    assert "optim.learning_rate is not a setting (command line); did you mean optim.lr?" in done.stderr
+    assert "views.global_size=224 does not divide into patches of 15; take 210 or 225" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.source=/no/such/folder"], "'/no/such/folder' is no source: give a folder that exists"),
+        (["run.trackers=[tensorbord]"], "Accelerate knows no tensorbord; it knows aim, "),
+        (["data.source=synthetic:20"], "no step in an epoch: 20 images do not fill a global batch of 64"),
+        (["init.weights=/no/such.pth", *SMALL], "/no/such.pth does not exist"),
+    ],
+)
+def test_what_pretrain_cannot_do_is_a_sentence_and_exit_code_2(tmp_path, capsys, settings, said):
+    assert main(["pretrain", f"output={tmp_path / 'run'}", *settings]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_cannot_be_written_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    settings = ["budget.epochs=20", *SMALL]
+    assert main(["pretrain", f"output={tmp_path / 'file' / 'run'}", *settings]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert str(tmp_path / "file") in said
