@@ -47,6 +47,7 @@ class OnlineEvaluation:
     ) -> None:
         self.source, self.size, self.mean, self.std = source, size, mean, std
         self.batch_size, self.autocast = batch_size, autocast
+        self.said = False  # that images cannot be read: once is enough
         bits = random_bits(seed, Stream.EVALUATION, np.arange(len(source)))
         order: list[int] = np.argsort(bits, kind="stable").tolist()
         labelled = list(islice((i for i in order if labels and source.label(i) is not None), images))
@@ -86,7 +87,8 @@ class OnlineEvaluation:
             batch_size=self.batch_size,
             autocast=self.autocast,
         )
-        if share.unreadable:
+        if share.unreadable and not self.said:
+            self.said = True
             count, first = len(share.unreadable), share.unreadable[0]
             log.warning("online evaluation: leaves out %d images that cannot be read, first %s", count, first)
         return Features(all_gather(share.values), all_gather(share.indices), share.unreadable)
