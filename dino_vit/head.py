@@ -21,8 +21,8 @@ class Prototypes(nn.Module):
 
     def weight(self) -> Tensor:
         """Return the effective weight (prototypes, dim)."""
-        length: Tensor = torch.linalg.vector_norm(self.weight_v, dim=1, keepdim=True)
-        return self.weight_v * (self.weight_g / length)
+        weight: Tensor = torch._weight_norm(self.weight_v, self.weight_g, 0)
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight())

@@ -30,7 +30,7 @@ def dino_loss(
     global_views: int,
     student_temperature: float,
     teacher_temperature: float,
-    chunk_bytes: int = 2**26,
+    chunk_bytes: int = 2**25,
 ) -> Tensor:
     """Return the cross-entropy of student and teacher, averaged over pairs of different views and images.
 

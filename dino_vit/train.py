@@ -62,34 +62,10 @@ def take_steps(
     session: Session, reporter: Reporter, interruption: Interruption, batches: Iterator[Batch]
 ) -> Literal["done", "asked to leave", "not finite"]:
     """Take steps until the last one, or until something else comes first."""
-    config, student, teacher = session.config, session.student, session.teacher
     while session.step < session.plan.total_steps:
-        # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
-        rank = session.accelerator.process_index
-        torch.manual_seed(derive_seed(config.seed, Stream.NETWORK, session.step, rank))
-        rates = session.rates(session.step)
-        set_rates(session.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
-
-        loss = torch.zeros((), device=session.device)
-        for micro in range(config.optim.accumulate):
-            last = micro == config.optim.accumulate - 1
-            loss += forward_backward(session, reporter, reporter.wait(batches), last=last)
-
-        session.scaler.unscale_(session.optimizer)
-        parts = [student.backbone, student.head]
-        norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
-        freeze(session)
-        finite = all_finite(loss, norm)
-        step_if_finite(session.optimizer, finite)
-        session.scaler.update()
-        session.optimizer.zero_grad(set_to_none=True)
-        ema_update(teacher, student, rates.momentum)
-        session.center.update()
-
-        session.step += 1
-        reporter.observe_step(loss, norm, finite)
+        take_step(session, reporter, batches)
         reporter.report()
-        if reporter.nonfinite_in_a_row >= config.run.max_nonfinite_steps:
+        if reporter.nonfinite_in_a_row >= session.config.run.max_nonfinite_steps:
             return "not finite"
         if interruption.asked_of_any_process():
             reporter.leave()
@@ -97,36 +73,73 @@ def take_steps(
     return "done"
 
 
+def take_step(session: Session, reporter: Reporter, batches: Iterator[Batch]) -> None:
+    """Take one step of the optimiser, and let the teacher follow."""
+    config, student, teacher = session.config, session.student, session.teacher
+    # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
+    rank = session.accelerator.process_index
+    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK, session.step, rank))
+    rates = session.rates(session.step)
+    set_rates(session.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
+
+    loss = torch.zeros((), device=session.device)
+    for micro in range(config.optim.accumulate):
+        last = micro == config.optim.accumulate - 1
+        loss += forward_backward(session, reporter, reporter.wait(batches), last=last)
+
+    session.scaler.unscale_(session.optimizer)
+    parts = [student.backbone, student.head]
+    norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
+    freeze(session)
+    finite = all_finite(loss, norm)
+    step_if_finite(session.optimizer, finite)
+    session.scaler.update()
+    session.optimizer.zero_grad(set_to_none=True)
+    ema_update(teacher, student, rates.momentum)
+    session.center.update()
+
+    session.step += 1
+    reporter.observe_step(loss, norm, finite)
+
+
 def forward_backward(session: Session, reporter: Reporter, batch: Batch, *, last: bool) -> Tensor:
     """Add the gradients of one pass to the student's; return its part of the step's loss."""
     config, accelerator = session.config, session.accelerator
-    globals_, temperature = config.views.global_count, session.rates(session.step).teacher_temp
+    # Processes exchange gradients once a step, in the last of its passes.
+    with contextlib.nullcontext() if last else accelerator.no_sync(session.wrapped):
+        loss, cls, teacher_logits = forward(session, batch)
+        torch.autograd.backward(session.scaler.scale(loss / config.optim.accumulate))
+    loss = loss.detach()
+    if last:
+        reporter.observe_outputs(loss, cls, teacher_logits, session.rates(session.step).teacher_temp)
+    session.center.accumulate(teacher_logits)
+    return loss / config.optim.accumulate
+
+
+def forward(session: Session, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of a pass, and the teacher's CLS features and logits; backward needs nothing more."""
+    config, globals_ = session.config, session.config.views.global_count
     views = [
         session.augment(cut.to(session.device, non_blocking=True), batch.photometry[size])
         for size, cut in batch.views.items()
     ]
-    # Processes exchange gradients once a step, in the last of its passes.
-    with contextlib.nullcontext() if last else accelerator.no_sync(session.wrapped):
-        with session.autocast():
-            with torch.no_grad():
-                seen = session.teacher(first_rows(views, globals_ * len(batch.samples)))
-                teacher_logits = seen.logits()
-            said = session.wrapped(views)
-            loss = dino_loss(
-                said.features,
-                said.prototypes,
-                teacher_logits,
-                session.center.center,
-                views=session.views,
-                global_views=globals_,
-                student_temperature=config.loss.student_temp,
-                teacher_temperature=temperature,
-            )
-        torch.autograd.backward(session.scaler.scale(loss / config.optim.accumulate))
-    if last:
-        reporter.observe_outputs(loss.detach(), seen.cls, teacher_logits, temperature)
-    session.center.accumulate(teacher_logits)
-    return loss.detach() / config.optim.accumulate
+    with session.autocast():
+        with torch.no_grad():
+            seen = session.teacher(first_rows(views, globals_ * len(batch.samples)))
+            cls, teacher_logits = seen.cls, seen.logits()
+            del seen  # its prototypes are as large as the student's, who needs the room now
+        said = session.wrapped(views)
+        loss = dino_loss(
+            said.features,
+            said.prototypes,
+            teacher_logits,
+            session.center.center,
+            views=session.views,
+            global_views=globals_,
+            student_temperature=config.loss.student_temp,
+            teacher_temperature=session.rates(session.step).teacher_temp,
+        )
+    return loss, cls, teacher_logits
 
 
 def freeze(session: Session) -> None:
