@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from benchmarks import measure
 
 FOLDER = Path(__file__).parent
-NO_PROGRAMS = ("__main__", "measure")
+NO_PROGRAMS = ("__main__", "measure", "reference")
 
 
 def main() -> None:

@@ -1,0 +1,114 @@
+"""What the training loop spends its time on: one epoch of small images, from the first step to the last file.
+
+    python -m benchmarks.loop
+
+The demo's recipe on generated images without the evaluation, run by `dino_vit.train.train` itself. Its
+functions are wrapped from outside: what is in none of them (schedules, centre, meter, diagnosis, log lines,
+checkpoint) counts as the rest, to stay within 3 %. On the CPU, where a call is over when it returns.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import dino_vit.train
+from benchmarks.measure import Table, arguments, report
+from dino_vit.config import PretrainConfig
+from dino_vit.opening import open_session
+from dino_vit.processes import Interruption, start_processes
+from dino_vit.reporting import Reporter
+from dino_vit.session import Session
+from dino_vit.settings_load import load, replace
+
+DEMO = Path(__file__).parents[1] / "configs" / "pretrain" / "demo.yaml"
+REST = "the rest"
+
+
+class Stopwatch:
+    """Give every moment to the innermost part that runs."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.running = [REST]
+        self.since = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time within to a part."""
+        self._switch()
+        self.running.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self.running.pop()
+
+    def wrap(self, name: str, owner: Any, attribute: str) -> Any:
+        """Return a patch under which a function counts to a part."""
+        function: Callable[..., Any] = getattr(owner, attribute)
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            with self.part(name):
+                return function(*arguments, **keywords)
+
+        return patch.object(owner, attribute, timed)
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self.running[-1]] += now - self.since
+        self.since = now
+
+
+def shares(changes: dict[str, Any]) -> dict[str, float]:
+    """Run the demo's recipe with some changes; return the share of each part in the time of the loop."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        config = replace(load(PretrainConfig, DEMO), {**changes, "output": folder})
+        accelerator = start_processes(trackers=config.run.trackers, folder=Path(folder), sync_buffers=False)
+        opened = open_session(config, accelerator)
+        interruption = stack.enter_context(Interruption())
+        reporter = stack.enter_context(Reporter(opened))
+        watch = Stopwatch()
+        for name, owner, attribute in parts(opened.session, reporter):
+            stack.enter_context(watch.wrap(name, owner, attribute))
+        with watch.part(REST):
+            dino_vit.train.train(opened.session, reporter, interruption)
+        accelerator.end_training()
+    whole = sum(watch.seconds.values())
+    return {name: seconds / whole for name, seconds in watch.seconds.items()}
+
+
+def parts(session: Session, reporter: Reporter) -> Iterator[tuple[str, Any, str]]:
+    """Name the functions of a step that are its work."""
+    yield "loading", reporter, "wait"
+    yield "loading", session.augment, "forward"
+    yield "forward", dino_vit.train, "forward"
+    yield "backward", torch.autograd, "backward"
+    for function in ("set_rates", "clip_gradients", "freeze", "all_finite", "step_if_finite", "ema_update"):
+        yield "optimiser", dino_vit.train, function
+    yield "optimiser", session.optimizer, "zero_grad"
+
+
+def run(*, repeats: int, threads: int) -> list[Table]:
+    """Measure one epoch; a single one is long enough."""
+    del repeats
+    torch.set_num_threads(threads)
+    print("one epoch ...", file=sys.stderr, flush=True)
+    whole = {"budget.steps": None, "budget.epochs": 1, "run.eval_every": None, "run.trackers": ()}
+    found = shares(whole)
+    said = ", ".join(f"{name} {share:.1%}" for name, share in found.items())
+    return [Table(f"One epoch of 32 px images, CPU, {threads} threads", "share of the time", [], f"{said}.")]
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    report(run(repeats=options.repeats, threads=options.threads), options.out)

@@ -1,0 +1,229 @@
+"""One training step of ViT-S/16 beside the 2021 code's: images a second and peak memory.
+
+    python -m benchmarks.step --repeats 5 --batch 8
+
+2 × 224 and 8 × 96 pixels, 65,536 prototypes that learn, AdamW; views that are ready, no logging. Ours is the
+training loop's own step on a session made from a config; the other is `benchmarks/reference.py` with the same
+weights, views and rates, in float32 on a CPU and in fp16 with a scaler on CUDA. Memory is all that two steps
+take on top of the imports: networks, optimiser, gradients, activations. It runs on CUDA where there is such a
+device (hide it to measure the CPU).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import reference
+from benchmarks.measure import Row, Table, Work, arguments, compare, peak_memory, report
+from dino_vit.augment import Augment
+from dino_vit.config import PretrainConfig
+from dino_vit.data.loader import Batch
+from dino_vit.opening import open_session
+from dino_vit.processes import Precision, start_processes
+from dino_vit.reporting import Reporter
+from dino_vit.session import Rates, Session
+from dino_vit.settings_load import replace
+from dino_vit.train import take_step
+
+CONTENDERS = ("dino_vit", "reference")
+FIXED: dict[str, Any] = {
+    "data.workers": 0,
+    "optim.freeze_last_layer_epochs": 0,
+    "budget.epochs": None,
+    "budget.steps": 100_000,
+    "run.trackers": (),
+    "run.eval_every": None,
+    "run.log_every": 1_000_000,
+}
+LABELS = {"no": "float32", "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How our step computes, on how many images, and what else the config says."""
+
+    batch: int
+    precision: Precision
+    compile: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{LABELS[self.precision]}{', compiled' if self.compile else ''}, {self.batch} images"
+
+    @property
+    def config(self) -> PretrainConfig:
+        own = {"data.batch_size": self.batch, "run.precision": self.precision, "run.compile": self.compile}
+        return replace(PretrainConfig(), {**FIXED, **own, **self.changes})
+
+
+class Ours:
+    """A session, and its step on the same views again and again."""
+
+    def __init__(self, case: Case) -> None:
+        with TemporaryDirectory() as folder:
+            config = replace(case.config, {"output": folder})
+            accelerator = start_processes(trackers=(), folder=Path(folder), sync_buffers=False)
+            opened = open_session(config, accelerator)
+            self.reporter = Reporter(opened)
+        self.session: Session = opened.session
+        self.session.augment = cast(Augment, lambda views, _: views)  # they are ready
+        for network in (self.session.student, self.session.teacher):
+            network.backbone.position_mode = "dino"  # as the other resamples them
+        self.batches = repeat(make_batch(case.config, self.session.device))
+
+    def __call__(self) -> None:
+        take_step(self.session, self.reporter, self.batches)
+
+    def loss(self) -> float:
+        """Return the mean loss of the steps since it was asked for last."""
+        loss = self.reporter.meter.read().loss
+        self.reporter.meter.restart()
+        return loss
+
+
+class Reference:
+    """The other's step on the same views; with a session's first weights and its rates, if one is given."""
+
+    def __init__(self, case: Case, device: torch.device, session: Session | None = None) -> None:
+        config = case.config
+        student, teacher = (build_network(config, rate) for rate in (config.model.drop_path, 0.0))
+        if session is not None:
+            reference.load(student, session.student.state_dict())
+        teacher.load_state_dict(student.state_dict())
+        loss = reference.Loss(
+            prototypes=config.head.prototypes,
+            views=config.views.global_count + config.views.local_count,
+            student_temp=config.loss.student_temp,
+            momentum=config.loss.center_momentum,
+        )
+        self.trainer = reference.Trainer(student, teacher, loss, clip=config.optim.clip, device=device)
+        views = make_batch(config, device).views.values()
+        self.views = [view for of_a_size in views for view in torch.split(of_a_size, case.batch)]
+        self.session, self.step = session, 0
+
+    def __call__(self) -> float:
+        rates = self.session.rates(self.step) if self.session else Rates(1e-5, 0.04, 0.996, 0.04)
+        self.step += 1
+        return self.trainer.step(self.views, **rates._asdict())
+
+
+def build_network(config: PretrainConfig, drop_path: float) -> reference.Network:
+    """Build the other's network as the config has it."""
+    width, depth, heads = config.model.shape
+    head = config.head
+    return reference.Network(
+        reference.Backbone(
+            size=config.views.global_shape[0],
+            patch=config.model.patch_size,
+            width=width,
+            depth=depth,
+            heads=heads,
+            drop_path=drop_path,
+        ),
+        reference.Head(
+            width=width, hidden=head.hidden_dim, bottleneck=head.bottleneck_dim, prototypes=head.prototypes
+        ),
+    )
+
+
+def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
+    """Return views that have been through the photometry, the same at every call."""
+    generator, views = torch.Generator().manual_seed(0), config.views
+    counts = {views.global_shape: views.global_count, views.local_shape: views.local_count}
+    images = config.data.batch_size
+    return Batch(
+        epoch=0,
+        step=0,
+        samples=torch.arange(images),
+        views={
+            size: torch.randn(count * images, config.data.channels, *size, generator=generator).to(device)
+            for size, count in counts.items()
+        },
+        photometry={size: torch.empty(0) for size in counts},
+        unreadable=(),
+    )
+
+
+def build_run(name: str, case: Case, device: torch.device) -> Work:
+    """Return what memory is measured of: building everything, and two steps."""
+
+    def run() -> None:
+        step = Ours(case) if name == "dino_vit" else Reference(case, device)
+        step()
+        step()
+
+    return run
+
+
+def measure(case: Case, repeats: int) -> tuple[Row, str]:
+    """Measure one row, and say what it comes to."""
+    print(f"{case.name} ...", file=sys.stderr, flush=True)
+    ours = Ours(case)
+    device = ours.session.device
+    works: dict[str, Work] = {"dino_vit": ours, "reference": Reference(case, device, ours.session)}
+    row = compare(case.name, works, items=case.batch, repeats=repeats, device=device.type)
+    share = "" if case.compile or case.precision == "no" else f", {matrix_share(ours, row)}"
+    del ours, works  # the peak on CUDA is that of the process
+    memory = {name: peak_memory(build_run, name, case, device, device=device.type) for name in CONTENDERS}
+    row.memory.update(memory)
+    peak, other = (memory[name] for name in CONTENDERS)
+    compared = f", {peak / other:.2f} times its memory" if peak and other else ""
+    return row, f"{case.name}: {row.advantage:.2f} times the reference's speed{compared}{share}."
+
+
+def matrix_share(ours: Ours, row: Row) -> str:
+    """Set the matrix products of a step beside the fastest that the device does in bfloat16."""
+    with FlopCounterMode(display=False) as counter:
+        ours()
+    config, device = ours.session.config, ours.session.device
+    reached = counter.get_total_flops() * row.speed["dino_vit"] / config.data.batch_size
+    side, seconds = (8192 if device.type == "cuda" else 2048), []
+    square = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    for _ in range(8):
+        start = time.perf_counter()
+        product = square @ square
+        float(product[0, 0])  # wait for it
+        seconds.append(time.perf_counter() - start)
+    peak = 2 * side**3 / min(seconds)
+    fastest = f"a bf16 product of {side} × {side} reaches {peak / 1e12:.2f}"
+    return f"{reached / 1e12:.2f} TFLOP/s where {fastest} ({reached / peak:.0%})"
+
+
+def run(*, repeats: int, threads: int, batch: int | None = None, compiled: bool = True) -> list[Table]:
+    """Measure every row, on CUDA where there is such a device."""
+    torch.set_num_threads(threads)
+    cuda = torch.cuda.is_available()
+    images = batch or (64 if cuda else 8)
+    precisions: tuple[Precision, ...] = ("bf16",) if cuda else ("bf16", "no")
+    cases = [Case(images, precision) for precision in precisions]
+    if compiled:
+        cases.append(Case(images, "bf16", compile=True))
+    measured = [measure(case, repeats) for case in cases]
+    where = "CUDA, reference in fp16" if cuda else f"CPU, {threads} threads, reference in float32"
+    rows, notes = zip(*measured, strict=True)
+    return [Table(f"Training step, {where}", "images a second", list(rows), "\n".join(notes))]
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, help="images (default: 8 on a CPU, 64 on CUDA)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled row")
+    options = parser.parse_args()
+    tables = run(
+        repeats=options.repeats,
+        threads=options.threads,
+        batch=options.batch,
+        compiled=not options.no_compile,
+    )
+    report(tables, options.out)
