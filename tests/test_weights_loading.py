@@ -119,7 +119,7 @@ def test_dinov2_files(registers, chunked):
         {"teacher": {f"backbone.{name}": tensor for name, tensor in named.items()}} if chunked else named
     )
     loaded = load_backbone(content, heads=2)
-    assert loaded.position_mode == ("timm" if registers else "dino")
+    assert loaded.position_mode == ("timm" if registers else "dinov2")
     assert loaded.provenance.format == "dinov2"
     model.position_mode = loaded.position_mode
     assert torch.equal(loaded(IMAGES), model(IMAGES))
@@ -355,3 +355,106 @@ def test_plain_safetensors_of_the_reference_layout(tmp_path):
     model = backbone(position_mode="dino")
     safetensors.torch.save_file(model.state_dict(), tmp_path / "a.safetensors")
     assert torch.equal(load_backbone(tmp_path / "a.safetensors", heads=2)(IMAGES), model(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda t: (100 * t).to(torch.int8), "holds int8, but weights are floating-point"),
+        (lambda t: t.to(torch.complex64), "holds complex64"),
+        (lambda t: t.to_sparse(), "meta or sparse"),
+        (lambda t: t.to("meta"), "meta or sparse"),
+    ],
+)
+def test_tensors_that_would_become_other_numbers_are_refused(spoil, said):
+    named = dict(backbone().state_dict())
+    named["blocks.1.mlp.fc2.weight"] = spoil(named["blocks.1.mlp.fc2.weight"])
+    with pytest.raises(WeightsError, match=rf"blocks.1.mlp.fc2.weight .*{said}|{said}"):
+        load_backbone(named, heads=2)
+
+
+def test_integers_in_a_head_do_no_harm():
+    model = backbone()
+    named = {f"backbone.{name}": tensor for name, tensor in model.state_dict().items()}
+    named["head.mlp.1.num_batches_tracked"] = torch.tensor(7)
+    assert torch.equal(load_backbone({"teacher": named}, heads=2)(IMAGES), model_with_dino_positions(model))
+
+
+def model_with_dino_positions(model):
+    model.position_mode = "dino"
+    return model(IMAGES)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.module.", "module._orig_mod.", "_orig_mod.module.backbone."])
+def test_prefixes_in_any_order(prefix):
+    named = {prefix + name: tensor for name, tensor in backbone().state_dict().items()}
+    assert load_backbone(named, heads=2).position_mode == "dino"
+
+
+def test_a_prefix_of_ddp_alone_does_not_make_a_file_dinos():
+    named = {f"module.{name}": tensor for name, tensor in backbone(num_classes=5).state_dict().items()}
+    assert load_backbone(named, heads=2).provenance.format == "timm"
+
+
+def test_names_that_fall_together_are_not_chosen_from():
+    named = dict(backbone().state_dict())
+    with pytest.raises(WeightsError, match="more than one network"):
+        load_backbone({**named, "backbone.cls_token": torch.ones(1, 1, 32)}, heads=2)
+    with pytest.raises(
+        WeightsError, match=r"holds blocks.1.norm1.weight twice, .* as blocks.0.1.norm1.weight"
+    ):
+        load_backbone({**named, "blocks.0.1.norm1.weight": torch.ones(32)}, heads=2)
+    parts = {f"blocks.0.attn.{part}.weight": torch.ones(32, 32) for part in "qkv"}
+    with pytest.raises(WeightsError, match="3 surplus"):
+        load_backbone({**named, **parts}, heads=2)
+
+
+def test_a_gap_in_the_blocks_is_named_however_high_it_reaches():
+    named = {k.replace("blocks.1.", "blocks.99999999."): t for k, t in backbone().state_dict().items()}
+    with pytest.raises(WeightsError, match=r"12 missing: blocks\.1\..* 12 surplus: blocks\.99999999\."):
+        load_backbone(named, heads=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc2.weight"]
+)
+@pytest.mark.parametrize("reshape", [lambda t: t.sum(), lambda t: t[..., :0], lambda t: t.flatten()])
+def test_shapes_that_lie_are_refused(name, reshape):
+    named = dict(backbone().state_dict())
+    named[name] = reshape(named[name])
+    with pytest.raises(WeightsError):
+        load_backbone(named, heads=2)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ("{", "does not say what it holds"),
+        ("[]", "does not say what it holds"),
+        ('{"kind": "backbone", "mean": null, "std": null}', "does not say what it holds"),
+        (
+            '{"kind": "", "mean": null, "std": null, "architecture": {}, "version": 2}',
+            "written by another dino-vit",
+        ),
+        ('{"kind": "", "mean": null, "std": null, "architecture": {"soup": 1}}', "not known here: soup"),
+    ],
+)
+def test_a_file_of_ours_that_says_nonsense_of_itself(tmp_path, about, said):
+    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), about)
+    with pytest.raises(WeightsError, match=said):
+        load_backbone(tmp_path / "a.safetensors")
+
+
+def test_a_pickle_names_what_it_would_run(tmp_path):
+    torch.save({"model": backbone().state_dict(), "place": tmp_path}, tmp_path / "a.pth")
+    with pytest.raises(WeightsError, match=r"would have to run pathlib\S*Path"):
+        load_backbone(tmp_path / "a.pth", heads=2)
+
+
+def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):
+    torch.save(backbone().state_dict(), tmp_path / "dino.pth")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "vit", "layer_norm_eps": 0.1, "num_attention_heads": 4}'
+    )
+    loaded = load_backbone(tmp_path / "dino.pth", heads=2)
+    assert (loaded.position_mode, loaded.architecture["norm_eps"]) == ("dino", 1e-6)

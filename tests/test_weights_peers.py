@@ -6,9 +6,9 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from peers import HEADS, PATCH, PEERS, SIZE, WIDTH, timm_vit
+from peers import HEADS, HF, PATCH, PEERS, SIZE, WIDTH, timm_vit
 from torch import nn
-from transformers import AutoModel, ViTConfig, ViTForImageClassification
+from transformers import AutoModel, ViTConfig, ViTForImageClassification, ViTModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
 
@@ -177,3 +177,74 @@ def test_an_existing_file_is_not_overwritten_unless_allowed(tmp_path):
     (tmp_path / "folder").mkdir()
     export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
     assert (tmp_path / "folder" / "config.json").exists()
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "relu", "gelu_pytorch_tanh"])
+def test_another_activation_is_refused_as_no_tensor_shows_it(tmp_path, activation):
+    config = ViTConfig(**HF, intermediate_size=4 * WIDTH, hidden_act=activation)
+    ViTModel(config).save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match=f"hidden_act='{activation}', but"):
+        load_backbone(tmp_path)
+
+
+def test_a_hub_folder_says_at_which_size_it_was_trained(tmp_path):
+    config = ViTConfig(**{**HF, "image_size": (16, 64)}, intermediate_size=4 * WIDTH)
+    peer = ViTModel(config, add_pooling_layer=False).eval()
+    nn.init.normal_(peer.embeddings.position_embeddings)
+    peer.save_pretrained(tmp_path)
+    images = torch.randn(1, 3, 16, 64)
+    model = load_backbone(tmp_path)
+    assert model.trained_grid == (2, 8), "16 positions are a square, too"
+    assert torch.allclose(model.forward_features(images), peer(images).last_hidden_state, atol=1e-5)
+
+
+def test_a_timm_folder_says_its_heads_and_size_and_nothing_that_is_ignored(tmp_path):
+    changes = {"img_size": (32, 128), "num_heads": 6}
+    peer = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=2, **changes).eval()
+    nn.init.normal_(peer.pos_embed)
+    timm.models.save_for_hf(peer, tmp_path, model_args={**changes, "depth": 2}, safe_serialization=True)
+    model = load_backbone(tmp_path)
+    images = torch.randn(1, 3, 32, 128)
+    assert torch.allclose(model.forward_features(images), peer.forward_features(images), atol=1e-5)
+    timm.models.save_for_hf(peer, tmp_path, model_args={"act_layer": "relu"}, safe_serialization=True)
+    with pytest.raises(WeightsError, match=r"no tensor shows \(act_layer\)"):
+        load_backbone(tmp_path)
+
+
+def test_a_square_number_of_positions_may_hold_a_class_token():
+    peer = timm_vit(num_classes=5)
+    peer.model = timm.models.VisionTransformer(
+        img_size=(16, 32), patch_size=8, embed_dim=WIDTH, depth=1, num_heads=HEADS, num_classes=5
+    ).eval()  # 1 + 2 · 4 positions
+    model = load_backbone(peer.model.state_dict(), heads=HEADS, trained_size=(16, 32))
+    images = torch.randn(1, 3, 16, 32)
+    assert torch.allclose(model.forward_features(images), peer.model.forward_features(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("deit_tiny_distilled_patch16_224", "distillation token"),
+        ("vit_xsmall_patch16_clip_224", "normalisation before the first block"),
+        ("vit_small_patch16_dinov3", "blocks of another kind"),
+        ("vit_wee_patch16_reg1_gap_256", "averaged before they are normalised"),
+        ("vit_relpos_small_patch16_224", "relative positions"),
+        ("pit_ti_224", r"pit|shape|square|lacks"),
+    ],
+)
+def test_transformers_of_another_kind_are_refused_by_name(name, said):
+    depth = {} if "pit" in name else {"depth": 1}
+    with pytest.raises(WeightsError, match=said):
+        load_backbone(timm.create_model(name, **depth).state_dict())
+
+
+def test_what_stands_in_a_folder_is_not_replaced_by_an_export(tmp_path):
+    model = VisionTransformer(image_size=SIZE, patch_size=PATCH, width=WIDTH, depth=1, heads=HEADS)
+    (tmp_path / "thesis.tex").write_text("all my work")
+    with pytest.raises(WeightsError, match=r"replace, with thesis\.tex in it"):
+        export_backbone(model, tmp_path, "huggingface", overwrite=True)
+    (tmp_path / "run.pth").mkdir()
+    with pytest.raises(WeightsError, match="would replace"):
+        export_backbone(model, tmp_path / "run.pth", "timm", overwrite=True)
+    with pytest.raises(WeightsError, match="no place for a precision other than float32"):
+        export_backbone(model.half(), tmp_path / "a.pth", "timm")

@@ -24,6 +24,7 @@ from dino_vit.weights.reading import WeightsError, read_weights
 log = logging.getLogger("dino_vit")
 
 EXPORTS = ("reference", "timm", "torchvision", "huggingface")
+HUGGINGFACE_FILES = {"config.json", "preprocessor_config.json", "model.safetensors"}
 TOLERANCE = 1e-4  # of the largest feature: float32 sums in another order
 
 
@@ -41,6 +42,12 @@ def export_backbone(
         raise WeightsError(f"format={format!r} is none of {', '.join(EXPORTS)}")
     if path.exists() and not overwrite:
         raise WeightsError(f"{path} exists already; choose another name or allow it to be overwritten")
+    kept = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES if path.is_dir() else set()
+    if kept or (path.is_dir() and format != "huggingface"):
+        raise WeightsError(
+            f"{path} is a folder that an export would replace, with "
+            f"{', '.join(sorted(kept)[:5]) or 'all it holds'} in it; choose another name"
+        )
     if format != "huggingface" and path.suffix not in (".pth", ".pt", ".safetensors"):
         raise WeightsError(f"{path} must end in .pth, .pt or .safetensors")
     _refuse_what_does_not_fit(model, format)
@@ -54,7 +61,7 @@ def export_backbone(
             _write_file(_to_layout(model, tensors, format), written)
         said = _check(model, written, format)
         if path.is_dir():
-            shutil.rmtree(path)
+            shutil.rmtree(path)  # it held an export and nothing else
         written.replace(path)
         sync(path.parent)
     log.info("%s: written for %s; %s", path, format, said)
@@ -79,6 +86,9 @@ def _refuse_what_does_not_fit(model: VisionTransformer, format: str) -> None:
         "gated MLPs": gated and not (scaled and format == "huggingface"),
         "qkv without bias": not a["qkv_bias"] and format in ("torchvision", "reference"),
         "channels other than 3": model.channels != 3 and format == "torchvision",
+        "a precision other than float32 (export model.float())": any(
+            parameter.dtype != torch.float32 for parameter in model.parameters()
+        ),
         "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and format != "huggingface",
     }
     found = [what for what, present in faults.items() if present]

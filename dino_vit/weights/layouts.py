@@ -55,7 +55,7 @@ GATED = (("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "bl
 
 OURS = Layout("dino-vit", "hf", left_out=CLASSIFIER)
 REFERENCE = Layout("reference", "dino", left_out={**DINO_HEADS, **CLASSIFIER})
-DINOV2 = Layout("dinov2", "dino", pairs=GATED, left_out={**DINO_HEADS, r"mask_token": "mask token"})
+DINOV2 = Layout("dinov2", "dinov2", pairs=GATED, left_out={**DINO_HEADS, r"mask_token": "mask token"})
 DINOV2_REGISTERS = Layout("dinov2", "timm", pairs=GATED, left_out=DINOV2.left_out)
 TIMM = Layout(
     "timm", "timm", pairs=(("reg_token", "register_tokens"),), left_out=CLASSIFIER, normalisation=None
@@ -157,8 +157,10 @@ def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for whole, parts in FUSED:
             match = re.fullmatch(rf"(blocks\.\d+\.){re.escape(parts[0])}\.(weight|bias)", name)
             names = [f"{match[1]}{part}.{match[2]}" for part in parts] if match else []
-            if match and all(part in fused for part in names):  # parts without siblings stay, as surplus
-                fused[f"{match[1]}{whole}.{match[2]}"] = torch.cat([fused.pop(part) for part in names])
+            joined = f"{match[1]}{whole}.{match[2]}" if match else ""
+            # Parts without siblings, or beside what they would be joined to, stay: as surplus they are named.
+            if match and joined not in fused and all(part in fused for part in names):
+                fused[joined] = torch.cat([fused.pop(part) for part in names])
     return fused
 
 

@@ -16,12 +16,11 @@ from dino_vit.positions import Grid, interpolate_pos_embs
 from dino_vit.storage import write_tensors
 from dino_vit.vit import Provenance, VisionTransformer, pair
 from dino_vit.weights.layouts import Layout
-from dino_vit.weights.reading import RawWeights, WeightsError, read_weights
+from dino_vit.weights.reading import FORMAT_VERSION, RawWeights, WeightsError, read_weights
 from dino_vit.weights.recognition import infer_architecture, recognise, translate
 
 log = logging.getLogger("dino_vit")
 
-FORMAT_VERSION = 1
 NAMES_SHOWN = 20
 
 
@@ -42,14 +41,17 @@ def load_backbone(
     """
     raw = read_weights(source, network)
     layout = recognise(raw, format)
-    tensors, notes = translate(raw, layout, keep_classifier=bool(overrides.get("num_classes")))
+    tensors, notes = translate(
+        raw, layout, keep_classifier=bool(overrides.get("num_classes")), trained_size=trained_size
+    )
     stored = infer_architecture(tensors, layout, raw, {**overrides, "trained_size": trained_size})
     if not overrides.get("num_classes"):
         overrides["num_classes"] = 0
     architecture = {**stored, **overrides}
-    tensors, adapted = _adapt(tensors, stored, architecture)
     with torch.device("meta"):
         model = VisionTransformer(**architecture)
+    _refuse_what_is_no_number(tensors, raw.source)
+    tensors, adapted = _adapt(tensors, stored, architecture)
     _load_strictly(model, tensors, raw.source)
     model.provenance = _provenance(raw, layout, model)
     log.info(
@@ -62,6 +64,14 @@ def load_backbone(
         "".join(f"; {note}" for note in (*notes, *adapted)),
     )
     return model.eval()
+
+
+def _refuse_what_is_no_number(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse tensors that would become other numbers as float32."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise WeightsError(f"{source}: {name} holds {kind}, but weights are floating-point numbers")
 
 
 def _adapt(

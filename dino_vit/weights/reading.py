@@ -16,10 +16,13 @@ from torch import Tensor
 
 from dino_vit.storage import OWN_KEY, StorageError, digest, read_tensors
 
-WEIGHT_FILES = ("backbone.safetensors", "model.safetensors", "pytorch_model.bin", "model.bin")
+HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin")  # config.json beside these is theirs
+WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model")  # what timm and its relatives put around a state dict
 NETWORKS = ("teacher", "student")
+_WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel, of torch.compile
+FORMAT_VERSION = 1  # of what our own files say of themselves
 
 
 class WeightsError(ValueError):
@@ -46,7 +49,7 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
     if isinstance(source, Mapping):
         return _unwrap(dict(source), RawWeights({}, source="a dict", sha256=""), network)
     path = find_weights(Path(source))
-    hub_config = _read_hub_config(path.parent)
+    hub_config = _read_hub_config(path.parent) if path.name in HUB_FILES else {}
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     raw = RawWeights({}, source=str(path), sha256=sha256, hub_config=hub_config)
@@ -55,9 +58,26 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
             tensors, metadata = read_tensors(path)
         except StorageError as error:
             raise WeightsError(str(error)) from error
-        described = json.loads(metadata[OWN_KEY]) if OWN_KEY in metadata else {}
+        described = _parse_description(path, metadata[OWN_KEY]) if OWN_KEY in metadata else {}
         return _unwrap(dict(tensors), replace(raw, metadata=described), network)
     return _unwrap(_read_pickle(path), raw, network)
+
+
+def _parse_description(path: Path, about: str) -> dict[str, Any]:
+    """Return what one of our own files says of itself, or say why it cannot be ours."""
+    try:
+        described = json.loads(about)
+    except ValueError:
+        described = None
+    whole = isinstance(described, dict) and {"kind", "mean", "std"} <= described.keys()
+    if not whole or not isinstance(described.get("architecture"), dict):
+        raise WeightsError(f"{path} is marked as a file of dino-vit, but does not say what it holds")
+    if described.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+        raise WeightsError(
+            f"{path} was written by another dino-vit (format {described['version']}; known here is "
+            f"{FORMAT_VERSION}); upgrade dino-vit to read it"
+        )
+    return described
 
 
 def find_weights(path: Path) -> Path:
@@ -83,7 +103,7 @@ def _read_hub_config(folder: Path) -> dict[str, Any]:
         if path.is_file():
             try:
                 found |= json.loads(path.read_text())
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise WeightsError(f"{path} is not valid JSON: {error}") from error
     return found if "model_type" in found or "architecture" in found else {}
 
@@ -94,7 +114,7 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no error of its own: a bad file raises nearly anything
-        asked = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(\S+)", str(error))
+        asked = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
         if asked:
             raise WeightsError(
                 f"{path} refused: to be read it would have to run {asked[1] or asked[2]}, which weights "
@@ -130,6 +150,11 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
             f"{raw.source} is no state dict: {len(tensors)} tensors beside {len(others)} other entries "
             f"({', '.join(others[:8]) or 'it is empty'})"
         )
+    hollow = [name for name, value in tensors.items() if value.is_meta or value.layout != torch.strided]
+    if hollow:
+        raise WeightsError(
+            f"{raw.source}: {hollow[0]} is a meta or sparse tensor, but weights are dense ones"
+        )
     raw = replace(raw, sha256=raw.sha256 or digest(tensors, {}))
     if raw.metadata.get("kind") == "checkpoint":
         prefix = f"{network}.backbone."
@@ -139,15 +164,10 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
 
 
 def _strip_prefixes(raw: RawWeights) -> RawWeights:
-    """Remove what training puts before the names of a backbone; only DINO's own files have such names."""
-    for prefix in ("module.", "_orig_mod."):
-        if all(name.startswith(prefix) for name in raw.tensors):
-            raw = _without_prefix(raw, prefix)
-    if any(name.startswith("backbone.") for name in raw.tensors):
-        raw = _without_prefix(raw, "backbone.")
-    return raw
-
-
-def _without_prefix(raw: RawWeights, prefix: str) -> RawWeights:
-    bare = {name.removeprefix(prefix): tensor for name, tensor in raw.tensors.items()}
-    return replace(raw, tensors=bare, trained_with_dino=True)
+    """Remove what training puts before the names of a backbone; `backbone.` is of DINO's own files."""
+    bare = {_WRAPPER_PREFIX.sub("", name): tensor for name, tensor in raw.tensors.items()}
+    from_dino = any(name.startswith("backbone.") for name in bare)
+    bare = {name.removeprefix("backbone."): tensor for name, tensor in bare.items()}
+    if len(bare) != len(raw.tensors):
+        raise WeightsError(f"{raw.source} holds more than one network: some names differ only by a prefix")
+    return replace(raw, tensors=bare, trained_with_dino=raw.trained_with_dino or from_dino)

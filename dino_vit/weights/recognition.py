@@ -6,14 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
 
 from dino_vit.positions import Grid
 from dino_vit.stems import REDUCTION
-from dino_vit.vit import pair
+from dino_vit.vit import VisionTransformer, pair
 from dino_vit.weights import layouts
+from dino_vit.weights.foreign import refuse_foreign
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.reading import RawWeights, WeightsError
 
@@ -35,11 +37,13 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     elif {"cls_token", "pos_embed"} <= names:
         layout = _reference_family(raw, names, format)
     else:
+        refuse_foreign(raw)
         shown = ", ".join(sorted(names)[:6])
         raise WeightsError(
             f"{raw.source} holds {len(names)} tensors of no vision transformer that is known here "
             f"({shown}, ...); known are {', '.join(layouts.FORMATS)}"
         )
+    refuse_foreign(raw)
     if format not in (None, layout.format):
         raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
     return _with_hub_config(layout, raw.hub_config)
@@ -63,23 +67,25 @@ def _reference_family(raw: RawWeights, names: set[str], format: str | None) -> L
     if format == "dinov2" or "register_tokens" in names or any(".mlp.w12." in name for name in names):
         return layouts.DINOV2_REGISTERS if "register_tokens" in names else layouts.DINOV2
     timm_alone = ("reg_token", "head.weight", "blocks.0.ls1.gamma", "patch_embed.backbone.stem.conv.weight")
-    if not raw.trained_with_dino and (raw.hub_config or any(name in names for name in timm_alone)):
+    if not raw.trained_with_dino and (
+        "architecture" in raw.hub_config or any(name in names for name in timm_alone)
+    ):
         return layouts.TIMM
     return layouts.REFERENCE
 
 
 def _with_hub_config(layout: Layout, config: Mapping[str, Any]) -> Layout:
     """Add what config.json and preprocessor_config.json say to what the layout assumes."""
-    statistics = config.get("pretrained_cfg", {})
+    statistics = config.get("pretrained_cfg") or {}
     mean = config.get("image_mean", statistics.get("mean"))
     std = config.get("image_std", statistics.get("std"))
-    if mean is not None and std is not None:
+    if isinstance(mean, list) and isinstance(std, list):
         layout = replace(layout, normalisation=(tuple(mean), tuple(std)))
     return replace(layout, norm_eps=config.get("layer_norm_eps", layout.norm_eps))
 
 
 def translate(
-    raw: RawWeights, layout: Layout, *, keep_classifier: bool
+    raw: RawWeights, layout: Layout, *, keep_classifier: bool, trained_size: int | Grid | None = None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors under our names, and notes on what was left out or converted."""
     left_out: dict[str, int] = {}
@@ -91,6 +97,8 @@ def translate(
         elif layout.format == "dinov2":
             name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
         translated = layout.to_ours(name)
+        if translated in ours:
+            raise WeightsError(f"{raw.source} holds {translated} twice, the second time as {theirs}")
         what = _left_out_as(name, translated, layout)
         if what is None or (what == "classifier" and keep_classifier):
             ours[translated] = tensor
@@ -100,15 +108,29 @@ def translate(
     notes = [f"left out {what} ({count} tensors)" for what, count in left_out.items()]
     if len(fused) != len(ours):
         notes.append("fused what is kept apart (queries, keys, values)")
-    if (
-        layout.format == "timm"
-        and math.isqrt(fused["pos_embed"].shape[1]) ** 2 == fused["pos_embed"].shape[1]
-    ):
-        positions = fused["pos_embed"]
+    positions = fused.get("pos_embed")
+    if layout.format == "timm" and positions is not None and _lacks_cls(positions, fused, raw, trained_size):
         fused["pos_embed"] = positions.new_zeros(1, 1 + positions.shape[1], positions.shape[2])
         fused["pos_embed"][:, 1:] = positions
         notes.append("added a zero CLS position, as it is folded into the CLS token")
     return fused, notes
+
+
+def _lacks_cls(
+    positions: Tensor, tensors: Mapping[str, Tensor], raw: RawWeights, trained_size: int | Grid | None
+) -> bool:
+    """Tell whether positions are those of the patches alone: as many as the grid has, or a square number."""
+    kernel = tensors.get("patch_embed.proj.weight")
+    if positions.ndim != 3 or kernel is None or kernel.ndim != 4:
+        return False
+    count = positions.shape[1]
+    size = trained_size or _stated_size(raw)
+    if size is not None and "patch_embed.backbone.stem.conv.weight" not in tensors:
+        height, width = pair(size)
+        patches = (height // kernel.shape[2]) * (width // kernel.shape[3])
+        if count in (patches, patches + 1):
+            return count == patches
+    return math.isqrt(count) ** 2 == count
 
 
 def _left_out_as(theirs: str, ours: str, layout: Layout) -> str | None:
@@ -125,6 +147,11 @@ def infer_architecture(
     """Read the constructor's keywords off the shapes; what none shows comes from layout or overrides."""
     if raw.metadata:
         known = raw.metadata["architecture"]
+        strange = sorted(known.keys() - signature(VisionTransformer).parameters.keys())
+        if strange:
+            raise WeightsError(
+                f"{raw.source} is of an architecture that is not known here: {', '.join(strange)}"
+            )
         return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     try:
         width = tensors["cls_token"].shape[-1]
@@ -132,18 +159,23 @@ def infer_architecture(
         hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
         gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
         positions = tensors["pos_embed"].shape[1] - 1
-    except (KeyError, IndexError) as error:
+    except KeyError as error:
         raise WeightsError(
             f"{raw.source} lacks a tensor that every vision transformer has: {error}"
         ) from error
+    except (IndexError, ValueError, ZeroDivisionError) as error:
+        raise WeightsError(f"{raw.source} has a tensor of a shape that no vision transformer has") from error
     patch = pair(stem["patch_size"])
+    if 0 in (width, hidden, *patch, stem["channels"]):
+        raise WeightsError(f"{raw.source} has an empty tensor where a block or the patches should be")
     grid = _infer_grid(positions, patch, raw, overrides)
-    blocks = [int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))]
+    # As many as there are, not as high as they are numbered: a gap is then named, however high it reaches.
+    blocks = {match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
     return {
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
-        "depth": 1 + max(blocks),
+        "depth": len(blocks),
         "heads": _infer_heads(width, raw, overrides),
         "mlp": "swiglu" if gated else "gelu",
         "mlp_ratio": hidden / width,
@@ -183,8 +215,12 @@ def _infer_grid(positions: int, patch: Grid, raw: RawWeights, overrides: Mapping
                 f"{grid[0]} × {grid[1]} patches"
             )
         return grid
+    if (stated := _stated_size(raw)) is not None:
+        grid = (stated[0] // patch[0], stated[1] // patch[1])
+        if grid[0] * grid[1] == positions:
+            return grid
     side = math.isqrt(positions)
-    if side * side != positions:
+    if side * side != positions or not positions:
         raise WeightsError(
             f"{raw.source} has {positions} positions, which is no square; give the trained_size=(height, "
             "width) of the images that it learned from"
@@ -192,8 +228,21 @@ def _infer_grid(positions: int, patch: Grid, raw: RawWeights, overrides: Mapping
     return side, side
 
 
+def _stated_size(raw: RawWeights) -> Grid | None:
+    """Return the image size (height, width) that config.json of a hub folder states, if it states one."""
+    timm = raw.hub_config.get("pretrained_cfg") or {}
+    size = raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
+    try:
+        height, width = pair(tuple(size) if isinstance(size, list) else size)
+    except (TypeError, ValueError):
+        return None
+    return height, width
+
+
 def _infer_heads(width: int, raw: RawWeights, overrides: Mapping[str, Any]) -> int:
-    heads = overrides.get("heads") or raw.hub_config.get("num_attention_heads") or HEADS_OF_WIDTH.get(width)
+    config = raw.hub_config
+    stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
+    heads = overrides.get("heads") or stated or HEADS_OF_WIDTH.get(width)
     if heads is None:
         raise WeightsError(
             f"{raw.source} has a width of {width}, and no tensor shows how many heads share it; give heads="
