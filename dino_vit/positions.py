@@ -2,9 +2,10 @@
 
 Three rules are in use, and they agree only at the trained grid, so every backbone names its own:
 
-hf    bicubic to the exact size, without antialiasing (Hugging Face ViT and Dinov2; the default here)
-dino  bicubic by a scale factor of (cells + 0.1) / trained cells (DINO; DINOv2 without registers)
-timm  bicubic to the exact size, with antialiasing (timm; DINOv2 with registers)
+hf      bicubic to the exact size, without antialiasing (Hugging Face ViT and Dinov2; the default here)
+dino    bicubic by a scale factor of (cells + 0.1) / trained cells (DINO)
+dinov2  the same rule (DINOv2 without registers)
+timm    bicubic to the exact size, with antialiasing (timm; DINOv2 with registers)
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
+from torch import SymInt, Tensor
 
 Grid = tuple[int, int]
-PositionMode = Literal["hf", "dino", "timm"]
+PositionMode = Literal["hf", "dino", "dinov2", "timm"]
 
 DINO_OFFSET = 0.1  # keeps a scale factor from landing one cell short of the grid it means
 
@@ -32,11 +33,18 @@ def interpolate_pos_embs(
         raise ValueError(
             f"a grid of {grid[0]} × {grid[1]} patches has no patch; the image must hold at least one"
         )
-    if grid == trained_grid:
+    by_scale = mode in ("dino", "dinov2")
+    of_any_size = any(isinstance(cells, SymInt) for cells in grid)  # in a graph that is being exported
+    if of_any_size and by_scale:
+        raise ValueError(
+            f"positions in mode {mode!r} cannot be exported for any size, as their scale factors are fixed "
+            "numbers; export at one size, or take position_mode='hf', which is the same at the trained size"
+        )
+    if not of_any_size and grid == trained_grid:  # resampling to the trained size is exact, too
         return pos_embs
     cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
     field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0], w=trained_grid[1]).float()
-    if mode == "dino":
+    if by_scale:
         scale = [(cells + DINO_OFFSET) / trained for cells, trained in zip(grid, trained_grid, strict=True)]
         field = F.interpolate(field, scale_factor=scale, mode="bicubic")
     else:

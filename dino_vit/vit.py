@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class VisionTransformer(nn.Module):
         drop_path: float = 0.0,
     ) -> None:
         self_describing = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        _refuse_what_no_backbone_has(self_describing)
         super().__init__()
         self.architecture: dict[str, Any] = self_describing
         self.provenance: Provenance | None = None
@@ -188,9 +189,10 @@ class VisionTransformer(nn.Module):
             )
         positions = self.interpolate_pos_embs(self.grid_of(*images.shape[-2:]))
         patches = self.patch_embed(images) + positions[:, 1:]
-        parts = [(self.cls_token + positions[:, :1]).expand(len(images), -1, -1).to(patches.dtype), patches]
+        count = images.shape[0]  # not len(), which would fix the batch size of an exported graph
+        parts = [(self.cls_token + positions[:, :1]).expand(count, -1, -1).to(patches.dtype), patches]
         if self.register_tokens is not None:
-            parts.insert(1, self.register_tokens.expand(len(images), -1, -1).to(patches.dtype))
+            parts.insert(1, self.register_tokens.expand(count, -1, -1).to(patches.dtype))
         return self.pos_drop(torch.cat(parts, dim=1))
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
@@ -222,6 +224,30 @@ def pair(size: int | Sequence[int]) -> Grid:
     """Read a size as (height, width)."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
+
+
+def _refuse_what_no_backbone_has(keywords: dict[str, Any]) -> None:
+    """Refuse a word that is none of the known ones, a size below one and a rate that is no probability."""
+    for name, known in WORDS.items():
+        if keywords[name] not in known:
+            raise ValueError(f"{name}={keywords[name]!r} is none of {', '.join(known)}")
+    for name in ("image_size", "patch_size", "channels", "width", "depth", "heads"):
+        if min(pair(keywords[name])) < 1:
+            raise ValueError(f"{name}={keywords[name]} must be at least 1")
+    for name in ("registers", "num_classes"):
+        if keywords[name] < 0:
+            raise ValueError(f"{name}={keywords[name]} must be 0 or more")
+    for name in ("dropout", "attention_dropout", "drop_path"):
+        if not 0.0 <= keywords[name] < 1.0:
+            raise ValueError(f"{name}={keywords[name]} is the share that is dropped: 0 or more, and below 1")
+
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "mlp": ("gelu", "swiglu"),
+    "stem": ("conv", "unfold", "hybrid"),
+    "positions": ("learned", "sinusoidal"),
+    "position_mode": get_args(PositionMode),
+}
 
 
 def vit_tiny(**changes: Any) -> VisionTransformer:

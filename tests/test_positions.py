@@ -11,7 +11,7 @@ def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
     return torch.randn(1, 1 + grid[0] * grid[1], width)
 
 
-@pytest.mark.parametrize("mode", ["hf", "dino", "timm"])
+@pytest.mark.parametrize("mode", ["hf", "dino", "dinov2", "timm"])
 @pytest.mark.parametrize("trained", [(14, 14), (37, 37), (5, 9)])
 def test_every_grid_up_to_40_has_its_exact_shape_and_is_finite(mode, trained):
     pos = embeddings(trained, width=2)
@@ -22,7 +22,7 @@ def test_every_grid_up_to_40_has_its_exact_shape_and_is_finite(mode, trained):
             assert out.isfinite().all(), (h, w)
 
 
-@pytest.mark.parametrize("mode", ["hf", "dino", "timm"])
+@pytest.mark.parametrize("mode", ["hf", "dino", "dinov2", "timm"])
 def test_the_trained_grid_is_the_identity_and_the_class_token_stays(mode):
     pos = embeddings((6, 4))
     assert interpolate_pos_embs(pos, (6, 4), trained_grid=(6, 4), mode=mode) is pos
@@ -82,5 +82,5 @@ def test_bad_requests_are_refused():
     pos = embeddings((4, 4))
     with pytest.raises(ValueError, match=r"0 × 3"):
         interpolate_pos_embs(pos, (0, 3), trained_grid=(4, 4))
-    with pytest.raises(ValueError, match="none of hf, dino, timm"):
+    with pytest.raises(ValueError, match="none of hf, dino, dinov2, timm"):
         interpolate_pos_embs(pos, (2, 3), trained_grid=(4, 4), mode="bilinear")

@@ -251,3 +251,50 @@ def test_importing_the_library_is_silent_and_cheap():
         "assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        *[(name, "foo") for name in ("mlp", "stem", "positions", "position_mode")],
+        *[(name, 0) for name in ("patch_size", "channels", "width", "depth", "heads")],
+        *[(name, -1) for name in ("registers", "num_classes")],
+        *[(name, 1.0) for name in ("dropout", "attention_dropout", "drop_path")],
+    ],
+)
+def test_keywords_that_no_backbone_has_are_refused(keyword, value):
+    with pytest.raises(ValueError, match=f"{keyword}={value!r}"):
+        VisionTransformer(
+            **{"image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2, keyword: value}
+        )
+
+
+@pytest.mark.parametrize("mode", ["hf", "timm", "dino"])
+def test_it_exports_at_a_fixed_size_with_any_batch(mode):
+    model = VisionTransformer(**SMALL, position_mode=mode, registers=2).eval()
+    images = {"images": {0: torch.export.Dim("batch", max=64)}}
+    program = torch.export.export(model, (torch.randn(2, 3, 40, 24),), dynamic_shapes=images).module()
+    batch = torch.randn(5, 3, 40, 24)
+    assert torch.allclose(program(batch), model(batch), atol=1e-5)
+
+
+@pytest.mark.parametrize("example", [(32, 48), (40, 56)])
+@pytest.mark.parametrize("mode", ["hf", "timm"])
+def test_it_exports_for_any_size_the_trained_one_included(mode, example):
+    model = VisionTransformer(**SMALL, position_mode=mode).eval()
+    cells = [8 * torch.export.Dim(name, min=2, max=20) for name in "hw"]
+    sizes = {"images": {0: torch.export.Dim("batch", max=64), 2: cells[0], 3: cells[1]}}
+    program = torch.export.export(model, (torch.randn(2, 3, *example),), dynamic_shapes=sizes).module()
+    for size in ((32, 32), (64, 24), (32, 40)):
+        images = torch.randn(3, 3, *size)
+        assert torch.allclose(program(images), model(images), atol=1e-5), size
+
+
+def test_scale_factors_cannot_be_exported_for_any_size():
+    model = VisionTransformer(**SMALL, position_mode="dino").eval()
+    sizes = {"images": {2: 8 * torch.export.Dim("h", min=2, max=20)}}
+    with pytest.raises(ValueError, match="position_mode='hf', which is the same at the trained size"):
+        torch.export.export(model, (torch.randn(2, 3, 40, 32),), dynamic_shapes=sizes)
+
+
+SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
