@@ -73,7 +73,7 @@ def shares(changes: dict[str, Any]) -> dict[str, float]:
     """Run the demo's recipe with some changes; return the share of each part in the time of the loop."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         config = replace(load(PretrainConfig, DEMO), {**changes, "output": folder})
-        accelerator = start_processes(trackers=config.run.trackers, folder=Path(folder), sync_buffers=False)
+        accelerator = start_processes(trackers=config.run.trackers, folder=Path(folder))
         opened = open_session(config, accelerator)
         interruption = stack.enter_context(Interruption())
         reporter = stack.enter_context(Reporter(opened))

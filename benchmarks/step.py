@@ -73,7 +73,7 @@ class Ours:
     def __init__(self, case: Case) -> None:
         with TemporaryDirectory() as folder:
             config = replace(case.config, {"output": folder})
-            accelerator = start_processes(trackers=(), folder=Path(folder), sync_buffers=False)
+            accelerator = start_processes(trackers=(), folder=Path(folder))
             opened = open_session(config, accelerator)
             self.reporter = Reporter(opened)
         self.session: Session = opened.session
