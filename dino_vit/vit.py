@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -76,6 +77,7 @@ class VisionTransformer(nn.Module):
         self.architecture: dict[str, Any] = self_describing
         self.provenance: Provenance | None = None
         self.checkpoint_blocks = False  # recompute each block backward: less memory, more time
+        self._resampled: dict[Grid, tuple[object, Tensor]] = {}  # positions at other grids, without gradient
         self.image_size, self.patch_size = pair(image_size), pair(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -138,20 +140,15 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return CLS features (B, D), or class logits; the last block computes no other token."""
         tokens = self.embed(images)
-        recompute = self.checkpoint_blocks and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks, start=1):
-            queries = CLS if index == self.depth else EVERY
-            if recompute:
-                tokens = checkpoint(block, tokens, queries, use_reentrant=False)
-            else:
-                tokens = block(tokens, queries)
+            tokens = self._through(block, tokens, CLS if index == self.depth else EVERY)
         return self.head(self.norm(tokens)[:, 0])
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return the normalised tokens of the last block, (B, 1 + R + N, D), CLS first."""
         tokens = self.embed(images)
         for block in self.blocks:
-            tokens = block(tokens)
+            tokens = self._through(block, tokens)
         return self.norm(tokens)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
@@ -159,7 +156,7 @@ class VisionTransformer(nn.Module):
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
         tokens, taken = self.embed(images), {}
         for index, block in enumerate(self.blocks):
-            tokens = block(tokens)
+            tokens = self._through(block, tokens)
             if index in wanted:
                 taken[index] = self.norm(tokens)
         return [taken[index] for index in wanted]
@@ -169,7 +166,8 @@ class VisionTransformer(nn.Module):
     ) -> list[Tensor]:
         """Return the attention weights of the named blocks, or of all: (B, heads, queries, T) each.
 
-        `queries=slice(0, 1)` computes the CLS token's row alone, which keeps large images within memory.
+        The tokens are the CLS token, the registers, then the patches row by row. `queries=slice(0, 1)`
+        computes the CLS token's row alone, which keeps large images within memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
         tokens, taken = self.embed(images), {}
@@ -197,9 +195,19 @@ class VisionTransformer(nn.Module):
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
-        return interpolate_pos_embs(
-            self.pos_embed, grid, trained_grid=self.trained_grid, mode=self.position_mode
+        resample = partial(
+            interpolate_pos_embs, grid=grid, trained_grid=self.trained_grid, mode=self.position_mode
         )
+        learning = self.pos_embed.requires_grad and torch.is_grad_enabled()
+        if learning or torch.compiler.is_compiling() or not isinstance(self.pos_embed, nn.Parameter):
+            return resample(self.pos_embed)
+        # What was resampled serves until the parameter is another one, or was written to.
+        state = (self.position_mode, self.pos_embed.data_ptr(), self.pos_embed._version, self.pos_embed.dtype)
+        known = self._resampled.get(grid)
+        if known is None or known[0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                known = self._resampled[grid] = (state, resample(self.pos_embed.detach()))
+        return known[1]
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Return how many patches an image of this size has, (h, w)."""
@@ -209,6 +217,13 @@ class VisionTransformer(nn.Module):
                 f"{self.patch_size[0]} × {self.patch_size[1]}; resize, crop or pad it to a multiple"
             )
         return height // self.patch_size[0], width // self.patch_size[1]
+
+    def _through(self, block: nn.Module, tokens: Tensor, queries: slice = EVERY) -> Tensor:
+        """Send tokens through a block, to be computed again backward where that is asked for."""
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(block, tokens, queries, use_reentrant=False)
+            return recomputed
+        return block(tokens, queries)
 
     def _block_indices(self, blocks: Sequence[int]) -> list[int]:
         outside = [index for index in blocks if not -self.depth <= index < self.depth]
@@ -231,10 +246,10 @@ def _refuse_what_no_backbone_has(keywords: dict[str, Any]) -> None:
     for name, known in WORDS.items():
         if keywords[name] not in known:
             raise ValueError(f"{name}={keywords[name]!r} is none of {', '.join(known)}")
-    for name in ("image_size", "patch_size", "channels", "width", "depth", "heads"):
+    for name in ("image_size", "patch_size", "channels", "width", "heads"):
         if min(pair(keywords[name])) < 1:
             raise ValueError(f"{name}={keywords[name]} must be at least 1")
-    for name in ("registers", "num_classes"):
+    for name in ("depth", "registers", "num_classes"):
         if keywords[name] < 0:
             raise ValueError(f"{name}={keywords[name]} must be 0 or more")
     for name in ("dropout", "attention_dropout", "drop_path"):

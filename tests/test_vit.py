@@ -229,6 +229,57 @@ def test_it_compiles_in_one_graph_at_two_sizes(registers):
         assert torch.allclose(compiled(images), model(images), atol=1e-5)
 
 
+def test_resampled_positions_are_computed_once_and_follow_the_parameter():
+    model = VisionTransformer(**TINY).eval()
+    with torch.no_grad():
+        first = model.interpolate_pos_embs((3, 5))
+        assert model.interpolate_pos_embs((3, 5)) is first
+        model.pos_embed.mul_(2)
+        assert torch.allclose(model.interpolate_pos_embs((3, 5)), 2 * first, atol=1e-6)
+        model.load_state_dict(VisionTransformer(**TINY).state_dict(), assign=True)
+        fresh = VisionTransformer(**TINY)
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(model.interpolate_pos_embs((3, 5)), fresh.interpolate_pos_embs((3, 5)))
+        model.position_mode = "timm"
+        assert not torch.equal(model.interpolate_pos_embs((3, 5)), fresh.interpolate_pos_embs((3, 5)))
+        model.double()
+        assert model.interpolate_pos_embs((3, 5)).dtype == torch.float64
+    assert model.interpolate_pos_embs((3, 5)).requires_grad, "training resamples for its gradient"
+    with torch.inference_mode():
+        model(torch.randn(1, 3, 24, 40).double())
+    model.pos_embed.requires_grad_(False)
+    model(torch.randn(1, 3, 24, 40).double()).sum().backward()  # what inference kept serves training
+
+
+def test_recomputed_blocks_give_the_same_gradients():
+    images = torch.randn(2, 3, 32, 48)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        model = VisionTransformer(**TINY, drop_path=0.3)
+        model.checkpoint_blocks = recompute
+        torch.manual_seed(2)
+        (model(images).square().sum() + model.forward_features(images).square().mean()).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own dependencies warn of many things
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_onnx_gives_the_same_features_at_a_fixed_and_at_any_size(tmp_path, dynamic):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = VisionTransformer(**TINY, registers=2).eval().requires_grad_(False)
+    path, images = tmp_path / "backbone.onnx", torch.randn(2, 3, 32, 48)
+    batch, rows, columns = (torch.export.Dim(name, min=1, max=64) for name in ("batch", "rows", "columns"))
+    any_size = ({0: batch, 2: 8 * rows, 3: 8 * columns},) if dynamic else None
+    torch.onnx.export(model, (images,), path, dynamo=True, dynamic_shapes=any_size, verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    for size in ((2, 3, 32, 48), (1, 3, 56, 40), (3, 3, 32, 32)) if dynamic else (images.shape,):
+        images = torch.randn(size)
+        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        assert torch.allclose(torch.from_numpy(found), model(images), atol=1e-4), size
+
+
 def test_bad_images_and_shapes_are_refused_with_what_to_do():
     model = VisionTransformer(**TINY)
     with pytest.raises(ValueError, match=r"33 × 32 .* resize, crop or pad"):
@@ -257,8 +308,8 @@ def test_importing_the_library_is_silent_and_cheap():
     ("keyword", "value"),
     [
         *[(name, "foo") for name in ("mlp", "stem", "positions", "position_mode")],
-        *[(name, 0) for name in ("patch_size", "channels", "width", "depth", "heads")],
-        *[(name, -1) for name in ("registers", "num_classes")],
+        *[(name, 0) for name in ("patch_size", "channels", "width", "heads")],
+        *[(name, -1) for name in ("depth", "registers", "num_classes")],
         *[(name, 1.0) for name in ("dropout", "attention_dropout", "drop_path")],
     ],
 )

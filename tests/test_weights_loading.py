@@ -377,12 +377,8 @@ def test_integers_in_a_head_do_no_harm():
     model = backbone()
     named = {f"backbone.{name}": tensor for name, tensor in model.state_dict().items()}
     named["head.mlp.1.num_batches_tracked"] = torch.tensor(7)
-    assert torch.equal(load_backbone({"teacher": named}, heads=2)(IMAGES), model_with_dino_positions(model))
-
-
-def model_with_dino_positions(model):
     model.position_mode = "dino"
-    return model(IMAGES)
+    assert torch.equal(load_backbone({"teacher": named}, heads=2)(IMAGES), model(IMAGES))
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.module.", "module._orig_mod.", "_orig_mod.module.backbone."])

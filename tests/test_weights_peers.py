@@ -248,3 +248,12 @@ def test_what_stands_in_a_folder_is_not_replaced_by_an_export(tmp_path):
         export_backbone(model, tmp_path / "run.pth", "timm", overwrite=True)
     with pytest.raises(WeightsError, match="no place for a precision other than float32"):
         export_backbone(model.half(), tmp_path / "a.pth", "timm")
+
+
+def test_an_export_says_where_other_sizes_will_differ(tmp_path):
+    keywords = {"image_size": SIZE, "patch_size": PATCH, "width": WIDTH, "depth": 1, "heads": HEADS}
+    model = VisionTransformer(**keywords, position_mode="dinov2")
+    assert "other sizes" not in export_backbone(model, tmp_path / "a.pth", "reference")
+    assert "in mode timm, not dino" in export_backbone(model, tmp_path / "b.pth", "timm")
+    assert "in mode hf, not dino" in export_backbone(model, tmp_path / "c", "huggingface")
+    assert "trained size alone" in export_backbone(model, tmp_path / "d.pth", "torchvision")

@@ -59,7 +59,7 @@ def export_backbone(
             _write_huggingface(model, tensors, written)
         else:
             _write_file(_to_layout(model, tensors, format), written)
-        said = _check(model, written, format)
+        said = _check(model, written, format) + _other_sizes(model, format)
         if path.is_dir():
             shutil.rmtree(path)  # it held an export and nothing else
         written.replace(path)
@@ -206,6 +206,17 @@ def _check(model: VisionTransformer, written: Path, format: str) -> str:
             "nothing was kept"
         )
     return f"CLS features differ by at most {error:.1e} of the largest, checked {witness}"
+
+
+def _other_sizes(model: VisionTransformer, format: str) -> str:
+    """Say it where the other library resamples positions by another rule than the model."""
+    if format == "torchvision":
+        return ", which takes images of the trained size alone"
+    layout = {"reference": layouts.REFERENCE, "timm": layouts.TIMM}.get(format) or _huggingface_config(model)[
+        0
+    ]
+    theirs, ours = (mode.replace("dinov2", "dino") for mode in (layout.position_mode, model.position_mode))
+    return "" if theirs == ours else f"; at other sizes positions are resampled in mode {theirs}, not {ours}"
 
 
 def _open_timm(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:

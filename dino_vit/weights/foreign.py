@@ -15,22 +15,11 @@ TELLTALES = {  # patterns of names: what they show
     r"attn_pool\..*": "features that are pooled by attention (SigLIP)",
 }
 EXACT_GELU = ("gelu", "gelu_python")  # by its names in transformers
-SHOWN_BY_TENSORS = frozenset(  # or without effect on the features: model_args of a timm folder
-    {
-        *(
-            "img_size",
-            "patch_size",
-            "in_chans",
-            "num_classes",
-            "embed_dim",
-            "depth",
-            "num_heads",
-            "mlp_ratio",
-        ),
-        *("qkv_bias", "init_values", "reg_tokens", "no_embed_class", "global_pool", "dynamic_img_size"),
-        *("drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate"),
-    }
-)
+SHOWN_BY_TENSORS = {  # or without effect on the features: model_args of a timm folder
+    "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
+    "qkv_bias", "init_values", "reg_tokens", "no_embed_class", "global_pool", "dynamic_img_size",
+    "drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate",
+}  # fmt: skip
 
 
 def refuse_foreign(raw: RawWeights) -> None:
