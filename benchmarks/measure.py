@@ -156,7 +156,7 @@ def _processor() -> str:
 def arguments(description: str) -> argparse.ArgumentParser:
     """Return a parser with what every program takes."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--repeats", type=int, default=10, help="counted rounds (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds (default %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="also write the tables here, as JSON")
     return parser

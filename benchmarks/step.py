@@ -59,7 +59,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{LABELS[self.precision]}{', compiled' if self.compile else ''}, {self.batch} images"
+        how = [LABELS[self.precision]]
+        how += ["compiled"] if self.compile else []
+        how += ["blocks recomputed"] if self.changes.get("model.checkpoint_blocks") else []
+        return f"{', '.join(how)}, {self.batch} images"
 
     @property
     def config(self) -> PretrainConfig:
@@ -207,6 +210,8 @@ def run(*, repeats: int, threads: int, batch: int | None = None, compiled: bool 
     images = batch or (64 if cuda else 8)
     precisions: tuple[Precision, ...] = ("bf16",) if cuda else ("bf16", "no")
     cases = [Case(images, precision) for precision in precisions]
+    if not cuda:  # float32 needs nearly the reference's memory, unless blocks are computed twice
+        cases.append(Case(images, "no", changes={"model.checkpoint_blocks": True}))
     if compiled:
         cases.append(Case(images, "bf16", compile=True))
     measured = [measure(case, repeats) for case in cases]
