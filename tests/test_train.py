@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from einops import rearrange
-from runs import TINY, readings, steps, tensors
 
 import dino_vit.opening
 import dino_vit.train
@@ -24,6 +23,7 @@ from dino_vit.reporting import Reporter
 from dino_vit.settings_load import load
 from dino_vit.train import train
 from dino_vit.weights import load_backbone
+from runs import TINY, readings, steps, tensors
 
 
 def configured(output, settings, defaults=TINY):
@@ -374,3 +374,26 @@ def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeyp
         else:
             with pytest.raises(ValueError, match=r"run.precision=auto was bf16 and is no here"):
                 opened(tmp_path / "run", settings)
+
+
+@pytest.mark.filterwarnings("ignore")  # what the compiler's own modules warn of
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend):
+    """Captured whole; the generated code itself takes minutes to make and is left to `make test-slow`."""
+    settings = {"model.drop_path": 0, "optim.lr": 0.003}
+    trained(tmp_path / "plain", settings)
+    used = []
+    compile_module = torch.nn.Module.compile
+
+    def compile(module, **keywords):
+        used.append(module)
+        compile_module(module, backend=backend, fullgraph=True, **keywords)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    trained(tmp_path / "compiled", {**settings, "run.compile": "true"})
+    assert len(used) == 2, "student and teacher"
+    plain, compiled = (
+        [reading["loss"] for reading in readings(tmp_path / name)] for name in ("plain", "compiled")
+    )
+    assert compiled == pytest.approx(plain, rel=1e-4)
+    assert plain[0] != plain[-1]
