@@ -15,21 +15,19 @@ from dino_vit.augment import Augment
 from dino_vit.checkpoint import Checkpoint, Checkpoints
 from dino_vit.config import PretrainConfig
 from dino_vit.data.decode import UnreadableImage, read_image
-from dino_vit.data.loader import Loader
-from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import Source, open_source
 from dino_vit.dino import Network, build_networks
 from dino_vit.distributed import all_gather
+from dino_vit.feeding import build_loader
 from dino_vit.loss import Center
 from dino_vit.optim import build_optimizer, parameter_groups
-from dino_vit.processes import choose_precision, cores_of_a_process
+from dino_vit.processes import choose_precision
 from dino_vit.randomness import Stream, derive_seed
 from dino_vit.recipes import Choice, resolve_auto, resolve_init
 from dino_vit.rules import Plan, check_run
 from dino_vit.session import Session
 from dino_vit.settings import ConfigError, Problem, get, given_keys, result_changes
 from dino_vit.settings_load import replace
-from dino_vit.views import Photometry, View
 from dino_vit.vit import VisionTransformer
 from dino_vit.weights import load_backbone
 
@@ -242,7 +240,7 @@ def _build(
         accelerator=accelerator,
         precision=precision,
         source=source,
-        loader=_build_loader(config, plan, source, accelerator),
+        loader=build_loader(config, plan, source, accelerator),
         augment=Augment(mean=config.data.mean, std=config.data.std, sigma_max=sigma).to(device),
         student=student,
         wrapped=accelerator.prepare_model(student) if accelerator.num_processes > 1 else student,
@@ -268,45 +266,3 @@ def _place(student: Network, teacher: Network, config: PretrainConfig, accelerat
         network.to(accelerator.device)
         if config.run.compile:
             network.compile(dynamic=False)
-
-
-def _build_loader(config: PretrainConfig, plan: Plan, source: Source, accelerator: Accelerator) -> Loader:
-    sampler = Sampler(
-        length=len(source),
-        batch_size=plan.global_batch,
-        seed=config.seed,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        accumulate=config.optim.accumulate,
-    )
-    return Loader(
-        source=source,
-        views=build_views(config),
-        sampler=sampler,
-        workers=_choose_workers(config.data.workers, accelerator),
-        pin=accelerator.device.type == "cuda",
-    )
-
-
-def _choose_workers(wanted: int | None, accelerator: Accelerator) -> int:
-    """Return the loader processes of this process: its share of the cores, less the one it needs itself."""
-    if wanted is not None:
-        return wanted
-    return min(cores_of_a_process(accelerator.num_processes) - 1, 16)
-
-
-def build_views(config: PretrainConfig) -> tuple[View, ...]:
-    """Return the views that the config asks for, global ones first."""
-    views, p = config.views, config.photometry
-    common = p.model_dump(exclude={"blur", "solarise"})
-    first, other, local = (
-        Photometry(**common, blur=blur, solarise=solarise)
-        for blur, solarise in zip(p.blur, p.solarise, strict=True)
-    )
-
-    def whole(photometry: Photometry) -> View:
-        shape, scale = views.global_shape, views.global_scale
-        return View(size=shape, scale=scale, ratio=views.ratio, photometry=photometry)
-
-    part = View(size=views.local_shape, scale=views.local_scale, ratio=views.ratio, photometry=local)
-    return (whole(first), *[whole(other)] * (views.global_count - 1), *[part] * views.local_count)

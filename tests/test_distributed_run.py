@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+
 from runs import Run, arguments, before_step, readings, run, steps, tensors
 
 # Stochastic depth is drawn on each process for its own images.

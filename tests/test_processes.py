@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from runs import server
 
 import dino_vit.processes
 from dino_vit.processes import (
@@ -15,6 +14,7 @@ from dino_vit.processes import (
     cores_of_a_process,
     first_host,
 )
+from runs import server
 
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456"}
 

@@ -33,9 +33,9 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     config, choices = auto(*small, "data.batch_size=64", **facts)
     assert (config.model.patch_size, config.views.global_size, config.views.local_size) == (4, 32, 16)
     assert 256 <= config.head.prototypes <= 1024
-    assert 0.965 <= config.teacher.momentum <= 0.98
+    assert 0.975 <= config.teacher.momentum <= 0.985  # at 0.97 and a rate of 4e-3 this run collapses
     plan = check_run(config, 20_000, 1)
-    assert 3e-3 <= plan.lr <= 5e-3
+    assert 1.5e-3 <= plan.lr <= 2.5e-3
     assert 0 < plan.freeze_steps < plan.warmup_steps < plan.total_steps / 5
     assert "budget.epochs" not in choices
 

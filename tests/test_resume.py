@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from runs import Run, before_step, readings, run, steps, tensors
 
 
