@@ -81,7 +81,8 @@ def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
     output = tmp_path / "run"
     started = pair(output, TWO, srun_environ)
     assert [one.wait() for one in started] == [0, 0], started[0].said
-    assert started[1].said == "", "only the first process speaks"
+    said = [line for line in started[1].said.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
+    assert said == [], "only the first process speaks"
     assert_follows(output, alone)
 
 

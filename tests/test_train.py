@@ -106,6 +106,15 @@ def reference_schedule(base, final, total, warmup=0):
     return np.concatenate([np.linspace(0, base, warmup), cosine])
 
 
+def determined(module):
+    """A state without key biases: no softmax sees them, so AdamW makes full steps of mere rounding."""
+    found = state(module)
+    for name in [name for name in found if name.endswith("qkv.bias")]:
+        query, _, value = found.pop(name).chunk(3)
+        found |= {f"{name}.query": query, f"{name}.value": value}
+    return found
+
+
 def test_three_steps_are_those_of_the_reference(tmp_path):
     """The reference's step in its own order, view by view, pair by pair and tensor by tensor."""
     settings = {"budget.steps": 3, "optim.warmup_epochs": 0.25, "optim.freeze_last_layer_epochs": 0.125}
@@ -162,8 +171,8 @@ def test_three_steps_are_those_of_the_reference(tmp_path):
         losses.append(loss.item())
     taken = trained(tmp_path / "ours", settings)
     assert [line["loss"] for line in readings(tmp_path / "ours")] == pytest.approx(losses, rel=1e-5)
-    assert_close(state(taken.student), state(student), atol=1e-5, rtol=1e-4)
-    assert_close(state(taken.teacher), state(teacher), atol=1e-7, rtol=1e-5)
+    assert_close(determined(taken.student), determined(student), atol=1e-5, rtol=1e-4)
+    assert_close(determined(taken.teacher), determined(teacher), atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(taken.center.center, center, atol=1e-6, rtol=1e-5)
 
 
