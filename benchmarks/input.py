@@ -17,10 +17,12 @@ from torchvision import transforms
 
 from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.augment import Augment
+from dino_vit.config import PretrainConfig
 from dino_vit.data.decode import decode
 from dino_vit.data.loader import Batch, Loader
 from dino_vit.data.sampler import Sampler
-from dino_vit.views import cut_views, dino_views, draw_boxes
+from dino_vit.feeding import build_views
+from dino_vit.views import cut_views, draw_boxes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -110,7 +112,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
 
 
 def _table(repeats: int, images: int) -> Table:
-    photos, views = Photos(images), dino_views()
+    photos, views = Photos(images), build_views(PretrainConfig())
     sampler = Sampler(length=images, batch_size=images, seed=0)
     batches = Loader(source=photos, views=views, sampler=sampler).batches()
     augment = Augment(mean=MEAN, std=STD)

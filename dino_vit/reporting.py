@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,8 +26,6 @@ from dino_vit.processes import DTYPES
 from dino_vit.settings import values
 from dino_vit.settings_text import to_yaml
 from dino_vit.storage import StorageError
-
-log = logging.getLogger("dino_vit")
 
 
 class Reporter:

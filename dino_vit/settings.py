@@ -195,16 +195,6 @@ def values(config: Settings) -> dict[str, object]:
     return {k: v for k, v in found.items() if k not in inner and not isinstance(v, Settings)}
 
 
-def differences(config: C, base: C | None = None) -> dict[str, object]:
-    """Return the settings in which `config` differs from `base` (the defaults), by dotted key."""
-    if base is None:
-        reference = {key: one.default for key, one in knobs(type(config)).items()}
-    else:
-        reference = values(base)
-    absent = object()
-    return {key: value for key, value in values(config).items() if reference.get(key, absent) != value}
-
-
 def result_changes(config: C, base: C) -> dict[str, tuple[object, object]]:
     """Return key: (old, new) of the settings that shape the result and differ from an earlier `base`."""
     new, old = values(config), values(base)

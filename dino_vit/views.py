@@ -85,22 +85,6 @@ class View:
             raise ValueError(f"ratio must be a pair 0 < low <= high, but is {self.ratio}.")
 
 
-def dino_views(
-    *,
-    global_size: Size = (224, 224),
-    local_size: Size = (96, 96),
-    global_scale: tuple[float, float] = (0.4, 1.0),
-    local_scale: tuple[float, float] = (0.05, 0.4),
-    global_count: int = 2,
-    local_count: int = 8,
-) -> tuple[View, ...]:
-    """Return the recipe's views, global ones first; the first is always blurred, others may be solarised."""
-    first = View(size=global_size, scale=global_scale, photometry=Photometry(blur=1.0))
-    other = View(size=global_size, scale=global_scale, photometry=Photometry(blur=0.1, solarise=0.2))
-    local = View(size=local_size, scale=local_scale, photometry=Photometry(blur=0.5))
-    return (first, *[other] * (global_count - 1), *[local] * local_count)
-
-
 def draw_boxes(
     views: Sequence[View], *, seed: int, epoch: int, sample: int, height: int, width: int
 ) -> NDArray[np.int64]:

@@ -8,7 +8,9 @@ from torchvision.transforms.v2 import functional as V
 
 from dino_vit import augment
 from dino_vit.augment import Augment
-from dino_vit.views import COLUMNS, Column, dino_views, draw_photometry
+from dino_vit.config import PretrainConfig
+from dino_vit.feeding import build_views
+from dino_vit.views import COLUMNS, Column, draw_photometry
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -27,9 +29,8 @@ def rows(count=6, **columns):
 
 
 def drawn_rows(count):
-    return torch.from_numpy(draw_photometry(dino_views(), seed=0, epoch=0, samples=np.arange(count))).flatten(
-        0, 1
-    )
+    rows = draw_photometry(build_views(PretrainConfig()), seed=0, epoch=0, samples=np.arange(count))
+    return torch.from_numpy(rows).flatten(0, 1)
 
 
 def plain(channels=3):

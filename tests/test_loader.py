@@ -5,12 +5,21 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_vit.config import PretrainConfig
 from dino_vit.data.loader import Loader
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import FolderSource, SyntheticSource
-from dino_vit.views import View, cut_views, dino_views, draw_boxes, draw_photometry
+from dino_vit.feeding import build_views
+from dino_vit.settings_load import load
+from dino_vit.views import View, cut_views, draw_boxes, draw_photometry
 
-VIEWS = dino_views(global_size=(32, 24), local_size=(16, 16), local_count=3)
+VIEWS = build_views(
+    load(
+        PretrainConfig,
+        None,
+        ["model.patch_size=8", "views.global_size=[32, 24]", "views.local_size=16", "views.local_count=3"],
+    )
+)
 
 
 def take(count, *, source=None, position=0, workers=0, views=VIEWS, batch_size=8, **sampler):

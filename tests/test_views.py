@@ -7,6 +7,8 @@ import torch
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
+from dino_vit.config import PretrainConfig
+from dino_vit.feeding import build_views
 from dino_vit.randomness import Stream, random_uniform
 from dino_vit.views import (
     COLUMNS,
@@ -14,7 +16,6 @@ from dino_vit.views import (
     Photometry,
     View,
     cut_views,
-    dino_views,
     draw_boxes,
     draw_photometry,
 )
@@ -29,7 +30,7 @@ def ks_distance(a, b):
 
 
 def test_the_recipe_is_the_default():
-    views = dino_views()
+    views = build_views(PretrainConfig())
     assert [view.size for view in views] == [(224, 224)] * 2 + [(96, 96)] * 8
     assert [view.photometry.blur for view in views] == [1.0, 0.1] + [0.5] * 8
     assert [view.photometry.solarise for view in views] == [0.0, 0.2] + [0.0] * 8
@@ -57,7 +58,7 @@ def naive_box(draws, view, height, width):
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (32, 32), (10, 200), (200, 10), (1, 1), (1, 7)])
 def test_boxes_equal_the_loop(height, width):
-    views = dino_views()
+    views = build_views(PretrainConfig())
     for sample in range(20):
         boxes = draw_boxes(views, seed=1, epoch=2, sample=sample, height=height, width=width)
         for number, view in enumerate(views):
@@ -99,7 +100,7 @@ def test_cut_views_takes_any_channels_and_keeps_flat_areas(channels):
 
 
 def test_a_view_depends_on_seed_epoch_sample_and_view_alone():
-    views = dino_views()
+    views = build_views(PretrainConfig())
     where = {"height": 375, "width": 500}
     alone = draw_photometry(views, seed=3, epoch=5, samples=np.array([77]))[0]
     assert (draw_photometry(views, seed=3, epoch=5, samples=np.array([1, 77, 2]))[1] == alone).all()
@@ -114,7 +115,7 @@ def test_a_view_depends_on_seed_epoch_sample_and_view_alone():
 def test_photometry_follows_the_recipe():
     """Each column against its distribution, at a level of about 0.1 %, on fixed seeds."""
     count = 4000
-    rows = draw_photometry(dino_views(), seed=0, epoch=0, samples=np.arange(count))
+    rows = draw_photometry(build_views(PretrainConfig()), seed=0, epoch=0, samples=np.arange(count))
 
     def share(column, view, expected):
         bound = 3.3 * math.sqrt(max(expected * (1 - expected), 1e-12) / count)
@@ -166,7 +167,7 @@ def test_impossible_views_are_refused(make, said):
 
 def test_no_two_views_share_a_box():
     boxes = [
-        draw_boxes(dino_views(), seed=0, epoch=e, sample=s, height=375, width=500)
+        draw_boxes(build_views(PretrainConfig()), seed=0, epoch=e, sample=s, height=375, width=500)
         for e, s in product(range(3), range(5))
     ]
     assert len({tuple(box) for image in boxes for box in image.tolist()}) == 150
