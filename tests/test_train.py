@@ -176,6 +176,16 @@ def test_three_steps_are_those_of_the_reference(tmp_path):
     torch.testing.assert_close(taken.center.center, center, atol=1e-6, rtol=1e-5)
 
 
+def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
+    settings = {"loss.teacher_temp": 0.07, "loss.warmup_teacher_temp_epochs": 2, "budget.steps": 32}
+    session = opened(tmp_path, settings).session
+    rates = [session.rates(step) for step in range(32)]
+    assert [r.lr for r in rates] == pytest.approx(reference_schedule(0.03 * 8 / 256, 1e-6, 32, warmup=8))
+    assert [r.weight_decay for r in rates] == pytest.approx(reference_schedule(0.04, 0.4, 32))
+    assert [r.momentum for r in rates] == pytest.approx(reference_schedule(0.996, 1, 32))
+    assert [r.teacher_temp for r in rates] == pytest.approx([0.04] * 8 + [0.07] * 24)
+
+
 def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
     # Of SGD, as AdamW makes full steps of what is nothing but rounding, such as the gradients of key biases.
     settings = {"model.drop_path": 0, "budget.steps": 6, "optim.name": "sgd"}
