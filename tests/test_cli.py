@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import timm_vit
 
 import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.config import PretrainConfig
 from dino_vit.settings_load import load
+from peers import timm_vit
 
 SMALL = [
     "data.source=synthetic:64:32",

@@ -14,10 +14,10 @@ from dataclasses import fields, replace
 from io import StringIO
 
 import pytest
-from test_diagnosis import HEALTHY
 
 from dino_vit.diagnosis import LEARNING, STARTING, UNIFORM, Reading
 from dino_vit.monitor import MetricsFile, Progress, duration
+from test_diagnosis import HEALTHY
 
 
 def test_scalars_are_grouped_and_hold_every_number():

@@ -6,11 +6,11 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from peers import HEADS, HF, PATCH, PEERS, SIZE, WIDTH, timm_vit
 from torch import nn
 from transformers import AutoModel, ViTConfig, ViTForImageClassification, ViTModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
+from peers import HEADS, HF, PATCH, PEERS, SIZE, WIDTH, timm_vit
 
 SIZES = [(SIZE, SIZE), (SIZE + 2 * PATCH, SIZE + 2 * PATCH), (2 * PATCH, SIZE + PATCH)]
 
