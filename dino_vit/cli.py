@@ -7,9 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from dino_vit import __version__
+
+if TYPE_CHECKING:
+    from dino_vit.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,9 +52,9 @@ def build_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_pretrain(commands)
+    for name in JOBS:
+        _add_job(commands, name, asked)
     _add_config(commands)
-    _add_attention(commands, asked)
     _add_inspect_weights(commands)
     _add_export(commands)
     return parser
@@ -58,19 +63,60 @@ def build_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
 Commands = argparse._SubParsersAction  # the type that add_subparsers returns has no public name
 
 
-def _add_pretrain(commands: Commands[argparse.ArgumentParser]) -> None:
-    from dino_vit.config import PretrainConfig
+class Job(NamedTuple):
+    """A command that is a config and a function of it: where they are, and what the command does."""
+
+    module: str
+    config: str
+    run: str
+    help: str
+    description: str
+
+
+JOBS = {
+    "pretrain": Job(
+        "dino_vit.train",
+        "dino_vit.config:PretrainConfig",
+        "pretrain",
+        "train a vision transformer on images without labels",
+        "Train a vision transformer on images without labels. The same command goes on where its output "
+        "folder stands.\n\n  dino-vit pretrain data.source=photos\n  accelerate launch launch/pretrain.py "
+        "--config configs/pretrain/vits16.yaml data.source=photos",
+    ),
+    "attention": Job(
+        "dino_vit.eval.attention",
+        "dino_vit.eval.attention:AttentionConfig",
+        "run",
+        "draw where a backbone looks",
+        "Draw the attention that a backbone's CLS token pays to the patches of some images.",
+    ),
+}
+
+
+def _config_class(name: str) -> type[Settings]:
+    module, _, cls = JOBS[name].config.partition(":")
+    found: type[Settings] = getattr(import_module(module), cls)
+    return found
+
+
+def _add_job(commands: Commands[argparse.ArgumentParser], name: str, asked: Sequence[str]) -> None:
     from dino_vit.settings_text import add_config_arguments
 
-    parser = commands.add_parser(
-        "pretrain",
-        help="train a vision transformer on images without labels",
-        description="Train a vision transformer on images without labels. The same command goes on where its "
-        "output folder stands.\n\n  dino-vit pretrain data.source=photos\n  accelerate launch "
-        "launch/pretrain.py --config configs/pretrain/vits16.yaml data.source=photos",
-    )
-    add_config_arguments(parser, PretrainConfig)
-    parser.set_defaults(run=_pretrain)
+    job = JOBS[name]
+    parser = commands.add_parser(name, help=job.help, description=job.description)
+    if name in asked:  # its settings may stand beside code that imports torch
+        add_config_arguments(parser, _config_class(name))
+    parser.set_defaults(run=_run_job)
+
+
+def _run_job(args: argparse.Namespace) -> int:
+    from dino_vit.settings_text import config_from
+
+    job = JOBS[args.command]
+    config = config_from(args, _config_class(args.command))
+    # The function after the config is known to be good: what it needs may take seconds to import.
+    code: int = getattr(import_module(job.module), job.run)(config)
+    return code
 
 
 def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -79,25 +125,11 @@ def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
         help="print the settings of a command",
         description="Print the settings of a command with their meaning, as YAML that loads again.",
     )
-    parser.add_argument("of", choices=("pretrain",), help="the command")
+    parser.add_argument("of", choices=JOBS, metavar="COMMAND", help=f"one of {', '.join(JOBS)}")
     parser.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="one setting each")
     parser.set_defaults(run=_config)
-
-
-def _add_attention(commands: Commands[argparse.ArgumentParser], asked: Sequence[str]) -> None:
-    parser = commands.add_parser(
-        "attention",
-        help="draw where a backbone looks",
-        description="Draw the attention that a backbone's CLS token pays to the patches of some images.",
-    )
-    if "attention" in asked:  # its settings stand beside its code, which imports torch
-        from dino_vit.eval.attention import AttentionConfig
-        from dino_vit.settings_text import add_config_arguments
-
-        add_config_arguments(parser, AttentionConfig)
-    parser.set_defaults(run=_attention)
 
 
 def _add_inspect_weights(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -165,32 +197,18 @@ def _load(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type
     return load_backbone(args.source, network=args.network, format=args.source_format, **overrides)
 
 
-def _pretrain(args: argparse.Namespace) -> int:
-    from dino_vit.config import PretrainConfig
-    from dino_vit.settings_text import config_from
-
-    config = config_from(args, PretrainConfig)
-    from dino_vit.train import pretrain  # after the config is known to be good, as this imports torch
-
-    return pretrain(config)
-
-
 def _config(args: argparse.Namespace) -> int:
     import json
 
-    from dino_vit.config import PretrainConfig
-    from dino_vit.settings_text import config_from, json_schema, to_yaml
+    from dino_vit.settings_load import load
+    from dino_vit.settings_text import json_schema, to_yaml
 
-    config = config_from(args, PretrainConfig)
-    print(json.dumps(json_schema(PretrainConfig), indent=2) if args.schema else to_yaml(config), end="")
+    cls = _config_class(args.of)
+    if args.schema:
+        print(json.dumps(json_schema(cls), indent=2))
+    else:
+        print(to_yaml(load(cls, args.config, args.settings)), end="")
     return 0
-
-
-def _attention(args: argparse.Namespace) -> int:
-    from dino_vit.eval.attention import AttentionConfig, run
-    from dino_vit.settings_text import config_from
-
-    return run(config_from(args, AttentionConfig))
 
 
 def _inspect_weights(args: argparse.Namespace) -> int:

@@ -60,6 +60,12 @@ class Settings(BaseModel):
     # Groups of knobs that exclude each other; giving one group unsets the default of the others.
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
+    # What words without a name set on the command line, in this order; a tuple, the last, takes all the rest.
+    words: ClassVar[tuple[str, ...]] = ()
+
+    # Settings, false by default, that `--name` on the command line makes true.
+    flags: ClassVar[tuple[str, ...]] = ()
+
     # Other names of dotted keys, separated by spaces: for suggestions only.
     also_known_as: ClassVar[Mapping[str, str]] = {}
 

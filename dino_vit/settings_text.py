@@ -51,8 +51,11 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of differences from the defaults"
     )
+    for name in cls.flags:
+        parser.add_argument(f"--{name}", action="store_true", help=knobs(cls)[name].doc)
+    words = "".join(f"{name.upper()} " for name in cls.words)
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="one setting each; they win over the file"
+        "settings", nargs="*", metavar=f"{words}key=value", help="one setting each; they win over the file"
     )
     lines = [f"  {_shown(one):<{_COLUMN}}  {_meaning(one)}" for one in knobs(cls).values()]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -77,4 +80,24 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config that the parsed arguments ask for."""
-    return load(cls, args.config, args.settings)
+    words = [text for text in args.settings if _is_word(cls, text)]
+    named = [text for text in args.settings if not _is_word(cls, text)]
+    raised = [f"{name}=true" for name in cls.flags if getattr(args, name)]
+    return load(cls, args.config, [*_name(cls, words), *raised, *named])
+
+
+def _is_word(cls: type[Settings], text: str) -> bool:
+    key, equals, _ = text.partition("=")
+    return not equals or (bool(cls.words) and "/" in key)  # a path with an = in it
+
+
+def _name(cls: type[Settings], words: Sequence[str]) -> list[str]:
+    """Give words the names that they stand for, as far as there are any."""
+    named = []
+    for name in cls.words:
+        if not words:
+            break
+        one = knobs(cls)[name]
+        taken, words = (words[:1], words[1:]) if one.takes_text else (words, [])
+        named.append(f"{name}={taken[0] if one.takes_text else yaml12.write(taken)}")
+    return [*named, *words]

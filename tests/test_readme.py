@@ -39,7 +39,7 @@ def test_there_are_commands_to_check():
 
 @pytest.mark.parametrize("arguments", PRETRAINING, ids=" ".join)
 def test_every_pretraining_command_has_good_settings(arguments):
-    args = parse_arguments(build_parser(), ["pretrain", *arguments])
+    args = parse_arguments(build_parser(["pretrain"]), ["pretrain", *arguments])
     assert load(PretrainConfig, args.config and ROOT / args.config, args.settings).data.source == "photos"
 
 

@@ -278,6 +278,44 @@ def test_dashes_are_answered(argv: list[str], message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
+class Sheet(Settings):
+    """A command with words and a flag."""
+
+    words: ClassVar = ("index", "images")
+    flags: ClassVar = ("serve",)
+    index: str = Field(description="where to look")
+    images: tuple[str, ...] = knob((), "what to look for")
+    serve: bool = knob(False, "keep on")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["here"], ("here", (), False)),
+        (["here", "a, b.png", "null", "--serve"], ("here", ("a, b.png", "null"), True)),
+        (["images=[c]", "./x=y", "serve=true"], ("./x=y", ("c",), True)),
+        (["here", "a", "index=there"], ("there", ("a",), False)),
+    ],
+)
+def test_words_and_flags_stand_for_settings(given: list[str], found: tuple[object, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser, Sheet)
+    config = config_from(parse_arguments(parser, given), Sheet)
+    assert (config.index, config.images, config.serve) == found
+    assert "INDEX IMAGES key=value" in parser.format_help()
+
+
+def test_a_word_too_many_is_refused() -> None:
+    class One(Settings):
+        words: ClassVar = ("name",)
+        name: str = knob("", "one word")
+
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser, One)
+    with pytest.raises(ConfigError, match="'b' on the command line is not key=value"):
+        config_from(parse_arguments(parser, ["a", "b"]), One)
+
+
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(parser(), ["cake", "--help"])
