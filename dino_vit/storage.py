@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -24,10 +25,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: str) -> None
     metadata = {OWN_KEY: about}
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     stamped = {**metadata, DIGEST: digest(whole, metadata)}
+    with replacing(path) as partial:
+        save_plain(whole, partial, stamped)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file, down to the disk; an old one stays until the new one is whole."""
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+        sync(partial)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write and sync, which takes the place of `path` if all goes well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_plain(whole, partial, stamped)
+        yield partial
         os.replace(partial, path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from dino_vit.storage import StorageError, read_tensors, write_tensors
+from dino_vit.storage import StorageError, read_tensors, replacing, write_bytes, write_tensors
 
 TENSORS = {
     "scalar": torch.tensor(3.0),
@@ -75,3 +75,20 @@ except StorageError as error:
     assert "could not be written, and what stood there is untouched" in done.stdout
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(4))
     assert os.listdir(tmp_path) == ["file.safetensors"]
+
+
+def test_bytes_are_written_whole_or_not_at_all(tmp_path):
+    write_bytes(tmp_path / "new" / "a.json", b"first")
+    write_bytes(tmp_path / "new" / "a.json", b"second")
+    assert (tmp_path / "new" / "a.json").read_bytes() == b"second"
+
+    def write_half(path):
+        with replacing(path) as partial:
+            partial.write_bytes(b"half")
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        write_half(tmp_path / "new" / "a.json")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
+    with pytest.raises(StorageError, match="could not be written, and what stood there is untouched"):
+        write_bytes(tmp_path / "new", b"in place of a folder")
