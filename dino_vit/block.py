@@ -51,8 +51,12 @@ class Attention(nn.Module):
     def weights(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
         """Return the attention that the given query tokens pay, (B, h, queries, N), in float32."""
         q, k, _ = self.split(x)
-        with torch.autocast(x.device.type, enabled=False):
-            scores = q[:, :, queries].float() @ k.float().transpose(-2, -1)
+        return self.softmax(q[:, :, queries], k)
+
+    def softmax(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the attention of queries (B, h, n, d) to keys (B, h, N, d), in float32."""
+        with torch.autocast(q.device.type, enabled=False):
+            scores = q.float() @ k.float().transpose(-2, -1)
             return (scores * self.scale).softmax(dim=-1)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

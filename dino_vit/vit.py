@@ -175,7 +175,8 @@ class VisionTransformer(nn.Module):
             assert isinstance(block, Block)
             if index in wanted:
                 taken[index] = block.attn.weights(block.norm1(tokens), queries)
-            tokens = block(tokens)
+            if index < max(wanted):
+                tokens = block(tokens)
         return [taken[index] for index in wanted]
 
     def embed(self, images: Tensor) -> Tensor:

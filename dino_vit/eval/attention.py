@@ -1,14 +1,16 @@
-"""Where a backbone looks: the attention that its CLS token pays to the patches, as pictures.
+"""Draw where a backbone looks, for each image of a source: overlays, maps as arrays, sheets to compare by.
 
-b images, h heads, y x rows and columns of patches
+y x rows and columns of patches
 """
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,54 +21,127 @@ from torch.nn import functional as F
 
 from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.sources import Source, open_source
-from dino_vit.features import evaluating, fit
-from dino_vit.settings import Count, Settings, knob
+from dino_vit.eval import maps, video
+from dino_vit.eval.pictures import (
+    Panels,
+    as_picture,
+    enlarge,
+    heat,
+    overlay,
+    side_by_side,
+    spotlight,
+    write_png,
+    write_sheet,
+)
+from dino_vit.settings import Count, CountOrZero, Settings, knob
+from dino_vit.storage import write_bytes
 from dino_vit.vit import VisionTransformer
 from dino_vit.weights import load_backbone
 from dino_vit.weights.layouts import IMAGENET
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 log = logging.getLogger("dino_vit")
 
-SHOWN_PIXELS = 1.6  # inches of a picture on the sheet
+SHEET_ROWS = 12  # images on a contact sheet; they share their principal components
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class AttentionConfig(Settings):
-    """Draw the self-attention maps of some images."""
+    """Draw the self-attention maps of images."""
 
     weights: str = Field(description="run folder or weights file")
-    source: str = knob("synthetic", "folder of images, or `synthetic`")
-    output: str = knob("attention.png", "PNG to write; the maps go beside it as .npy")
-    count: Count = knob(6, "images, from all over the source")
+    source: str = knob("synthetic", "image, folder, glob or any other source of images")
+    output: str = knob("attention", "folder for pictures and maps")
+    network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
+    count: Count | None = knob(12, "images, from all over the source; null: all")
+    size: Count | None = knob(None, "pixels of the shorter side; null: each image as it is")
+    longest: Count | None = knob(
+        1024, "pixels of the longer side beyond which an image is shrunk; null: never"
+    )
     block: int = knob(-1, "block whose attention is drawn; negative numbers count from the last")
+    heads: tuple[CountOrZero, ...] | None = knob(None, "heads that get a picture of their own; null: all")
+    mass: Share = knob(0.6, "share of the attention that the mask holds in the fewest patches")
+    rollout: bool = knob(False, "also draw what reaches the CLS token through all blocks")
+    pca: bool = knob(True, "also draw the patches' principal components as colours")
 
-    also_known_as: ClassVar = {"weights": "checkpoint model run", "source": "images data", "block": "layer"}
+    words: ClassVar = ("source",)
+    also_known_as: ClassVar = {
+        "weights": "checkpoint model run",
+        "source": "images data input",
+        "output": "output_dir out",
+        "block": "layer",
+        "mass": "threshold",
+        "size": "image_size",
+    }
 
 
-def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> Tensor:
-    """Return the attention of the CLS token to each patch in one block, (b, h, y, x)."""
-    grid = model.grid_of(*images.shape[-2:])
-    with evaluating(model):
-        (weights,) = model.get_attention(images, [block], queries=slice(0, 1))
-    patches = weights[:, :, 0, 1 + model.registers :]
-    return rearrange(patches, "b h (y x) -> b h y x", y=grid[0])
+class Seen(NamedTuple):
+    """What a backbone makes of one image."""
+
+    name: str
+    picture: Tensor  # uint8 (3, H, W)
+    heads: Tensor  # (heads, y, x)
+    rolled: Tensor | None  # (y, x)
+    tokens: Tensor | None  # (y, x, d)
 
 
 def run(config: AttentionConfig) -> int:
-    """Write the sheet and the maps, and say where they are."""
-    model = load_backbone(config.weights)
-    source = open_source(config.source)
-    names, images = _read(source, spread(len(source), config.count), model)
-    maps = cls_attention(model, _normalise(images, model), config.block)
-    output = Path(config.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    np.save(output.with_suffix(".npy"), maps.numpy())
-    draw(images, maps, names).savefig(output, dpi=120)
-    print(f"{output}: {len(images)} images, {maps.shape[1]} heads of block {config.block % model.depth}")
-    print(f"{output.with_suffix('.npy')}: the maps as {tuple(maps.shape)}, images × heads × rows × columns")
+    """Write pictures and maps of every image, and say where they are."""
+    model = load_backbone(config.weights, network=config.network).to(best_device())
+    if video.is_video(config.source):
+        return draw_video(model, config)
+    heads, source = chosen_heads(config, model), open_source(config.source)
+    places = range(len(source)) if config.count is None else spread(len(source), config.count)
+    folder, names = Path(config.output), FileNames()
+    sheets: list[Path] = []
+    for start in range(0, len(places), SHEET_ROWS):
+        seen = list(see_all(model, source, places[start : start + SHEET_ROWS], config))
+        if seen:
+            sheets.append(folder / f"sheet-{len(sheets) + 1}.png")
+            write_page(seen, [names.of(one.name) for one in seen], sheets[-1], model, heads, config.mass)
+        if len(places) > SHEET_ROWS:
+            log.info("%d of %d images", min(start + SHEET_ROWS, len(places)), len(places))
+    if not sheets:
+        raise ValueError(f"none of the {len(places)} images that were tried can be read; see the lines above")
+    print(f"{', '.join(map(str, sheets))}: where block {config.block % model.depth} looks, an image a row")
+    print(
+        f"{folder}/*.png: every image beside its maps; *.overlay.png and *.mask.png of the image's own size"
+    )
+    print(f"{folder}/*.attention.npy: the raw maps, heads × rows × columns of patches")
     return 0
+
+
+def draw_video(model: VisionTransformer, config: AttentionConfig) -> int:
+    """Write the video with the mean attention of the heads beside it."""
+    heads = chosen_heads(config, model)
+
+    def beside(frame: Tensor) -> Tensor:
+        image = resized(frame, config.size, config.longest)
+        attention = maps.cls_attention(model, prepare(image, model), config.block)[0, heads].mean(0).cpu()
+        size = image.shape[-2], image.shape[-1]
+        return side_by_side([image, overlay(image, enlarge(attention, size, model.patch_size, smooth=True))])
+
+    target = Path(config.output) / f"{Path(config.source).stem}.overlay.mp4"
+    frames = video.redraw(Path(config.source), target, beside)
+    print(f"{target}: {frames} frames beside where block {config.block % model.depth} looks")
+    return 0
+
+
+def best_device() -> torch.device:
+    """Return an accelerator where there is one."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]:
+    """Return the heads that get a picture of their own; a block or head that does not exist is refused."""
+    if not -model.depth <= config.block < model.depth:
+        raise ValueError(
+            f"block={config.block}: this backbone has blocks 0 to {model.depth - 1}; negative numbers count "
+            "from the last"
+        )
+    heads = list(range(model.heads) if config.heads is None else config.heads)
+    if unknown := [head for head in heads if head >= model.heads]:
+        raise ValueError(f"heads={unknown}: this backbone has heads 0 to {model.heads - 1}")
+    return heads
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -75,20 +150,116 @@ def spread(length: int, count: int) -> list[int]:
     return sorted({int(length * (place * golden % 1)) for place in range(min(count, length))})
 
 
-def _read(source: Source, indices: Sequence[int], model: VisionTransformer) -> tuple[list[str], Tensor]:
-    names, images = [], []
-    for index in indices:
+def see_all(
+    model: VisionTransformer, source: Source, places: Iterable[int], config: AttentionConfig
+) -> Iterator[Seen]:
+    """Yield what the backbone makes of each image; one that cannot be read is left out with a line."""
+    for place in places:
         try:
-            images.append(fit(read_image(source, index), model.image_size))
+            image = read_image(source, place)
         except UnreadableImage as error:
             log.warning("left out: %s", error)
         else:
-            names.append(source.name(index))
-    if not images:
-        raise ValueError(
-            f"none of the {len(indices)} images that were tried can be read; see the lines above"
-        )
-    return names, torch.stack(images)
+            yield see(model, resized(image, config.size, config.longest), source.name(place), config)
+
+
+def see(model: VisionTransformer, image: Tensor, name: str, config: AttentionConfig) -> Seen:
+    """Send an image (C, H, W) of any size through the backbone, padded to whole patches."""
+    padded = prepare(image, model)
+    return Seen(
+        name=name,
+        picture=as_picture(image),
+        heads=maps.cls_attention(model, padded, config.block)[0].cpu(),
+        rolled=maps.rollout(model, padded)[0].cpu() if config.rollout else None,
+        tokens=maps.patch_tokens(model, padded)[0].cpu() if config.pca else None,
+    )
+
+
+def resized(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
+    """Bring an image's shorter side to a length, then its longer side below another."""
+    height, width = image.shape[-2:]
+    factor = shorter / min(height, width) if shorter else 1.0
+    if longest:
+        factor = min(factor, longest / max(height, width))
+    size = max(1, round(height * factor)), max(1, round(width * factor))
+    if size == (height, width):
+        return image
+    return F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+
+
+def prepare(image: Tensor, model: VisionTransformer) -> Tensor:
+    """Normalise an image and repeat its last row and column up to whole patches: (1, C, H, W)."""
+    patch, (height, width) = model.patch_size, image.shape[-2:]
+    normalised = _normalise(image[None], model).to(model.cls_token.device)
+    return F.pad(normalised, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
+
+
+def write_page(
+    seen: Sequence[Seen],
+    names: Sequence[str],
+    sheet: Path,
+    model: VisionTransformer,
+    heads: Sequence[int],
+    mass: float,
+) -> None:
+    """Write the files of some images, and the sheet that shows them together."""
+    tokens = [one.tokens for one in seen if one.tokens is not None]
+    colours = maps.principal_colours(tokens) if tokens else [None] * len(seen)
+    rows = []
+    for one, name, colour in zip(seen, names, colours, strict=True):
+        panels = draw(one, colour, model.patch_size, heads, mass)
+        rows.append(Panels(one.name, list(panels.values())))
+        titles = list(panels)
+        write_png(side_by_side(panels.values()), sheet.with_name(f"{name}.png"))
+        write_png(panels["mean of heads"], sheet.with_name(f"{name}.overlay.png"))
+        write_png(panels["mask"], sheet.with_name(f"{name}.mask.png"))
+        write_array(one.heads, sheet.with_name(f"{name}.attention.npy"))
+        if one.rolled is not None:
+            write_array(one.rolled, sheet.with_name(f"{name}.rollout.npy"))
+    write_sheet(rows, titles, sheet)
+
+
+def draw(
+    seen: Seen, colours: Tensor | None, patch: tuple[int, int], heads: Sequence[int], mass: float
+) -> dict[str, Tensor]:
+    """Return the pictures of an image by their titles, each of the image's size."""
+    size, picture = (seen.picture.shape[-2], seen.picture.shape[-1]), seen.picture
+    mean = seen.heads.mean(0)
+    panels = {"image": picture, "mean of heads": overlay(picture, enlarge(mean, size, patch, smooth=True))}
+    held = enlarge(maps.mass_mask(mean, mass), size, patch, smooth=False) > 0
+    panels["mask"] = spotlight(picture, held)
+    for head in heads:
+        panels[f"head {head}"] = heat(enlarge(seen.heads[head], size, patch, smooth=False))
+    if seen.rolled is not None:
+        panels["rollout"] = overlay(picture, enlarge(seen.rolled, size, patch, smooth=True))
+    if colours is not None:
+        spread_out = enlarge(rearrange(colours, "y x c -> c y x"), size, patch, smooth=False)
+        panels["patches"] = as_picture(spread_out)
+    return panels
+
+
+def write_array(values: Tensor, path: Path) -> None:
+    """Write an array as NumPy stores it."""
+    buffer = io.BytesIO()
+    np.save(buffer, values.numpy())
+    write_bytes(path, buffer.getvalue())
+
+
+class FileNames:
+    """Give each image a file name of its own, made of letters, digits, dots and dashes of its name."""
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+
+    def of(self, name: str) -> str:
+        stem = re.sub(r"[^\w.-]+", "-", name.rpartition(".")[0] or name).strip("-.") or "image"
+        stem, number = stem[-100:], 1
+        chosen = stem
+        while chosen.casefold() in self.taken or chosen.startswith("sheet-"):
+            number += 1
+            chosen = f"{stem.removeprefix('sheet-')}-{number}"
+        self.taken.add(chosen.casefold())
+        return chosen
 
 
 def _normalise(images: Tensor, model: VisionTransformer) -> Tensor:
@@ -105,32 +276,3 @@ def _normalise(images: Tensor, model: VisionTransformer) -> Tensor:
         raise ValueError(f"the weights do not say how images of {model.channels} channels were normalised")
     shift, scale = (rearrange(torch.tensor(values), "c -> c 1 1") for values in (mean, std))
     return (images / 255 - shift) / scale
-
-
-def draw(images: Tensor, maps: Tensor, names: Sequence[str]) -> Figure:
-    """Return a sheet with a row an image: the image, the mean of its heads, then head by head."""
-    from matplotlib.figure import Figure
-
-    shown = torch.cat((maps.mean(dim=1, keepdim=True), maps), dim=1)
-    shown = F.interpolate(shown, size=images.shape[-2:], mode="nearest")
-    titles = ["image", "mean of heads", *(f"head {head}" for head in range(maps.shape[1]))]
-    aspect = images.shape[-2] / images.shape[-1]
-    size = (SHOWN_PIXELS * len(titles), (SHOWN_PIXELS * aspect + 0.18) * len(images) + 0.3)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(images), len(titles), squeeze=False)
-    for row, (image, heads, name) in enumerate(zip(images, shown, names, strict=True)):
-        picture = rearrange(image[:3] if len(image) >= 3 else image[:1], "c y x -> y x c").numpy()
-        axes[row][0].imshow(picture, cmap="gray")
-        axes[row][0].set_ylabel(_short(name), fontsize=6, rotation=90)
-        for axis, head in zip(axes[row][1:], heads, strict=True):
-            axis.imshow(head.numpy(), cmap="inferno", vmin=0)
-        for axis, title in zip(axes[row], titles, strict=True):
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if row == 0:
-                axis.set_title(title, fontsize=8)
-    return figure
-
-
-def _short(name: str, length: int = 22) -> str:
-    return name if len(name) <= length else f"…{name[1 - length :]}"
