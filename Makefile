@@ -8,7 +8,7 @@ DEV := .venv/.dev
 
 demo: $(RUNTIME)
 	$(BIN)/dino-vit pretrain --config configs/pretrain/demo.yaml
-	$(BIN)/dino-vit attention weights=runs/demo output=runs/demo/attention.png
+	$(BIN)/dino-vit attention weights=runs/demo output=runs/demo/attention
 
 test: $(DEV)
 	$(BIN)/pytest -q -n auto -m "not slow"

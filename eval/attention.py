@@ -1,9 +1,10 @@
-"""Self-attention maps of a backbone's CLS token, head by head (Caron et al., 2021, figure 1).
+"""Self-attention maps of a backbone's CLS token, head by head (Caron et al., 2021, figures 1 and 3).
 
-    python eval/attention.py weights=runs/demo source=photos output=attention.png
+    python eval/attention.py photos weights=runs/demo output=attention
 
-Expected: the heads of a network that has learned pick out different parts of the object in an image; those of
-an untrained network follow brightness and edges at best.
+Images keep their size, are padded to whole patches and cut back. The mask holds 0.6 of the attention in the fewest
+patches. Expected: the heads of a network that has learned pick out different parts of the object in an image; those
+of an untrained network follow brightness and edges at best.
 """
 
 import sys
