@@ -31,6 +31,7 @@ class Photos:
     """Smooth noise of many scales under fine grain: JPEGs of about the size and cost of photographs."""
 
     fingerprint = "photos"
+    classes = ()
 
     def __init__(self, count: int) -> None:
         self.files = [self._jpeg(torch.Generator().manual_seed(seed)) for seed in range(count)]

@@ -6,32 +6,17 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from dino_vit.data.labels import join_labels
+from dino_vit.data.source import IMAGE_SUFFIXES, Source
 from dino_vit.data.synthetic import SyntheticSource
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+SUFFIXES = IMAGE_SUFFIXES
 
-
-class Source(Protocol):
-    """What the loader and the evaluators need from a set of images."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> bytes | Tensor:
-        """Return the bytes of an image file, or a uint8 tensor (C, H, W)."""
-
-    def label(self, index: int) -> int | None: ...
-
-    def name(self, index: int) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a text that differs for sets whose indices mean different images."""
+__all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
 
 
 class FolderSource:
@@ -114,8 +99,13 @@ def _image_names(root: str, others: Counter[str]) -> Iterator[bytes]:
                     others[suffix] += 1
 
 
-def open_source(spec: str) -> Source:
-    """Open a folder, or `synthetic[:LENGTH[:SIZE]]`."""
+def open_source(spec: str, labels: str | Path | None = None) -> Source:
+    """Open a folder, or `synthetic[:LENGTH[:SIZE]]`; labels of its images may stand in a file."""
+    source = _open(spec)
+    return source if labels is None else join_labels(source, labels)
+
+
+def _open(spec: str) -> Source:
     kind, *arguments = spec.split(":")
     if kind == "synthetic" and not os.path.exists(spec):
         if len(arguments) > 2 or not all(argument.isdecimal() for argument in arguments):

@@ -1,0 +1,44 @@
+"""What a set of images is to everything that reads one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy")
+
+
+class Source(Protocol):
+    """What the loader and the evaluators need from a set of images.
+
+    Where items have names they come in the order of the names' bytes, so that the same images as folder,
+    list, tar, zip or Parquet are the same items; arrays, nameless tables and generated sets keep their own.
+    """
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes | Tensor:
+        """Return the bytes of an image file, or a tensor (C, H, W) of any dtype."""
+
+    def label(self, index: int) -> int | None: ...
+
+    def name(self, index: int) -> str: ...
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Return the names of the labels: label j is called classes[j]."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a text that differs for sets whose indices mean different images."""
+
+
+def is_image(name: str | bytes) -> bool:
+    """Tell whether a name is that of an image file which is not hidden, nor in a hidden folder."""
+    text = os.fsdecode(name)
+    hidden = text.startswith(".") or "/." in text
+    return not hidden and os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES
