@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from dino_vit.data.decode import UnreadableImage, decode, read_image
+from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.sources import FolderSource, open_source
 from dino_vit.data.synthetic import PATTERNS, SyntheticSource
 
@@ -102,45 +102,7 @@ def test_misspelled_synthetic_sets_are_refused(spec):
         open_source(spec)
 
 
-def test_decode_reads_rgb_from_several_formats():
-    image = picture()
-    assert torch.equal(decode(file(image), "a"), image)
-    grey = decode(file(image[:1]), "grey")
-    assert torch.equal(grey, image[:1].expand(3, -1, -1))
-    for kind in ("WEBP", "GIF"):
-        buffer = io.BytesIO()
-        Image.new("RGB", (30, 20), (255, 0, 0)).save(buffer, kind)
-        assert decode(buffer.getvalue(), kind).shape == (3, 20, 30)
-
-
-def test_decode_takes_the_first_frame_of_an_animation():
-    buffer = io.BytesIO()
-    frames = [Image.new("RGB", (8, 6), colour) for colour in ("white", "black")]
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
-    assert torch.equal(decode(buffer.getvalue(), "a.gif"), torch.full((3, 6, 8), 255, dtype=torch.uint8))
-
-
-def test_decode_turns_the_image_as_exif_says():
-    image = Image.fromarray(picture(height=16, width=32).permute(1, 2, 0).numpy())
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", exif=exif)
-    expected = torch.from_numpy(np.array(image.transpose(Image.Transpose.ROTATE_270))).permute(2, 0, 1)
-    assert torch.equal(decode(buffer.getvalue(), "turned.png"), expected)
-
-
-def test_unreadable_images_are_one_kind_of_error_that_names_the_file(folder):
-    deep = io.BytesIO()
-    Image.fromarray(np.full((4, 4), 40_000, dtype=np.uint16)).save(deep, "PNG")
-    jpeg = file(picture(), "JPEG")
-    broken = {"empty": b"", "text": b"hello", "cut": jpeg[: len(jpeg) // 2], "png": file(picture())[:60]}
-    for name, data in broken.items():
-        with pytest.raises(UnreadableImage, match=f"^{name}: .") as caught:
-            decode(data, name)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UnreadableImage, match="only 8 bits a channel"):
-        decode(deep.getvalue(), "deep.png")
+def test_a_file_that_is_gone_is_an_unreadable_image(folder):
     source = FolderSource(folder)
     os.remove(folder / "top.png")
     with pytest.raises(UnreadableImage, match=r"^top\.png: No such file"):

@@ -1,14 +1,30 @@
-"""From the bytes of a file to a uint8 tensor (C, H, W).
+"""From the bytes of an image file to a tensor, and from an item of a source to the pixels that are wanted."""
 
-Calls torchvision's decoder below its Python function, which since 0.29 warns at every call that torchcodec
-shall replace it one day. Pillow decodes to the same pixels, but takes a third longer.
-"""
+from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
-from torchvision.io import ImageReadMode
 
+from dino_vit.data import formats
+from dino_vit.data.pixels import MAX_PIXELS, RGB, Pixels
 from dino_vit.data.sources import Source
+from dino_vit.data.tiff import read_tiff
+
+Reader = Callable[[bytes, bool, int], Tensor]
+
+_BY_START: dict[bytes, Reader] = {
+    b"\xff\xd8\xff": formats.read_jpeg,
+    b"\x89PNG\r\n\x1a\n": formats.read_png,
+    b"RIFF": formats.read_webp,
+    b"GIF8": formats.read_gif,
+    b"BM": formats.read_bmp,
+    b"\x93NUMPY": formats.read_npy,
+    b"II*\0": read_tiff,
+    b"MM\0*": read_tiff,
+    b"II+\0": read_tiff,  # more than 4 GB
+    b"MM\0+": read_tiff,
+}
 
 
 class UnreadableImage(Exception):
@@ -23,28 +39,34 @@ class UnreadableImage(Exception):
         return f"{self.name}: {self.reason}"
 
 
-def decode(data: bytes, name: str) -> Tensor:
-    """Decode an image file to RGB, turned upright as EXIF says; of an animation the first frame."""
-    if not data:
-        raise UnreadableImage(name, "the file is empty")
-    try:
-        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        image: Tensor = torch.ops.image.decode_image(encoded, ImageReadMode.RGB.value, True)  # True: EXIF
-    except (RuntimeError, ValueError) as error:
-        raise UnreadableImage(name, str(error).partition("\n")[0]) from error
-    if image.dtype != torch.uint8:
-        raise UnreadableImage(name, f"{image.dtype} pixels; only 8 bits a channel are read")
-    if image.ndim == 4:
-        image = image[0]
-    if not image.numel():
-        raise UnreadableImage(name, "the image has no pixels")
-    return image
-
-
-def read_image(source: Source, index: int) -> Tensor:
-    """Return item `index` of a source as a uint8 tensor (C, H, W)."""
+def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
+    """Return item `index` of a source, decoded and converted as `pixels` says."""
+    name = source.name(index)
     try:
         item = source.read(index)
+        if not isinstance(item, Tensor):
+            item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+        return pixels.conform(item)
     except OSError as error:
-        raise UnreadableImage(source.name(index), error.strerror or str(error)) from error
-    return item if isinstance(item, Tensor) else decode(item, source.name(index))
+        raise UnreadableImage(name, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise UnreadableImage(name, str(error)) from error
+
+
+def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_PIXELS) -> Tensor:
+    """Decode an image file as it is: turned upright as EXIF says, of an animation the first frame.
+
+    Palettes, CMYK and Lab become RGB. Without `alpha`, a channel of transparency is left out.
+    """
+    if not data:
+        raise UnreadableImage(name, "the file is empty")
+    reader = next((reader for start, reader in _BY_START.items() if data.startswith(start)), None)
+    if reader is None:
+        raise UnreadableImage(name, "it is no JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
+    try:
+        return reader(data, alpha, max_pixels)
+    except formats.Refused as error:
+        raise UnreadableImage(name, str(error)) from error
+    except Exception as error:  # on damaged files decoders raise whatever comes
+        said = str(error).partition("\n")[0]
+        raise UnreadableImage(name, f"it cannot be decoded: {said or type(error).__name__}") from error

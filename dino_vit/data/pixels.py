@@ -1,0 +1,104 @@
+"""What the pixels of a set are brought to, so that all images have the same channels and the same scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MAX_PIXELS = 200_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels:
+    """The channels, depth and scale that images are converted to, and the largest that is decoded at all.
+
+    - Channels: grey becomes RGB by repetition; an alpha channel is dropped (what it hides is kept), unless
+      `channels` are 2 or 4 and so count it. All else is refused, as is a number that no rule leads to.
+    - Depth: `bits` 8 gives uint8, 16 gives float32 in [0, 1] for whatever is deeper than 8 bits.
+    - Scale: `range` are the values that become 0 and 1, and what lies beyond them is clipped. Without it they
+      are 0 and the largest value of the type (1 for floating point), and what lies beyond is refused.
+
+    Palettes, CMYK and Lab are ways to write down RGB, and are decoded to it. A conversion refused is a
+    ValueError that says why; in reading, it makes an image unreadable.
+    """
+
+    channels: int = 3
+    bits: Literal[8, 16] = 8
+    range: tuple[float, float] | None = None
+    max_pixels: int = MAX_PIXELS  # height × width, for up to four channels
+
+    def __post_init__(self) -> None:
+        if self.channels < 1 or self.bits not in (8, 16) or self.max_pixels < 1:
+            raise ValueError(
+                f"pixels have 1 channel or more, 8 or 16 bits and a limit of 1 or more; got {self}"
+            )
+        if self.range is not None and not self.range[0] < self.range[1]:
+            raise ValueError(f"range must be a pair low < high, but is {self.range}")
+
+    @property
+    def keeps_alpha(self) -> bool:
+        """Tell whether an alpha channel counts as one of the channels."""
+        return self.channels in (2, 4)
+
+    def conform(self, image: Tensor) -> Tensor:
+        """Return an image (C, H, W) of any type as uint8 or as float32 in [0, 1], as `bits` says."""
+        image = self._with_channels(image)
+        if image.dtype == torch.uint8 and self.bits == 8 and self.range is None:
+            return image
+        scaled = self._scaled(image)
+        return scaled.mul_(255).round_().to(torch.uint8) if self.bits == 8 else scaled.float()
+
+    def _with_channels(self, image: Tensor) -> Tensor:
+        if image.ndim != 3 or not image.numel():
+            raise ValueError(f"an array of shape {tuple(image.shape)} is no image (channels, height, width)")
+        if len(image) == 1 and self.channels == 3:
+            return image.expand(3, -1, -1).contiguous()
+        if len(image) != self.channels:
+            raise ValueError(
+                f"it has {len(image)} channels, not {self.channels}; convert it, or set data.channels"
+            )
+        return image
+
+    def _scaled(self, image: Tensor) -> Tensor:
+        """Return floating-point values from 0 to 1."""
+        if image.dtype.is_complex:
+            raise ValueError(f"{kind_of(image)} values have no brightness")
+        low, high = self.range or (0.0, largest_value(image.dtype))
+        if image.dtype == torch.uint8 and high > 255:
+            raise ValueError(
+                f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; keep images of one depth in a set"
+            )
+        exact = torch.float32 if image.dtype.itemsize <= 2 or image.dtype == torch.float32 else torch.float64
+        values = image.to(exact, copy=True)
+        least, most = (float(value) for value in values.aminmax())
+        if not -float("inf") < least <= most < float("inf"):
+            raise ValueError("it holds values that are infinite or no numbers; fill them first")
+        if self.range is None and (least < low or most > high):
+            raise ValueError(
+                f"its {kind_of(image)} values go from {least:g} to {most:g}, beyond {low:g} to {high:g}; say "
+                "which become 0 and 1 with data.range=[low, high]"
+            )
+        return values.sub_(low).div_(high - low).clamp_(0, 1)
+
+
+RGB = Pixels()
+
+
+def largest_value(dtype: torch.dtype) -> float:
+    """Return the value that stands for full brightness in a type."""
+    if dtype.is_floating_point or dtype == torch.bool:
+        return 1.0
+    return float(torch.iinfo(dtype).max)
+
+
+def kind_of(image: Tensor) -> str:
+    """Return the name of an image's type."""
+    return str(image.dtype).removeprefix("torch.")
+
+
+def unit_scale(images: Tensor) -> Tensor:
+    """Return what `conform` gave, uint8 or floating point, as new float32 values from 0 to 1."""
+    return images / 255 if images.dtype == torch.uint8 else images.to(torch.float32, copy=True)
