@@ -1,11 +1,14 @@
 """Features of a set of images: read, resized, cropped and sent through a backbone, in the order asked for."""
 
+import logging
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -16,10 +19,92 @@ from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.sources import Source
 from dino_vit.views import Size
 from dino_vit.vit import VisionTransformer
+from dino_vit.weights.layouts import IMAGENET
 
-# Threads suffice: decoding and resampling hold no lock. More would crowd out the other processes.
-_THREADS = min(8, os.cpu_count() or 1)
-_Read = Future[Tensor | UnreadableImage]
+log = logging.getLogger("dino_vit")
+
+Fit = Literal["crop", "whole"]
+# Batches that are read while the backbone works on one.
+_AHEAD = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is done to an image before a backbone sees it."""
+
+    size: Size
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    fit: Fit = "crop"  # resize and cut off the border, or squeeze the whole image
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+    def read(self, source: Source, index: int) -> Tensor:
+        """Return an image of a source as uint8 (C, *size)."""
+        image = read_image(source, index)
+        if len(image) != self.channels:
+            raise ValueError(
+                f"{source.name(index)} has {len(image)} channels, but the backbone takes {self.channels}"
+            )
+        return fit(image, self.size) if self.fit == "crop" else squeeze(image, self.size)
+
+    def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes what the backbone takes of what `read` returned, on a device."""
+        mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
+        shift, scale = rearrange(mean, "c -> c 1 1"), rearrange(std, "c -> c 1 1")
+        return lambda images: (images.to(device, non_blocking=True) / 255 - shift) / scale
+
+
+def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: Fit = "crop") -> Preparation:
+    """Return how images are prepared for a backbone: as its weights say, else as ImageNet's were."""
+    known = model.provenance
+    mean, std = (known.mean, known.std) if known is not None else (None, None)
+    if mean is None or std is None:
+        if model.channels != 3:
+            raise ValueError(
+                f"the weights do not say how images of {model.channels} channels were normalised"
+            )
+        log.info("the weights do not say how images were normalised; ImageNet's mean and std are used")
+        mean, std = IMAGENET
+    model.grid_of(*(size or model.image_size))  # or the size is refused
+    return Preparation(size=size or model.image_size, mean=tuple(mean), std=tuple(std), fit=fit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Which tokens, all normalised, are the features of an image.
+
+    `cls`: the CLS tokens of the last `blocks` blocks in a row, the last block's at the end; `cls+mean`:
+    behind them the mean patch token of the last block; `patches`: the last block's patch tokens, (N, D).
+    """
+
+    tokens: Literal["cls", "cls+mean", "patches"] = "cls"
+    blocks: int = 1
+
+    def shape(self, model: VisionTransformer, size: Size) -> tuple[int, ...]:
+        """Return the shape of one image's features."""
+        if self.tokens == "patches":
+            height, width = model.grid_of(*size)
+            return height * width, model.width
+        return ((self.blocks + (self.tokens == "cls+mean")) * model.width,)
+
+    def of(self, model: VisionTransformer, images: Tensor) -> Tensor:
+        """Return the features of normalised images (B, C, H, W)."""
+        first_patch = 1 + model.registers
+        if self.tokens == "patches":
+            return model.forward_features(images)[:, first_patch:]
+        if self.tokens == "cls" and self.blocks == 1:
+            return model.forward_cls(images)
+        blocks = model.get_intermediate_layers(images, self.blocks)
+        parts = [tokens[:, 0] for tokens in blocks]
+        if self.tokens == "cls+mean":
+            parts.append(blocks[-1][:, first_patch:].mean(dim=1))
+        return torch.cat(parts, dim=1)
+
+
+CLS = Kind()
 
 
 @dataclass(frozen=True)
@@ -31,40 +116,84 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
+class Extraction:
+    """Send batches of a source's images through a backbone; each batch is computed as if there were no other.
+
+    Leaves the model as it was: the mode of each module, its gradients, every random state.
+    """
+
+    def __init__(
+        self,
+        model: VisionTransformer,
+        source: Source,
+        *,
+        preparation: Preparation,
+        kind: Kind = CLS,
+        autocast: torch.dtype | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.model, self.source, self.preparation, self.kind = model, source, preparation, kind
+        self.autocast, self.threads = autocast, threads
+        self.device = model.cls_token.device
+        self.waited = 0.0  # seconds in which the backbone had nothing to do, for want of images
+
+    def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
+        """Yield the features of each batch of indices, on the device, reading ahead of the backbone."""
+        normalise = self.preparation.normaliser(self.device)
+        reading = _read_batches(
+            self.source, self.preparation, batches, threads=self.threads, pin=self.device.type == "cuda"
+        )
+        while True:
+            start = time.perf_counter()
+            batch = next(reading, None)
+            self.waited += time.perf_counter() - start
+            if batch is None:
+                return
+            values = self._compute(normalise(batch.images)) if len(batch.images) else self.nothing()
+            indices = torch.tensor(batch.indices, dtype=torch.long, device=self.device)
+            yield Features(values, indices, batch.unreadable)
+
+    def _compute(self, images: Tensor) -> Tensor:
+        kind = self.device.type
+        with evaluating(self.model), torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
+            return self.kind.of(self.model, images).float()
+
+    def nothing(self) -> Tensor:
+        """Return the features of no image."""
+        shape = self.kind.shape(self.model, self.preparation.size)
+        return torch.empty(0, *shape, device=self.device)
+
+
 def extract_features(
     model: VisionTransformer,
     source: Source,
     indices: Sequence[int],
     *,
-    size: Size,
-    mean: Sequence[float],
-    std: Sequence[float],
+    preparation: Preparation,
     batch_size: int,
+    kind: Kind = CLS,
     autocast: torch.dtype | None = None,
 ) -> Features:
-    """Return the normalised CLS token of the last block for each image, on the model's device.
-
-    Leaves the model as it was: the mode of each module, its gradients, every random state.
-    """
-    device = model.cls_token.device
-    shift, scale = (rearrange(torch.tensor(values, device=device), "c -> c 1 1") for values in (mean, std))
-
-    def class_tokens(images: Tensor) -> Tensor:
-        normalised = (images.to(device) / 255 - shift) / scale
-        return model.forward_features(normalised)[:, 0].float()
-
-    nothing = torch.empty(0, model.width, device=device)
-    with evaluating(model), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        return _collect(class_tokens, nothing, source, indices, size=size, batch_size=batch_size)
+    """Return the features of images in memory, on the model's device, in the order of the indices."""
+    extraction = Extraction(model, source, preparation=preparation, kind=kind, autocast=autocast)
+    parts = list(extraction(in_batches(indices, batch_size)))
+    if not parts:
+        return Features(extraction.nothing(), torch.empty(0, dtype=torch.long, device=extraction.device), ())
+    return Features(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.indices for part in parts]),
+        tuple(image for part in parts for image in part.unreadable),
+    )
 
 
-def pixel_features(source: Source, indices: Sequence[int], *, size: Size) -> Features:
+def pixel_features(source: Source, indices: Sequence[int], *, preparation: Preparation) -> Features:
     """Return the pixels themselves, in a row: what any features must be better than."""
-
-    def pixels(images: Tensor) -> Tensor:
-        return images.flatten(1).float()
-
-    return _collect(pixels, torch.empty(0, 0), source, indices, size=size, batch_size=256)
+    batches = list(_read_batches(source, preparation, in_batches(indices, 256)))
+    return Features(
+        torch.cat([batch.images.flatten(1).float() for batch in batches]),
+        torch.tensor([index for batch in batches for index in batch.indices], dtype=torch.long),
+        tuple(image for batch in batches for image in batch.unreadable),
+    )
 
 
 @contextmanager
@@ -93,52 +222,73 @@ def fit(image: Tensor, size: Size) -> Tensor:
     else:
         target = round(w * 256 / 224) if width > w else w
         resized = target * height // width, target
-    if resized != (height, width):
-        image = F.interpolate(image[None], size=resized, mode="bicubic", antialias=True)[0]
+    image = squeeze(image, resized)
     top, left = round((resized[0] - h) / 2), round((resized[1] - w) / 2)
     return image[:, top : top + h, left : left + w]
 
 
-def _collect(
-    network: Callable[[Tensor], Tensor],
-    nothing: Tensor,
-    source: Source,
-    indices: Sequence[int],
-    *,
-    size: Size,
-    batch_size: int,
-) -> Features:
-    """Join the network's output for each batch; `nothing` is the output for no image at all."""
-    values: list[Tensor] = []
-    kept: list[int] = []
-    unreadable: list[UnreadableImage] = []
-    for batch in _read_batches(source, indices, size, batch_size):
-        images = [image for _, image in batch if isinstance(image, Tensor)]
-        kept += [index for index, image in batch if isinstance(image, Tensor)]
-        unreadable += [image for _, image in batch if isinstance(image, UnreadableImage)]
-        if images:
-            values.append(network(torch.stack(images)))
-    joined = torch.cat(values) if values else nothing
-    return Features(joined, torch.tensor(kept, dtype=torch.long, device=joined.device), tuple(unreadable))
+def squeeze(image: Tensor, size: Size) -> Tensor:
+    """Resize (bicubic, antialias) a whole image (C, H, W) to (C, *size), whatever its aspect."""
+    if image.shape[1:] == size:
+        return image
+    return F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+
+
+def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
+    """Cut indices into batches; the last may be smaller."""
+    return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+
+
+class _Batch(NamedTuple):
+    images: Tensor  # uint8 (readable, C, h, w), on the host
+    indices: list[int]  # of the readable ones
+    unreadable: tuple[UnreadableImage, ...]
 
 
 def _read_batches(
-    source: Source, indices: Sequence[int], size: Size, batch_size: int
-) -> Iterator[list[tuple[int, Tensor | UnreadableImage]]]:
-    """Yield images with their indices, reading the next batch while the caller works on one."""
-    ahead: deque[list[tuple[int, _Read]]] = deque()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for start in range(0, len(indices), batch_size):
-            batch = indices[start : start + batch_size]
-            ahead.append([(index, pool.submit(_read, source, index, size)) for index in batch])
-            if len(ahead) > 1:
-                yield [(index, image.result()) for index, image in ahead.popleft()]
-        for last in ahead:
-            yield [(index, image.result()) for index, image in last]
+    source: Source,
+    preparation: Preparation,
+    batches: Iterable[Sequence[int]],
+    *,
+    threads: int | None = None,
+    pin: bool = False,
+) -> Iterator[_Batch]:
+    """Yield batches in order, reading the next ones while the caller works on one."""
+    ahead: deque[tuple[Sequence[int], Tensor, list[Future[UnreadableImage | None]]]] = deque()
+    # Threads suffice: decoding and resampling hold no lock. More would crowd out the other processes.
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        try:
+            for indices in batches:
+                shape = (len(indices), preparation.channels, *preparation.size)
+                images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+                reading = [
+                    pool.submit(_read_into, place, preparation, source, index)
+                    for place, index in zip(images, indices, strict=True)
+                ]
+                ahead.append((indices, images, reading))
+                if len(ahead) > _AHEAD:
+                    yield _finish(*ahead.popleft())
+            while ahead:
+                yield _finish(*ahead.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have had enough
 
 
-def _read(source: Source, index: int, size: Size) -> Tensor | UnreadableImage:
+def _read_into(place: Tensor, preparation: Preparation, source: Source, index: int) -> UnreadableImage | None:
     try:
-        return fit(read_image(source, index), size)
+        place.copy_(preparation.read(source, index))
     except UnreadableImage as error:
         return error
+    return None
+
+
+def _finish(
+    indices: Sequence[int], images: Tensor, reading: Sequence[Future[UnreadableImage | None]]
+) -> _Batch:
+    """Wait for a batch, and leave out what cannot be read."""
+    failures = [one.result() for one in reading]
+    readable = [place for place, failure in enumerate(failures) if failure is None]
+    if len(readable) < len(indices):
+        images = images[readable]
+    kept = [int(indices[place]) for place in readable]
+    return _Batch(images, kept, tuple(failure for failure in failures if failure is not None))

@@ -17,6 +17,7 @@ from dino_vit.diagnosis import Reading, diagnose
 from dino_vit.dino import embedding_std
 from dino_vit.distributed import all_reduce_mean, world_size
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.features import Preparation
 from dino_vit.introduction import introduction
 from dino_vit.loss import LossStatistics, loss_statistics
 from dino_vit.meter import Meter
@@ -51,9 +52,9 @@ class Reporter:
         precision = self.session.precision
         self.evaluation = OnlineEvaluation(
             source=self.session.source,
-            size=config.views.global_shape,
-            mean=config.data.mean,
-            std=config.data.std,
+            preparation=Preparation(
+                size=config.views.global_shape, mean=config.data.mean, std=config.data.std
+            ),
             seed=config.seed,
             autocast=DTYPES[precision] if precision != "no" else None,
         )

@@ -138,11 +138,15 @@ class VisionTransformer(nn.Module):
         return {"cls_token", "pos_embed"} | ({"register_tokens"} if self.registers else set())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return CLS features (B, D), or class logits; the last block computes no other token."""
+        """Return CLS features (B, D), or class logits."""
+        return self.head(self.forward_cls(images))
+
+    def forward_cls(self, images: Tensor) -> Tensor:
+        """Return the normalised CLS token (B, D); the last block computes no other token."""
         tokens = self.embed(images)
         for index, block in enumerate(self.blocks, start=1):
             tokens = self._through(block, tokens, CLS if index == self.depth else EVERY)
-        return self.head(self.norm(tokens)[:, 0])
+        return self.norm(tokens)[:, 0]
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return the normalised tokens of the last block, (B, 1 + R + N, D), CLS first."""

@@ -1,6 +1,7 @@
 import io
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,20 @@ from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.sources import FolderSource
 from dino_vit.data.synthetic import SyntheticSource
-from dino_vit.features import evaluating, extract_features, fit, pixel_features
-from dino_vit.vit import VisionTransformer
+from dino_vit.features import (
+    Kind,
+    Preparation,
+    evaluating,
+    extract_features,
+    fit,
+    pixel_features,
+    preparation_of,
+)
+from dino_vit.vit import Provenance, VisionTransformer
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-SETTINGS = {"size": (32, 32), "mean": MEAN, "std": STD, "batch_size": 7}
+PREPARATION = Preparation(size=(32, 32), mean=MEAN, std=STD)
+SETTINGS = {"preparation": PREPARATION, "batch_size": 7}
 
 
 def backbone(**changes):
@@ -73,6 +83,60 @@ def test_features_are_the_class_tokens_in_the_order_asked_for():
         )
         image = tv.normalize(tv.center_crop(resized, [32, 32]) / 255, MEAN, STD)
         torch.testing.assert_close(features.values[row], model(image[None])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+def test_kinds_are_made_of_the_tokens_that_they_name(registers):
+    source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
+    images = torch.stack([PREPARATION.normaliser(torch.device("cpu"))(source.read(i)) for i in range(4)])
+    with evaluating(model):
+        blocks = model.get_intermediate_layers(images, 3)
+    cls = [tokens[:, 0] for tokens in blocks]
+    patches = blocks[-1][:, 1 + registers :]
+    for kind, expected in (
+        (Kind(), cls[2]),
+        (Kind(blocks=3), torch.cat(cls, 1)),
+        (Kind(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
+        (Kind(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
+        (Kind(tokens="patches"), patches),
+    ):
+        features = extract_features(model, source, range(4), **SETTINGS, kind=kind)
+        torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
+        assert features.values.shape[1:] == kind.shape(model, (32, 32))
+        nothing = extract_features(model, source, [], **SETTINGS, kind=kind)
+        assert nothing.values.shape == (0, *kind.shape(model, (32, 32)))
+
+
+def test_the_weights_say_how_images_are_prepared(caplog):
+    model = backbone()
+    known = {"format": "dino-vit", "source": "x", "sha256": ""}
+    model.provenance = Provenance(**known, mean=MEAN, std=STD)
+    assert preparation_of(model) == PREPARATION
+    assert preparation_of(model, size=(16, 24), fit="whole").size == (16, 24)
+    with pytest.raises(ValueError, match="no whole number of patches"):
+        preparation_of(model, size=(30, 32))
+    model.provenance = Provenance(**known)
+    caplog.set_level("INFO")
+    assert preparation_of(model).mean == (0.485, 0.456, 0.406)
+    assert "ImageNet's mean and std are used" in caplog.text
+    other = backbone(channels=5)
+    with pytest.raises(ValueError, match="5 channels"):
+        preparation_of(other)
+
+
+def test_a_whole_image_is_squeezed():
+    image = picture(40, 50)
+    source = SyntheticSource(length=1)
+    source.read = lambda index: image
+    expected = tv.resize(image, [32, 32], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(replace(PREPARATION, fit="whole").read(source, 0), expected)
+
+
+def test_images_of_other_channels_are_refused():
+    source = SyntheticSource(length=1)
+    source.read = lambda index: picture(32, 32)[:2]
+    with pytest.raises(ValueError, match=r"has 2 channels, but the backbone takes 3"):
+        extract_features(backbone(), source, [0], **SETTINGS)
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():
@@ -150,10 +214,10 @@ def test_no_more_than_the_next_batch_is_read_ahead():
             return super().read(index)
 
     class Watching(VisionTransformer):
-        def forward_features(self, images):
+        def embed(self, images):
             time.sleep(0.02)  # time enough to read everything, if one did
             seen.append(source.read_so_far)
-            return super().forward_features(images)
+            return super().embed(images)
 
     seen, source = [], Counting(length=40)
     model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
@@ -164,5 +228,5 @@ def test_no_more_than_the_next_batch_is_read_ahead():
 
 def test_pixels_are_features_too():
     source = SyntheticSource(length=5)
-    features = pixel_features(source, [4, 1], size=(32, 32))
+    features = pixel_features(source, [4, 1], preparation=PREPARATION)
     assert torch.equal(features.values, torch.stack([source.read(4), source.read(1)]).flatten(1).float())

@@ -1,6 +1,7 @@
 import io
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from dino_vit.data.synthetic import SyntheticSource
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.rankme import rankme
-from dino_vit.features import extract_features, pixel_features
+from dino_vit.features import Preparation, extract_features, pixel_features
 from dino_vit.vit import VisionTransformer
 
-SETTINGS = {"size": (32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+PREPARATION = Preparation(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
+SETTINGS = {"preparation": PREPARATION}
 
 
 def backbone():
@@ -63,9 +65,9 @@ class SpectrumBackbone(VisionTransformer):
     def __init__(self):
         super().__init__(image_size=32, patch_size=8, width=544, depth=1, heads=1)
 
-    def forward_features(self, images):
+    def forward_cls(self, images):
         grey = images[:, 0] - images[:, 0].mean((1, 2), keepdim=True)
-        return torch.fft.rfft2(grey).abs().sqrt().flatten(1)[:, None]
+        return torch.fft.rfft2(grey).abs().sqrt().flatten(1)
 
 
 def test_good_features_score_above_raw_pixels():
@@ -78,8 +80,9 @@ def test_good_features_score_above_raw_pixels():
 
 def test_raw_pixels_of_large_images_are_shrunk():
     source = SyntheticSource(length=300, size=128)
-    large = OnlineEvaluation(source=source, **{**SETTINGS, "size": (128, 64)}, seed=0, images=250)
-    pixels = pixel_features(source, large.indices, size=(32, 16)).values
+    wide, small = (replace(PREPARATION, size=size) for size in ((128, 64), (32, 16)))
+    large = OnlineEvaluation(source=source, preparation=wide, seed=0, images=250)
+    pixels = pixel_features(source, large.indices, preparation=small).values
     labels = torch.tensor(large.indices) % 10
     ranked = weighted_knn(pixels, labels, pixels, k=[20], leave_one_out=True)[20]
     assert large.raw_pixels() == pytest.approx(100 * float((ranked[:, 0] == labels).float().mean()))

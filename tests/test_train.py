@@ -16,6 +16,7 @@ import dino_vit.train
 from dino_vit.checkpoint import NotFinite
 from dino_vit.config import PretrainConfig
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.features import Preparation
 from dino_vit.introduction import introduction
 from dino_vit.opening import open_session
 from dino_vit.processes import Interruption
@@ -275,9 +276,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
         assert any(name.startswith("head.mlp") for name in changed) or step == 0
     evaluation = OnlineEvaluation(
         source=session.source,
-        size=(32, 32),
-        mean=session.config.data.mean,
-        std=session.config.data.std,
+        preparation=Preparation(size=(32, 32), mean=session.config.data.mean, std=session.config.data.std),
         seed=0,
     )
     figure = evaluation(start)["knn"]

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -12,9 +12,8 @@ from dino_vit.data.sources import Source
 from dino_vit.distributed import all_gather, rank, world_size
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.rankme import rankme
-from dino_vit.features import Features, extract_features, pixel_features
+from dino_vit.features import Features, Preparation, extract_features, pixel_features
 from dino_vit.randomness import Stream, random_bits
-from dino_vit.views import Size
 from dino_vit.vit import VisionTransformer
 
 log = logging.getLogger("dino_vit")
@@ -36,16 +35,14 @@ class OnlineEvaluation:
         self,
         *,
         source: Source,
-        size: Size,
-        mean: Sequence[float],
-        std: Sequence[float],
+        preparation: Preparation,
         seed: int,
         images: int = 5000,
         labels: bool = True,
         batch_size: int = 256,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.source, self.size, self.mean, self.std = source, size, mean, std
+        self.source, self.preparation = source, preparation
         self.batch_size, self.autocast = batch_size, autocast
         self.said = False  # that images cannot be read: once is enough
         bits = random_bits(seed, Stream.EVALUATION, np.arange(len(source)))
@@ -70,9 +67,11 @@ class OnlineEvaluation:
         """
         if not self.has_labels:
             return None
-        shrink = min(1.0, _PIXEL_SIDE / max(self.size))
-        size = max(1, round(self.size[0] * shrink)), max(1, round(self.size[1] * shrink))
-        return self._accuracy(pixel_features(self.source, self.indices, size=size))
+        height, width = self.preparation.size
+        shrink = min(1.0, _PIXEL_SIDE / max(height, width))
+        size = max(1, round(height * shrink)), max(1, round(width * shrink))
+        small = replace(self.preparation, size=size)
+        return self._accuracy(pixel_features(self.source, self.indices, preparation=small))
 
     def _features(self, backbone: VisionTransformer) -> Features:
         """Compute the features of this process's share and return those of all processes."""
@@ -81,9 +80,7 @@ class OnlineEvaluation:
             backbone,
             self.source,
             self.indices[start:end],
-            size=self.size,
-            mean=self.mean,
-            std=self.std,
+            preparation=self.preparation,
             batch_size=self.batch_size,
             autocast=self.autocast,
         )

@@ -1,0 +1,119 @@
+"""A frozen backbone in the processes of a launch: what the evaluators on features have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from dino_vit.data.sources import Source
+from dino_vit.eval.store import Dtype, Stored, stored_features
+from dino_vit.features import CLS, Fit, Kind, Preparation, preparation_of
+from dino_vit.processes import DTYPES, choose_precision, cores_of_a_process, start_processes
+from dino_vit.settings import Count, Settings, knob
+from dino_vit.vit import VisionTransformer
+from dino_vit.weights import load_backbone
+
+log = logging.getLogger("dino_vit")
+
+
+class Frozen(Settings):
+    """Evaluate a frozen backbone on the features of images, which are computed once and kept."""
+
+    source: str = Field(description="the images: a folder, or `synthetic`")
+    weights: str = Field(description="run folder or weights file")
+    network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
+    size: Count | tuple[Count, Count] | None = knob(
+        None, "pixels: side, or [height, width]; null: that of the weights"
+    )
+    fit: Fit = knob("crop", "resize and crop the centre, or squeeze the whole image")
+    batch_size: Count = knob(128, "images per process and forward pass")
+    readers: Count | None = knob(None, "threads that read images; null: by the cores")
+    precision: Literal["auto", "no", "bf16", "fp16"] = knob("auto", "auto: bf16 where it is native")
+    cache: str | None = knob(None, "folder of kept features; null: features/ in DINO_VIT_CACHE")
+
+    also_known_as: ClassVar = {
+        "source": "images data data_path",
+        "weights": "checkpoint model run pretrained_weights",
+        "size": "image_size img_size",
+        "batch_size": "batch_size_per_gpu",
+        "readers": "workers num_workers threads",
+        "cache": "cache_dir",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBackbone:
+    """A backbone on this process's device, and the way its features are made."""
+
+    config: Frozen
+    model: VisionTransformer
+    preparation: Preparation
+    autocast: torch.dtype | None
+    main: bool  # whether this process is the one that speaks and writes
+    processes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.cls_token.device
+
+    def features(
+        self,
+        source: Source,
+        *,
+        kind: Kind = CLS,
+        indices: Sequence[int] | None = None,
+        dtype: Dtype = "float32",
+        title: str = "features",
+    ) -> Stored:
+        """Return the features of a source or of some of its images; all processes call it."""
+        config = self.config
+        return stored_features(
+            self.model,
+            source,
+            folder=Path(config.cache) if config.cache else cache_folder() / "features",
+            preparation=self.preparation,
+            batch_size=config.batch_size,
+            kind=kind,
+            indices=indices,
+            autocast=self.autocast,
+            dtype=dtype,
+            threads=config.readers or min(cores_of_a_process(self.processes), 16),
+            title=title,
+        )
+
+
+@contextmanager
+def frozen_backbone(config: Frozen) -> Iterator[FrozenBackbone]:
+    """Join the processes of the launch, and load the backbone that the config names in each."""
+    accelerator = start_processes(trackers=(), folder=Path())
+    if not accelerator.is_main_process:
+        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # what all would say, one says
+    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
+    precision = choose_precision(config.precision, accelerator.device)
+    size = (config.size, config.size) if isinstance(config.size, int) else config.size
+    yield FrozenBackbone(
+        config=config,
+        model=model,
+        preparation=preparation_of(model, size=size, fit=config.fit),
+        autocast=DTYPES[precision] if precision != "no" else None,
+        main=accelerator.is_main_process,
+        processes=accelerator.num_processes,
+    )
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def cache_folder() -> Path:
+    """Return where to keep what can be made again: DINO_VIT_CACHE, or dino-vit in the user's cache."""
+    told = os.environ.get("DINO_VIT_CACHE")
+    if told:
+        return Path(told)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino-vit"
