@@ -10,7 +10,8 @@ from PIL import Image
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval import maps
-from dino_vit.eval.attention import FileNames, prepare, resized, spread
+from dino_vit.eval.attention import FileNames, pad, resized, spread
+from dino_vit.features import preparation_of
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
@@ -65,7 +66,8 @@ def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
     for y in range(32):
         for x in range(56):
             padded[0, :, y, x] = (pixels[:, min(y, 30), min(x, 49)] / 255 - 0.5) / 0.5
-    torch.testing.assert_close(prepare(pixels, model), padded)
+    normalised = preparation_of(model).normaliser(torch.device("cpu"))(pixels[None])
+    torch.testing.assert_close(pad(normalised, (8, 8)), padded)
     expected = maps.cls_attention(model, padded, 0)[0]
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "a.attention.npy")), expected)
 

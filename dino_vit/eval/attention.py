@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -33,15 +33,16 @@ from dino_vit.eval.pictures import (
     write_png,
     write_sheet,
 )
+from dino_vit.features import preparation_of
 from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.storage import write_bytes
 from dino_vit.vit import VisionTransformer
 from dino_vit.weights import load_backbone
-from dino_vit.weights.layouts import IMAGENET
 
 log = logging.getLogger("dino_vit")
 
 SHEET_ROWS = 12  # images on a contact sheet; they share their principal components
+Normalise = Callable[[Tensor], Tensor]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -90,11 +91,12 @@ def run(config: AttentionConfig) -> int:
     if video.is_video(config.source):
         return draw_video(model, config)
     heads, source = chosen_heads(config, model), open_source(config.source)
+    normalise = preparation_of(model).normaliser(best_device())
     places = range(len(source)) if config.count is None else spread(len(source), config.count)
     folder, names = Path(config.output), FileNames()
     sheets: list[Path] = []
     for start in range(0, len(places), SHEET_ROWS):
-        seen = list(see_all(model, source, places[start : start + SHEET_ROWS], config))
+        seen = list(see_all(model, normalise, source, places[start : start + SHEET_ROWS], config))
         if seen:
             sheets.append(folder / f"sheet-{len(sheets) + 1}.png")
             write_page(seen, [names.of(one.name) for one in seen], sheets[-1], model, heads, config.mass)
@@ -113,10 +115,12 @@ def run(config: AttentionConfig) -> int:
 def draw_video(model: VisionTransformer, config: AttentionConfig) -> int:
     """Write the video with the mean attention of the heads beside it."""
     heads = chosen_heads(config, model)
+    normalise = preparation_of(model).normaliser(best_device())
 
     def beside(frame: Tensor) -> Tensor:
         image = resized(frame, config.size, config.longest)
-        attention = maps.cls_attention(model, prepare(image, model), config.block)[0, heads].mean(0).cpu()
+        padded = pad(normalise(image[None]), model.patch_size)
+        attention = maps.cls_attention(model, padded, config.block)[0, heads].mean(0).cpu()
         size = image.shape[-2], image.shape[-1]
         return side_by_side([image, overlay(image, enlarge(attention, size, model.patch_size, smooth=True))])
 
@@ -151,7 +155,11 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def see_all(
-    model: VisionTransformer, source: Source, places: Iterable[int], config: AttentionConfig
+    model: VisionTransformer,
+    normalise: Normalise,
+    source: Source,
+    places: Iterable[int],
+    config: AttentionConfig,
 ) -> Iterator[Seen]:
     """Yield what the backbone makes of each image; one that cannot be read is left out with a line."""
     for place in places:
@@ -160,12 +168,12 @@ def see_all(
         except UnreadableImage as error:
             log.warning("left out: %s", error)
         else:
-            yield see(model, resized(image, config.size, config.longest), source.name(place), config)
+            image = resized(image, config.size, config.longest)
+            yield see(model, pad(normalise(image[None]), model.patch_size), image, source.name(place), config)
 
 
-def see(model: VisionTransformer, image: Tensor, name: str, config: AttentionConfig) -> Seen:
-    """Send an image (C, H, W) of any size through the backbone, padded to whole patches."""
-    padded = prepare(image, model)
+def see(model: VisionTransformer, padded: Tensor, image: Tensor, name: str, config: AttentionConfig) -> Seen:
+    """Send an image, normalised and padded to whole patches (1, C, H, W), through the backbone."""
     return Seen(
         name=name,
         picture=as_picture(image),
@@ -187,11 +195,10 @@ def resized(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
     return F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
 
 
-def prepare(image: Tensor, model: VisionTransformer) -> Tensor:
-    """Normalise an image and repeat its last row and column up to whole patches: (1, C, H, W)."""
-    patch, (height, width) = model.patch_size, image.shape[-2:]
-    normalised = _normalise(image[None], model).to(model.cls_token.device)
-    return F.pad(normalised, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
+def pad(images: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Repeat the last row and column of images (B, C, H, W) up to a whole number of patches."""
+    height, width = images.shape[-2:]
+    return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
 
 
 def write_page(
@@ -260,19 +267,3 @@ class FileNames:
             chosen = f"{stem.removeprefix('sheet-')}-{number}"
         self.taken.add(chosen.casefold())
         return chosen
-
-
-def _normalise(images: Tensor, model: VisionTransformer) -> Tensor:
-    """Scale uint8 images as the backbone's own were, as ImageNet's where that was not recorded."""
-    known = model.provenance
-    mean: Sequence[float]
-    std: Sequence[float]
-    if known is not None and known.mean is not None and known.std is not None:
-        mean, std = known.mean, known.std
-    elif model.channels == 3:
-        mean, std = IMAGENET
-        log.info("the weights do not say how images were normalised; ImageNet's mean and std are used")
-    else:
-        raise ValueError(f"the weights do not say how images of {model.channels} channels were normalised")
-    shift, scale = (rearrange(torch.tensor(values), "c -> c 1 1") for values in (mean, std))
-    return (images / 255 - shift) / scale
