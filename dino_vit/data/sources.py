@@ -1,120 +1,136 @@
-"""Where images come from: for each index the bytes or pixels, a name and, where there is one, a label."""
+"""Open a set of images wherever they are.
 
-import hashlib
+| what is given | what it is |
+|---|---|
+| `photos` | a folder of images, at any depth; one that holds nothing but tar shards, or Parquet, or zips |
+| `list.txt`, `list.csv`, `list.tsv` | paths, a line each, and perhaps labels |
+| `shards/{000..010}.tar`, `shards/*.tar` | tar shards, in WebDataset's layout if there are labels |
+| `photos.zip` | zip archives |
+| `train.parquet`, `data/train-*.parquet` | Parquet with a column of images |
+| `hf:OWNER/NAME`, `hf:OWNER/NAME:SPLIT` | a dataset of the Hugging Face hub |
+| `images.npy`, `images.npz`, `images.npz:KEY` | an array (N, H, W), (N, H, W, C) or (N, C, H, W) |
+| `synthetic`, `synthetic:LENGTH:SIZE` | textures made on the fly |
+
+All but arrays may be URLs of anything that fsspec knows.
+"""
+
+from __future__ import annotations
+
 import os
-from collections import Counter
-from collections.abc import Iterator
-from functools import cached_property
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
+from dino_vit.data.arrays import ArraySource
+from dino_vit.data.files import exists, expand, is_folder, is_pattern, plain
+from dino_vit.data.folder import CONTAINERS, FolderSource, ListSource, NoImages
 from dino_vit.data.labels import join_labels
 from dino_vit.data.source import IMAGE_SUFFIXES, Source
 from dino_vit.data.synthetic import SyntheticSource
 
-SUFFIXES = IMAGE_SUFFIXES
-
 __all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
 
-
-class FolderSource:
-    """All images below a folder, sorted by path; its first-level folders are the labels, if anybody asks."""
-
-    def __init__(self, root: str | Path) -> None:
-        self.root = os.fspath(root)
-        if not os.path.isdir(self.root):
-            raise ValueError(f"{self.root} is not a folder. Give a folder with images in it, at any depth.")
-        others: Counter[str] = Counter()
-        names = sorted(_image_names(self.root, others))
-        if not names:
-            found = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in others.most_common(5))
-            raise ValueError(
-                f"{self.root} holds no images: in it and below it are {found or 'no files at all'}. "
-                f"Files ending in {', '.join(SUFFIXES)} are read; give the folder that holds them."
-            )
-        # One buffer for a million names: loader processes share it, and touching it copies nothing.
-        self._names = np.frombuffer(b"".join(names), dtype=np.uint8)
-        self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def read(self, index: int) -> bytes:
-        return Path(self.root, self.name(index)).read_bytes()
-
-    def name(self, index: int) -> str:
-        """Return the path below the root."""
-        return os.fsdecode(self._raw_name(index))
-
-    def label(self, index: int) -> int | None:
-        label = int(self._labels[range(len(self))[index]])
-        return None if label < 0 else label
-
-    @cached_property
-    def classes(self) -> list[str]:
-        """Return the first-level folders with images below them, in the order of their labels."""
-        tops = {self._raw_name(index).partition(b"/") for index in range(len(self))}
-        return [os.fsdecode(top) for top in sorted({top for top, slash, _ in tops if slash})]
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(self._names.tobytes() + self._ends.tobytes()).hexdigest()
-        return f"folder-{len(self)}-{digest[:16]}"
-
-    @cached_property
-    def _labels(self) -> NDArray[np.int64]:
-        number = {os.fsencode(name): label for label, name in enumerate(self.classes)}
-        parts = (self._raw_name(index).partition(b"/") for index in range(len(self)))
-        return np.array([number[top] if slash else -1 for top, slash, _ in parts], dtype=np.int64)
-
-    def _raw_name(self, index: int) -> bytes:
-        index = range(len(self))[index]
-        start = self._ends[index - 1] if index else 0
-        return self._names[start : self._ends[index]].tobytes()
-
-
-def _image_names(root: str, others: Counter[str]) -> Iterator[bytes]:
-    """Yield the images' paths below root and count other files by suffix, passing over hidden ones."""
-    seen: set[tuple[int, int]] = set()
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        status = os.stat(os.path.join(root, folder))
-        if (status.st_dev, status.st_ino) in seen:  # a link back to a folder above
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        with os.scandir(os.path.join(root, folder)) as entries:
-            for entry in entries:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                suffix = os.path.splitext(entry.name)[1].lower()
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(path)
-                elif suffix in SUFFIXES:
-                    yield os.fsencode(path)
-                else:
-                    others[suffix] += 1
+ALLOWED = (
+    "give a folder of images, a list (.txt, .csv, .tsv), tar shards (such as 'shards/{000..010}.tar' or "
+    "'shards/*.tar'), a .zip, .parquet, .npy or .npz file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
+)
+LISTS = (".txt", ".csv", ".tsv")
+_SPLIT = re.compile(r"(?<![a-z])(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
 
 
 def open_source(spec: str, labels: str | Path | None = None) -> Source:
-    """Open a folder, or `synthetic[:LENGTH[:SIZE]]`; labels of its images may stand in a file."""
+    """Open a set of images, see above; labels of its images may stand in a file, by name."""
     source = _open(spec)
     return source if labels is None else join_labels(source, labels)
 
 
 def _open(spec: str) -> Source:
-    kind, *arguments = spec.split(":")
+    kind, _, rest = spec.partition(":")
     if kind == "synthetic" and not os.path.exists(spec):
-        if len(arguments) > 2 or not all(argument.isdecimal() for argument in arguments):
-            raise ValueError(
-                f"{spec!r} is not understood: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
-                f"for example synthetic:20000:32."
-            )
-        numbers = dict(zip(("length", "size"), map(int, arguments), strict=False))
-        return SyntheticSource(**numbers)
-    if not os.path.isdir(spec):
-        raise ValueError(f"{spec!r} is no source: give a folder that exists, or synthetic[:LENGTH[:SIZE]].")
-    return FolderSource(spec)
+        return _open_synthetic(spec, rest)
+    if kind == "hf" and not os.path.exists(spec):
+        from dino_vit.data.hub import HubSource
+
+        return HubSource(rest)
+    spec = plain(spec)
+    if exists(spec):
+        return _open_folder(spec) if is_folder(spec) else _open_files(spec, [spec])
+    if is_pattern(spec):
+        files = expand(spec)
+        if not files:
+            raise ValueError(f"{spec!r} matches no file.")
+        return _open_files(spec, files)
+    path, _, key = spec.rpartition(":")
+    if path.lower().endswith(".npz") and os.path.exists(path):
+        return ArraySource(path, key)
+    raise ValueError(f"{spec!r} is no source that exists: {ALLOWED}.")
+
+
+def _open_synthetic(spec: str, rest: str) -> SyntheticSource:
+    arguments = rest.split(":") if rest else []
+    if len(arguments) > 2 or not all(argument.isdecimal() for argument in arguments):
+        raise ValueError(
+            f"{spec!r} is not understood: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
+            f"for example synthetic:20000:32."
+        )
+    return SyntheticSource(**dict(zip(("length", "size"), map(int, arguments), strict=False)))
+
+
+def _open_folder(root: str) -> Source:
+    """Open a folder of images or, where it has none, the archives in it, unless it is unclear which."""
+    try:
+        return FolderSource(root)
+    except NoImages as error:
+        if not error.containers:
+            raise
+        names = error.containers
+    kinds = sorted({os.path.splitext(name)[1].lower() for name in names})
+    splits = {found[1].lower() for name in names if (found := _SPLIT.search(name))}
+    if len(kinds) > 1 or len(splits) > 1:
+        what = "several kinds of archives" if len(kinds) > 1 else f"splits ({', '.join(sorted(splits))})"
+        raise ValueError(
+            f"{root} holds {what}, such as {names[0]} and {names[-1]}. Write which are meant, for example "
+            f"'{_pattern(root, names[0])}', or '{os.path.join(root, '**/*' + kinds[0])}' for all of a kind."
+        )
+    return _open_files(root, [os.path.join(root, name) for name in names])
+
+
+def _pattern(root: str, name: str) -> str:
+    """Return a pattern for the files of the same split as one."""
+    split = _SPLIT.search(name)
+    stem, suffix = os.path.splitext(name)
+    return os.path.join(root, f"{name[: split.end()] if split else stem}*{suffix}")
+
+
+def _open_files(spec: str, files: Sequence[str]) -> Source:
+    """Open files by their suffix, which must be the same."""
+    suffixes = {os.path.splitext(path)[1].lower() for path in files}
+    if len(suffixes) > 1:
+        raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
+    (suffix,) = suffixes
+    if suffix in CONTAINERS:
+        return _openers()[suffix](spec, files)
+    if len(files) > 1:
+        raise ValueError(
+            f"{spec!r} matches {len(files)} {suffix} files; patterns are for {', '.join(CONTAINERS)}. "
+            f"Give their folder, or a list of them in a .txt file."
+        )
+    if suffix in LISTS:
+        return ListSource(files[0])
+    if suffix in (".npy", ".npz"):
+        return ArraySource(files[0])
+    if suffix in IMAGE_SUFFIXES:
+        raise ValueError(f"{spec!r} is one image: give its folder, or a list that names it.")
+    if suffix in (".gz", ".tgz", ".bz2", ".xz", ".zst"):
+        raise ValueError(
+            f"{spec!r} is compressed, so that nothing in it can be found without reading all before it. "
+            f"Decompress it: images hardly shrink."
+        )
+    raise ValueError(f"{spec!r} is of no kind that is read: {ALLOWED}.")
+
+
+def _openers() -> Mapping[str, Callable[[str, Sequence[str]], Source]]:
+    from dino_vit.data.archives import TarSource, ZipSource
+    from dino_vit.data.tables import ParquetSource  # pyarrow takes a moment to import
+
+    return {".tar": TarSource, ".zip": ZipSource, ".parquet": ParquetSource}

@@ -1,0 +1,230 @@
+"""Bytes from wherever they lie: local paths by the system's own calls, URLs through fsspec."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+OPEN_FILES = 128  # of a reader in each process, well below the system's usual limit of 1024
+THREADS = 16  # they wait for disks and networks more than they compute
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def plain(path: str) -> str:
+    """Return a local path without `file://` and `~`; other URLs as they are."""
+    if path.startswith("file://"):
+        return path.removeprefix("file://")
+    return path if is_url(path) else os.path.expanduser(path)
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's filesystem and the path in it; each process has filesystems of its own."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{url} cannot be reached: {error}") from error
+
+
+def exists(path: str) -> bool:
+    if not is_url(path):
+        return os.path.exists(path)
+    system, inner = filesystem(path)
+    return bool(system.exists(inner))
+
+
+def is_folder(path: str) -> bool:
+    if not is_url(path):
+        return os.path.isdir(path)
+    system, inner = filesystem(path)
+    return bool(system.isdir(inner))
+
+
+def read_file(path: str) -> bytes:
+    """Return all of a file."""
+    if not is_url(path):
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
+    return _remotely(path, lambda system, inner: system.cat_file(inner))
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file to read here and there."""
+    if not is_url(path):
+        return open(path, "rb")
+    return _remotely(path, lambda system, inner: system.open(inner, "rb", block_size=8 * 2**20))
+
+
+def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
+    system, inner = filesystem(url)
+    try:
+        return work(system, inner)
+    except OSError:
+        raise
+    except (
+        Exception
+    ) as error:  # each filesystem has errors of its own; to us, all mean that bytes are missing
+        raise OSError(f"{url}: {error}") from error
+
+
+def in_threads(work: Callable[[T], R], items: Sequence[T], advance: Callable[[int], None]) -> list[R]:
+    """Map items in threads, in order, telling of each that is done; the first error ends it."""
+    if len(items) == 1:
+        results = [work(items[0])]
+        advance(1)
+        return results
+    results = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                results.append(future.result())
+                advance(1)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return results
+
+
+def stamp(path: str) -> tuple[int, int, int]:
+    """Return a file's size, a number that changes when it is written, and when that was, if known (ns)."""
+    if not is_url(path):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns, status.st_mtime_ns
+    size, version = _remotely(path, lambda system, inner: (system.size(inner), system.ukey(inner)))
+    return size or 0, zlib.crc32(str(version).encode()), 0
+
+
+def stamps(paths: Sequence[str]) -> NDArray[np.int64]:
+    """Return the stamp of each path, of one that is not there −1."""
+    chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
+    rows = in_threads(lambda chunk: [_stamp_or_none(path) for path in chunk], chunks, lambda _: None)
+    return np.array(list(itertools.chain(*rows)), dtype=np.int64).reshape(-1, 3)
+
+
+def _stamp_or_none(path: str) -> tuple[int, int, int]:
+    try:
+        return stamp(path)
+    except OSError:
+        return -1, -1, 0
+
+
+def is_pattern(path: str) -> bool:
+    return bool(_BRACES.search(path) or glob.has_magic(path))
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the paths that `{000..010}`, `{a,b}`, `*`, `?` and `[...]` stand for, sorted, each once."""
+    found: set[str] = set()
+    missing: list[str] = []
+    for path in _expand_braces(pattern):
+        if glob.has_magic(path):
+            found.update(_glob(path))
+        elif exists(path):
+            found.add(path)
+        else:
+            missing.append(path)
+    if missing:
+        raise ValueError(f"{pattern}: {len(missing)} of the files do not exist, the first is {missing[0]}.")
+    return sorted(found, key=os.fsencode)
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    found = _BRACES.search(pattern)
+    if not found:
+        return [pattern]
+    numbers = _RANGE.fullmatch(found[1])
+    if numbers:
+        first, last = numbers.groups()
+        words = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    else:
+        words = found[1].split(",")
+    start, end = pattern[: found.start()], pattern[found.end() :]
+    return [path for word in words for path in _expand_braces(f"{start}{word}{end}")]
+
+
+def _glob(path: str) -> list[str]:
+    if not is_url(path):
+        return glob.glob(path, recursive=True)
+    return _remotely(path, lambda system, inner: [system.unstrip_protocol(p) for p in system.glob(inner)])
+
+
+class Ranges:
+    """Read pieces of files at any place, from several threads and processes at once."""
+
+    def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64]) -> None:
+        self.paths, self.stamps = paths, stamps
+        self._forget()
+
+    def read(self, file: int, start: int, size: int) -> bytes:
+        """Return bytes of the file with that number."""
+        path = self.paths[file]
+        if is_url(path):
+            data = _remotely(path, lambda system, inner: system.cat_file(inner, start, start + size))
+        else:
+            data = self._open(file, path).read(start, size)
+        if len(data) != size:
+            raise OSError(f"{path} ends in the middle of it")
+        return data
+
+    def _open(self, file: int, path: str) -> _Descriptor:
+        with self._lock:
+            if file not in self._opened:
+                self._opened[file] = _Descriptor(path, int(self.stamps[file][0]), int(self.stamps[file][1]))
+            self._opened.move_to_end(file)
+            if len(self._opened) > OPEN_FILES:
+                self._opened.popitem(last=False)
+            return self._opened[file]
+
+    def _forget(self) -> None:
+        self._opened: OrderedDict[int, _Descriptor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "stamps": self.stamps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+
+class _Descriptor:
+    """An open file, closed when nobody reads it any more; without a position, so that processes share it."""
+
+    def __init__(self, path: str, size: int, version: int) -> None:
+        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        status = os.fstat(self.number)
+        if (status.st_size, status.st_mtime_ns) != (size, version):
+            raise OSError(f"{path} was changed after it was indexed; start again to have it indexed anew")
+
+    def read(self, start: int, size: int) -> bytes:
+        data = os.pread(self.number, size, start)
+        while 0 < len(data) < size:  # Linux returns 2 GiB at most
+            more = os.pread(self.number, size - len(data), start + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
