@@ -53,6 +53,18 @@ def test_folder_labels_are_the_first_level_folders(folder):
     assert source.classes == ["a", "a-b", "b"]
 
 
+def test_one_image_and_images_that_match_a_pattern(folder):
+    one = open_source(str(folder / "b" / "2.png"))
+    assert (len(one), one.name(0), one.label(0)) == (1, "2.png", None)
+    assert torch.equal(read_image(one, 0), picture(0))
+    matching = open_source(str(folder / "*" / "*.[pj]*g"))
+    assert [matching.name(index) for index in range(3)] == ["a-b/é.png", "a/x.jpg", "b/2.png"]
+    assert [matching.classes[matching.label(index)] for index in range(3)] == ["a-b", "a", "b"]
+    assert torch.equal(read_image(matching, 2), picture(0))
+    (folder / "b" / "2.png").write_bytes(file(picture(9)))
+    assert torch.equal(read_image(open_source(str(folder / "*" / "*.[pj]*g")), 2), picture(9))
+
+
 def test_folder_fingerprint_follows_the_names(folder):
     before = FolderSource(folder).fingerprint
     assert FolderSource(folder).fingerprint == before

@@ -115,6 +115,31 @@ class ListSource(IndexedSource):
         return sizes
 
 
+class FilesSource(IndexedSource):
+    """Image files that are given one by one, named by their paths below the folder that they share."""
+
+    def __init__(self, spec: str, files: Sequence[str]) -> None:
+        folders = [os.path.dirname(path) for path in files]
+        self.root = "" if any(map(is_url, files)) else os.path.commonpath(folders)
+        super().__init__(open_index("files", spec, lambda _: self._draft(files), files))
+
+    def read(self, index: int) -> bytes:
+        return read_file(join_path(self.root, self.name(index)))
+
+    def _draft(self, files: Sequence[str]) -> Draft:
+        before = stamps(files)
+        names = [os.fsencode(os.path.relpath(path, self.root) if self.root else path) for path in files]
+        order = by_name(names)
+        names = [names[place] for place in order]
+        return draft_items(
+            names=names,
+            sizes=before[order, 0],
+            labels=folder_labels(names),
+            watched=files,
+            stamps=before,
+        )
+
+
 @dataclass
 class Found:
     """What a listing came upon."""

@@ -3,6 +3,7 @@
 | what is given | what it is |
 |---|---|
 | `photos` | a folder of images, at any depth; one that holds nothing but tar shards, or Parquet, or zips |
+| `photo.jpg`, `photos/*.jpg` | one image, or those that match |
 | `list.txt`, `list.csv`, `list.tsv` | paths, a line each, and perhaps labels |
 | `shards/{000..010}.tar`, `shards/*.tar` | tar shards, in WebDataset's layout if there are labels |
 | `photos.zip` | zip archives |
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from dino_vit.data.arrays import ArraySource
 from dino_vit.data.files import exists, expand, is_folder, is_pattern, plain
-from dino_vit.data.folder import CONTAINERS, FolderSource, ListSource, NoImages
+from dino_vit.data.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
 from dino_vit.data.labels import join_labels
 from dino_vit.data.source import IMAGE_SUFFIXES, Source
 from dino_vit.data.synthetic import SyntheticSource
@@ -31,7 +32,7 @@ from dino_vit.data.synthetic import SyntheticSource
 __all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
 
 ALLOWED = (
-    "give a folder of images, a list (.txt, .csv, .tsv), tar shards (such as 'shards/{000..010}.tar' or "
+    "give a folder of images, an image or a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), tar shards (such as 'shards/{000..010}.tar' or "
     "'shards/*.tar'), a .zip, .parquet, .npy or .npz file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 LISTS = (".txt", ".csv", ".tsv")
@@ -105,6 +106,8 @@ def _pattern(root: str, name: str) -> str:
 def _open_files(spec: str, files: Sequence[str]) -> Source:
     """Open files by their suffix, which must be the same."""
     suffixes = {os.path.splitext(path)[1].lower() for path in files}
+    if suffixes.issubset(IMAGE_SUFFIXES) and (len(files) > 1 or suffixes != {".npy"}):
+        return FilesSource(spec, files)
     if len(suffixes) > 1:
         raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
@@ -112,15 +115,13 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
         return _openers()[suffix](spec, files)
     if len(files) > 1:
         raise ValueError(
-            f"{spec!r} matches {len(files)} {suffix} files; patterns are for {', '.join(CONTAINERS)}. "
-            f"Give their folder, or a list of them in a .txt file."
+            f"{spec!r} matches {len(files)} {suffix} files; patterns are for images and "
+            f"{', '.join(CONTAINERS)}. Give one of them."
         )
     if suffix in LISTS:
         return ListSource(files[0])
     if suffix in (".npy", ".npz"):
         return ArraySource(files[0])
-    if suffix in IMAGE_SUFFIXES:
-        raise ValueError(f"{spec!r} is one image: give its folder, or a list that names it.")
     if suffix in (".gz", ".tgz", ".bz2", ".xz", ".zst"):
         raise ValueError(
             f"{spec!r} is compressed, so that nothing in it can be found without reading all before it. "
