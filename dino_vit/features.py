@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_vit.data.decode import UnreadableImage, read_image
+from dino_vit.data.pixels import RGB, Pixels, unit_scale
 from dino_vit.data.sources import Source
 from dino_vit.views import Size
 from dino_vit.vit import VisionTransformer
@@ -36,25 +37,23 @@ class Preparation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fit: Fit = "crop"  # resize and cut off the border, or squeeze the whole image
+    pixels: Pixels = RGB
 
-    @property
-    def channels(self) -> int:
-        return len(self.mean)
+    def empty(self, images: int, *, pin: bool = False) -> Tensor:
+        """Return a place for images as `read` returns them."""
+        dtype = torch.uint8 if self.pixels.bits == 8 else torch.float32
+        return torch.empty(images, self.pixels.channels, *self.size, dtype=dtype, pin_memory=pin)
 
     def read(self, source: Source, index: int) -> Tensor:
-        """Return an image of a source as uint8 (C, *size)."""
-        image = read_image(source, index)
-        if len(image) != self.channels:
-            raise ValueError(
-                f"{source.name(index)} has {len(image)} channels, but the backbone takes {self.channels}"
-            )
+        """Return an image of a source, (C, *size) in uint8, or from 0 to 1 if it is deeper."""
+        image = read_image(source, index, self.pixels)
         return fit(image, self.size) if self.fit == "crop" else squeeze(image, self.size)
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that makes what the backbone takes of what `read` returned, on a device."""
         mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
         shift, scale = rearrange(mean, "c -> c 1 1"), rearrange(std, "c -> c 1 1")
-        return lambda images: (images.to(device, non_blocking=True) / 255 - shift) / scale
+        return lambda images: (unit_scale(images.to(device, non_blocking=True)) - shift) / scale
 
 
 def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: Fit = "crop") -> Preparation:
@@ -69,7 +68,13 @@ def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: F
         log.info("the weights do not say how images were normalised; ImageNet's mean and std are used")
         mean, std = IMAGENET
     model.grid_of(*(size or model.image_size))  # or the size is refused
-    return Preparation(size=size or model.image_size, mean=tuple(mean), std=tuple(std), fit=fit)
+    return Preparation(
+        size=size or model.image_size,
+        mean=tuple(mean),
+        std=tuple(std),
+        fit=fit,
+        pixels=Pixels(channels=model.channels),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +236,8 @@ def squeeze(image: Tensor, size: Size) -> Tensor:
     """Resize (bicubic, antialias) a whole image (C, H, W) to (C, *size), whatever its aspect."""
     if image.shape[1:] == size:
         return image
-    return F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+    resized = F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+    return resized.clamp_(0, 1) if resized.is_floating_point() else resized  # bicubic overshoots
 
 
 def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
@@ -240,7 +246,7 @@ def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int
 
 
 class _Batch(NamedTuple):
-    images: Tensor  # uint8 (readable, C, h, w), on the host
+    images: Tensor  # (readable, C, h, w), on the host
     indices: list[int]  # of the readable ones
     unreadable: tuple[UnreadableImage, ...]
 
@@ -259,8 +265,7 @@ def _read_batches(
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
         try:
             for indices in batches:
-                shape = (len(indices), preparation.channels, *preparation.size)
-                images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+                images = preparation.empty(len(indices), pin=pin)
                 reading = [
                     pool.submit(_read_into, place, preparation, source, index)
                     for place, index in zip(images, indices, strict=True)

@@ -10,6 +10,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
+from dino_vit.data.pixels import Pixels
 from dino_vit.data.sources import FolderSource
 from dino_vit.data.synthetic import SyntheticSource
 from dino_vit.features import (
@@ -132,11 +133,22 @@ def test_a_whole_image_is_squeezed():
     assert torch.equal(replace(PREPARATION, fit="whole").read(source, 0), expected)
 
 
-def test_images_of_other_channels_are_refused():
-    source = SyntheticSource(length=1)
-    source.read = lambda index: picture(32, 32)[:2]
-    with pytest.raises(ValueError, match=r"has 2 channels, but the backbone takes 3"):
-        extract_features(backbone(), source, [0], **SETTINGS)
+def test_deep_images_keep_their_depth():
+    deep = replace(PREPARATION, pixels=Pixels(bits=16), mean=(0.0,) * 3, std=(1.0,) * 3)
+    ramp = torch.linspace(0, 65535, 3 * 40 * 40).reshape(3, 40, 40).to(torch.int32).to(torch.uint16)
+    source = SyntheticSource(length=2)
+    source.read = lambda index: ramp
+    image = deep.read(source, 0)
+    expected = tv.resize(
+        ramp.float() / 65535, [37], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+    )
+    torch.testing.assert_close(image, tv.center_crop(expected, [32, 32]), rtol=0, atol=1e-6)
+    assert len(image.unique()) > 1000
+    assert 0 <= image.min() <= image.max() <= 1
+    model = backbone()
+    features = extract_features(model, source, [0, 1], **{**SETTINGS, "preparation": deep})
+    with evaluating(model):
+        torch.testing.assert_close(features.values[1:], model(image[None]), rtol=1e-4, atol=1e-5)
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():

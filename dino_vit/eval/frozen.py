@@ -28,6 +28,7 @@ class Frozen(Settings):
     """Evaluate a frozen backbone on the features of images, which are computed once and kept."""
 
     source: str = Field(description="the images: a folder, or `synthetic`")
+    labels: str | None = knob(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
     network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
     size: Count | tuple[Count, Count] | None = knob(
