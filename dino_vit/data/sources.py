@@ -32,8 +32,9 @@ from dino_vit.data.synthetic import SyntheticSource
 __all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
 
 ALLOWED = (
-    "give a folder of images, an image or a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), tar shards (such as 'shards/{000..010}.tar' or "
-    "'shards/*.tar'), a .zip, .parquet, .npy or .npz file, hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
+    "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), tar "
+    "shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet, .npy or .npz file, "
+    "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 LISTS = (".txt", ".csv", ".tsv")
 _SPLIT = re.compile(r"(?<![a-z])(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
