@@ -83,6 +83,13 @@ JOBS = {
         "folder stands.\n\n  dino-vit pretrain data.source=photos\n  accelerate launch launch/pretrain.py "
         "--config configs/pretrain/vits16.yaml data.source=photos",
     ),
+    "pack": Job(
+        "dino_vit.data.packing",
+        "dino_vit.data.packing:PackConfig",
+        "run",
+        "write a source as tar shards",
+        "Write any source of images as tar shards with digests: few large files where there were many small.",
+    ),
     "attention": Job(
         "dino_vit.eval.attention",
         "dino_vit.eval.attention:AttentionConfig",
