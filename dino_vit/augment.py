@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_vit.data.pixels import unit_scale
 from dino_vit.views import Column
 
 Operation = Callable[[Tensor, Tensor], Tensor]
@@ -27,7 +28,9 @@ _NEGLIGIBLE = 1e-3
 
 
 class Augment(nn.Module):
-    """Turn uint8 views (n, c, h, w) and their photometric rows (n, `Column`) into normalised float32 views.
+    """Turn views (n, c, h, w) and their photometric rows (n, `Column`) into normalised float32 views.
+
+    Views are uint8, or float32 from 0 to 1 if they are deeper than 8 bits; any number of channels.
 
     Rows on the host, as the loader leaves them, are read there: an operation computes only the images it is
     meant for, and an accelerator is never waited for. With rows on the device, and in a compiled module, each
@@ -49,18 +52,19 @@ class Augment(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor, rows: Tensor) -> Tensor:
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != len(self.mean):
+        deep_or_not = images.dtype in (torch.uint8, torch.float32)
+        if not deep_or_not or images.ndim != 4 or images.shape[1] != len(self.mean):
             raise ValueError(
-                f"Augment takes uint8 images (n, {len(self.mean)}, h, w), a channel per entry of its mean; "
-                f"got {images.dtype} {tuple(images.shape)}."
+                f"Augment takes uint8 or float32 images (n, {len(self.mean)}, h, w), a channel per entry of "
+                f"its mean; got {images.dtype} {tuple(images.shape)}."
             )
         if torch.compiler.is_compiling() or not rows.is_cpu:
-            x = _by_masks(images / 255, self._steps(rows))
+            x = _by_masks(unit_scale(images), self._steps(rows))
         elif images.is_cpu:
             return self._in_cache(images, rows)
         else:
             steps = self._steps(rows)
-            x = _by_rows_(images / 255, steps, _flags(steps))
+            x = _by_rows_(unit_scale(images), steps, _flags(steps))
         return x.sub_(self.mean).div_(self.std)
 
     def _in_cache(self, images: Tensor, rows: Tensor) -> Tensor:
@@ -71,7 +75,7 @@ class Augment(nn.Module):
         out = torch.empty(images.shape)
         size = max(1, _CPU_CHUNK // (4 * images[0].numel()))
         for start in range(0, len(images), size):
-            x = images.index_select(0, index[start : start + size]) / 255
+            x = unit_scale(images.index_select(0, index[start : start + size]))
             x = _by_rows_(x, steps, flags, start).sub_(self.mean)
             for image, place in zip(x, places[start : start + size], strict=True):
                 torch.div(image, self.std, out=out[place])

@@ -43,9 +43,21 @@ class Data(Settings):
     source: str = knob("synthetic", "folder of images, or `synthetic`")
     batch_size: Count = knob(64, "images per process and forward pass", may_change=True)
     workers: CountOrZero | None = knob(None, "loader processes; null: by the cores", may_change=True)
-    channels: Count = knob(3, "channels of an image")
-    mean: tuple[float, ...] = knob((0.485, 0.456, 0.406), "per channel, of pixels from 0 to 1")
-    std: tuple[Positive, ...] = knob((0.229, 0.224, 0.225), "per channel, of pixels from 0 to 1")
+    channels: Count = knob(3, "of an image; grey is repeated to make 3, transparency counts in 2 and 4")
+    bits: Literal[8, 16] | None = knob(None, "8: bytes; 16: all that is deeper, as floats; null: as needed")
+    range: tuple[float, float] | None = knob(
+        None, "values that become 0 and 1; null: 0 and the largest of the type, 1 for floats"
+    )
+    mean: tuple[float, ...] | None = knob(
+        (0.485, 0.456, 0.406), "per channel, of pixels from 0 to 1; null: measured"
+    )
+    std: tuple[Positive, ...] | None = knob(
+        (0.229, 0.224, 0.225), "per channel, of pixels from 0 to 1; null: measured"
+    )
+    max_pixels: Count = knob(200_000_000, "a larger image is not decoded", may_change=True)
+    max_unreadable: Probability = knob(
+        0.1, "share of unreadable images beyond which a run ends", may_change=True
+    )
 
 
 class Model(Settings):
@@ -198,6 +210,8 @@ ALSO_KNOWN_AS = {
     "data.batch_size": "batch_size_per_gpu",
     "data.workers": "num_workers",
     "data.channels": "in_chans in_channels",
+    "data.bits": "bit_depth depth dtype",
+    "data.range": "value_range min_max scale",
     "model.arch": "model backbone",
     "model.width": "embed_dim dim hidden_size",
     "model.depth": "num_layers layers",

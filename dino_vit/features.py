@@ -41,8 +41,8 @@ class Preparation:
 
     def empty(self, images: int, *, pin: bool = False) -> Tensor:
         """Return a place for images as `read` returns them."""
-        dtype = torch.uint8 if self.pixels.bits == 8 else torch.float32
-        return torch.empty(images, self.pixels.channels, *self.size, dtype=dtype, pin_memory=pin)
+        shape = images, self.pixels.channels, *self.size
+        return torch.empty(shape, dtype=self.pixels.dtype, pin_memory=pin)
 
     def read(self, source: Source, index: int) -> Tensor:
         """Return an image of a source, (C, *size) in uint8, or from 0 to 1 if it is deeper."""
@@ -68,12 +68,13 @@ def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: F
         log.info("the weights do not say how images were normalised; ImageNet's mean and std are used")
         mean, std = IMAGENET
     model.grid_of(*(size or model.image_size))  # or the size is refused
+    bits, range_ = (known.bits, known.range) if known is not None else (8, None)
     return Preparation(
         size=size or model.image_size,
         mean=tuple(mean),
         std=tuple(std),
         fit=fit,
-        pixels=Pixels(channels=model.channels),
+        pixels=Pixels(channels=model.channels, bits=bits, range=range_),
     )
 
 

@@ -6,8 +6,10 @@ from accelerate import Accelerator
 
 from dino_vit.config import PretrainConfig
 from dino_vit.data.loader import Loader
+from dino_vit.data.pixels import Pixels
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import Source
+from dino_vit.features import Preparation
 from dino_vit.processes import cores_of_a_process
 from dino_vit.rules import Plan
 from dino_vit.views import Photometry, View
@@ -26,6 +28,8 @@ def build_loader(config: PretrainConfig, plan: Plan, source: Source, accelerator
         source=source,
         views=build_views(config),
         sampler=sampler,
+        pixels=build_pixels(config),
+        in_step=True,
         workers=_choose_workers(config.data.workers, accelerator),
         pin=accelerator.device.type == "cuda",
     )
@@ -36,6 +40,26 @@ def _choose_workers(wanted: int | None, accelerator: Accelerator) -> int:
     if wanted is not None:
         return wanted
     return min(cores_of_a_process(accelerator.num_processes) - 1, 16)
+
+
+def build_pixels(config: PretrainConfig) -> Pixels:
+    """Return what images are converted to; as long as `data.bits` is open, 8 bits."""
+    data = config.data
+    return Pixels(channels=data.channels, bits=data.bits or 8, range=data.range, max_pixels=data.max_pixels)
+
+
+def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std, which opening a run has measured if they were open."""
+    mean, std = config.data.mean, config.data.std
+    assert mean is not None, "it is measured when a run is opened"
+    assert std is not None
+    return mean, std
+
+
+def build_preparation(config: PretrainConfig) -> Preparation:
+    """Return how images are brought to the networks for an evaluation: as they were to learn from."""
+    mean, std = normalisation(config)
+    return Preparation(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:

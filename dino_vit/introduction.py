@@ -23,6 +23,7 @@ def introduction(opened: Opened) -> Iterator[str]:
         f"{len(session.source):,} images of {config.data.source}: {plan.steps_per_epoch:,} steps an epoch, "
         f"{plan.total_steps:,} steps ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
+    yield from opened.images
     width, depth, heads = config.model.shape
     backbone, head = (
         sum(parameter.numel() for parameter in part.parameters()) / 1e6

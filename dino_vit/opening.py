@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +13,11 @@ from accelerate import Accelerator
 from dino_vit.augment import Augment
 from dino_vit.checkpoint import Checkpoint, Checkpoints
 from dino_vit.config import PretrainConfig
-from dino_vit.data.decode import UnreadableImage, read_image
+from dino_vit.data.look import LOOKED_AT, MEASURED, Look, look, measure, sample
 from dino_vit.data.sources import Source, open_source
 from dino_vit.dino import Network, build_networks
 from dino_vit.distributed import all_gather
-from dino_vit.feeding import build_loader
+from dino_vit.feeding import build_loader, build_pixels, normalisation
 from dino_vit.loss import Center
 from dino_vit.optim import build_optimizer, parameter_groups
 from dino_vit.processes import choose_precision
@@ -33,14 +32,13 @@ from dino_vit.weights import load_backbone
 
 log = logging.getLogger("dino_vit")
 
-LOOKED_AT = 16  # images whose size stands for that of all
-
 
 class Opened(NamedTuple):
-    """A session ready to run, what was chosen for it, and the checkpoint that it goes on from."""
+    """A session ready to run, what was chosen for it and seen of its images, and where it goes on from."""
 
     session: Session
     choices: list[Choice]
+    images: list[str]
     resumed: Checkpoint | None
 
 
@@ -53,7 +51,9 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     trained = None if found or not config.init else _load_trained(config)
     architecture = found.about["architecture"] if found else trained.architecture if trained else None
     batch = found.about["global_batch"] if found else _global_batch(config, accelerator)
-    config, choices = _resolve(config, source, batch, architecture if config.init else None)
+    config, choices, images = _resolve(
+        config, source, batch, architecture if config.init else None, found, accelerator.device
+    )
     if found:
         config = _as_before(config, found, source, accelerator)
     plan = check_run(config, len(source), accelerator.num_processes)
@@ -65,7 +65,7 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
             network.backbone.load_state_dict(trained.state_dict())
     if found:
         session.restore(found)
-    return Opened(session, choices, found)
+    return Opened(session, choices, images, found)
 
 
 def _global_batch(config: PretrainConfig, accelerator: Accelerator) -> int:
@@ -101,11 +101,16 @@ def _load_trained(config: PretrainConfig) -> VisionTransformer:
 
 
 def _resolve(
-    config: PretrainConfig, source: Source, global_batch: int, trained: Mapping[str, Any] | None
-) -> tuple[PretrainConfig, list[Choice]]:
-    """Fill in what the images, the recipe and trained weights decide."""
-    shapes = [image.shape for image in _some_images(source)]
-    channels = shapes[0][0]
+    config: PretrainConfig,
+    source: Source,
+    global_batch: int,
+    trained: Mapping[str, Any] | None,
+    found: Checkpoint | None,
+    device: torch.device,
+) -> tuple[PretrainConfig, list[Choice], list[str]]:
+    """Fill in what the images, the recipe and trained weights decide; return also what the images are."""
+    indices = sample(source, config.seed, LOOKED_AT)
+    seen = look(source, indices, max_pixels=config.data.max_pixels)
     choices: list[Choice] = []
     if trained is not None:
         config, choices = _take_architecture(config, trained)
@@ -113,34 +118,63 @@ def _resolve(
     config, for_data = resolve_auto(
         config,
         given_keys(config),
-        image_size=int(median(min(height, width) for _, height, width in shapes)),
+        image_size=seen.image_size,
         images=len(source),
-        channels=channels,
+        channels=seen.channels,
         global_batch=global_batch,
     )
-    if config.data.channels != channels:
+    if not any(sight.fits(config.data.channels) for sight in seen.sights):
         said = f"not data.channels={config.data.channels}"
-        text = f"the images of {config.data.source} have {channels} channels, {said}"
-        ways = "set it, data.mean and data.std accordingly"
+        text = f"the images of {config.data.source} have {seen.channels} channels, {said}"
+        ways = "set it, data.mean and data.std (null: measured) accordingly"
         raise ConfigError([Problem(f"{text}; {ways}", ("data.channels",))])
-    return config, [*choices, *for_init, *for_data]
+    config, for_pixels = _resolve_pixels(config, seen, found)
+    config, measured, range_ = _measure(config, source, device)
+    said_of = {choice.key: choice for choice in (*choices, *for_init, *for_data, *for_pixels, *measured)}
+    return config, list(said_of.values()), [seen.describe(build_pixels(config)), *range_]
 
 
-def _some_images(source: Source) -> list[torch.Tensor]:
-    """Read a few images from all over the source."""
-    images: list[torch.Tensor] = []
-    failure: UnreadableImage | None = None
-    tries = min(4 * LOOKED_AT, len(source))
-    for place in range(tries):
-        try:
-            images.append(read_image(source, place * len(source) // tries))
-        except UnreadableImage as error:
-            failure = error
-        if len(images) == LOOKED_AT:
-            break
-    if not images:
-        raise ValueError(f"none of the {tries} images that were tried can be read; the last: {failure}")
-    return images
+def _resolve_pixels(
+    config: PretrainConfig, seen: Look, found: Checkpoint | None
+) -> tuple[PretrainConfig, list[Choice]]:
+    """Settle the depth; a run that goes on keeps what it found out at its start."""
+    if found:
+        before = PretrainConfig.model_validate(found.about["config"], strict=False).data
+        names = [name for name in ("bits", "mean", "std") if getattr(config.data, name) is None]
+        return replace(config, {f"data.{name}": getattr(before, name) for name in names}), []
+    if config.data.bits is not None:
+        return config, []
+    choice = Choice("data.bits", seen.bits, "as the images have")
+    return replace(config, {choice.key: choice.value}), [choice] if seen.bits > 8 else []
+
+
+def _measure(
+    config: PretrainConfig, source: Source, device: torch.device
+) -> tuple[PretrainConfig, list[Choice], list[str]]:
+    """Measure mean and std where they are open, and check that images can be used as they are wanted."""
+    wanted = [name for name in ("mean", "std") if getattr(config.data, name) is None]
+    pixels = build_pixels(config)
+    indices = sample(source, config.seed, MEASURED if wanted else LOOKED_AT)
+    measured = measure(source, indices, pixels)
+    # The first process's, lest others sum up in another order.
+    figures = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()
+    choices = []
+    for name, figure in zip(("mean", "std"), figures, strict=True):
+        values = tuple(float(f"{value:.4g}") for value in figure)
+        if name in wanted:
+            choices.append(Choice(f"data.{name}", values, f"measured on {measured.images} images"))
+            if name == "std" and min(values) <= 0:
+                raise ValueError(
+                    f"channel {values.index(min(values))} is the same everywhere in the {measured.images} "
+                    "images measured, so it has no std; leave it out, or give data.std"
+                )
+    said = []
+    if pixels.bits == 16 and measured.highest < 0.25:
+        said.append(
+            f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
+            "do little; data.range=[low, high] says which values are black and white"
+        )
+    return replace(config, {choice.key: choice.value for choice in choices}), choices, said
 
 
 def _take_architecture(
@@ -234,6 +268,7 @@ def _build(
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(student.backbone, student.head, layer_decay=config.optim.layer_decay)
     sigma = config.photometry.blur_sigma[1]
+    mean, std = normalisation(config)
     return Session(
         config=config,
         plan=plan,
@@ -241,7 +276,7 @@ def _build(
         precision=precision,
         source=source,
         loader=build_loader(config, plan, source, accelerator),
-        augment=Augment(mean=config.data.mean, std=config.data.std, sigma_max=sigma).to(device),
+        augment=Augment(mean=mean, std=std, sigma_max=sigma).to(device),
         student=student,
         wrapped=accelerator.prepare_model(student) if accelerator.num_processes > 1 else student,
         teacher=teacher,

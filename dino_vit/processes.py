@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
-from dino_vit.distributed import any_process, rank
+from dino_vit.distributed import rank
 
 Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,9 +123,10 @@ class Interruption:
         if number == signal.SIGINT and rank() == 0:
             os.write(2, b"\nSaving after this step; press ctrl-C again to leave at once, without.\n")
 
-    def asked_of_any_process(self) -> bool:
-        """Tell whether any process was asked to leave, so that all leave after the same step."""
-        return any_process(self.received is not None)
+    @property
+    def asked(self) -> bool:
+        """Tell whether this process was asked to leave."""
+        return self.received is not None
 
     @property
     def exit_code(self) -> int:

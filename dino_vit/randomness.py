@@ -25,6 +25,7 @@ class Stream(IntEnum):
     SYNTHETIC = 5
     REPLACEMENT = 6
     EVALUATION = 7
+    LOOK = 8
 
 
 def random_bits(seed: int, stream: Stream, *keys: Key) -> NDArray[np.uint64]:

@@ -73,8 +73,8 @@ def resolve_auto(
 def _fill_channels(chosen: _Open, channels: int) -> None:
     channels = chosen.fill("data.channels", channels, "as the images have")
     if channels != 3:
-        for name, value in (("mean", 0.5), ("std", 0.25)):
-            chosen.fill(f"data.{name}", (value,) * channels, "middling, since ImageNet's is for RGB")
+        for name in ("mean", "std"):
+            chosen.fill(f"data.{name}", None, "to be measured, since ImageNet's is for RGB")
         for name in ("saturation", "hue", "grey"):
             chosen.fill(f"photometry.{name}", 0.0, f"{channels} channels are not RGB")
 

@@ -17,7 +17,7 @@ from dino_vit.diagnosis import Reading, diagnose
 from dino_vit.dino import embedding_std
 from dino_vit.distributed import all_reduce_mean, world_size
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.features import Preparation
+from dino_vit.feeding import build_preparation
 from dino_vit.introduction import introduction
 from dino_vit.loss import LossStatistics, loss_statistics
 from dino_vit.meter import Meter
@@ -27,6 +27,7 @@ from dino_vit.processes import DTYPES
 from dino_vit.settings import values
 from dino_vit.settings_text import to_yaml
 from dino_vit.storage import StorageError
+from dino_vit.unreadable import Unreadable
 
 
 class Reporter:
@@ -44,17 +45,13 @@ class Reporter:
         plan = self.session.plan
         self.settled_step = max(plan.warmup_steps, plan.freeze_steps, plan.head_steps)
         self.saved_at: int | None = self.session.step if opened.resumed else None
-        self.unreadable_path = self.session.folder / "unreadable.txt"
-        known = self.unreadable_path.read_text() if self.unreadable_path.exists() else ""
-        self.unreadable = set(known.splitlines())
+        self.unreadable = Unreadable(self.session.folder, limit=config.data.max_unreadable)
         every = config.run.eval_every
         self.eval_steps = every * self.session.plan.steps_per_epoch if every else None
         precision = self.session.precision
         self.evaluation = OnlineEvaluation(
             source=self.session.source,
-            preparation=Preparation(
-                size=config.views.global_shape, mean=config.data.mean, std=config.data.std
-            ),
+            preparation=build_preparation(config),
             seed=config.seed,
             autocast=DTYPES[precision] if precision != "no" else None,
         )
@@ -110,19 +107,8 @@ class Reporter:
     def wait(self, batches: Iterator[Batch]) -> Batch:
         """Take the next batch, and write down once what could not be read."""
         batch = self.meter.wait(batches)
-        for line in map(str, batch.unreadable):
-            if line not in self.unreadable:
-                self.unreadable.add(line)
-                self._write_down(line)
+        self.unreadable.count(batch)
         return batch
-
-    def _write_down(self, unreadable: str) -> None:
-        """Add an image to the list, unless another process did in the meantime."""
-        self.session.folder.mkdir(parents=True, exist_ok=True)
-        with self.unreadable_path.open("a+") as file:
-            file.seek(0)
-            if unreadable not in file.read().splitlines():
-                file.write(f"{unreadable}\n")
 
     def observe_outputs(self, loss: Tensor, cls: Tensor, teacher_logits: Tensor, temperature: float) -> None:
         """Take the measures of a pass that cost something, if its step is one that is logged."""

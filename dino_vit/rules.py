@@ -74,11 +74,13 @@ def channel_rules(config: PretrainConfig) -> Iterator[Problem]:
     """Yield what does not fit the number of channels."""
     data, photometry = config.data, config.photometry
     for name, given in (("mean", data.mean), ("std", data.std)):
-        if len(given) != data.channels:
-            text = (
-                f"data.{name} has {len(given)} values for data.channels={data.channels}; give one per channel"
-            )
-            yield Problem(text, (f"data.{name}", "data.channels"))
+        if given is not None and len(given) != data.channels:
+            text = f"data.{name} has {len(given)} values for data.channels={data.channels}"
+            ways = f"give one per channel, or data.{name}=null to have it measured"
+            yield Problem(f"{text}; {ways}", (f"data.{name}", "data.channels"))
+    if data.range and data.range[0] >= data.range[1]:
+        low, high = data.range
+        yield Problem(f"data.range=[{low}, {high}] must go from a lower value to a higher", ("data.range",))
     coloured = [f"photometry.{name}" for name in ("saturation", "hue", "grey") if getattr(photometry, name)]
     if data.channels != 3 and coloured:
         text = f"{', '.join(coloured)} need the three channels of RGB, not data.channels={data.channels}"

@@ -105,6 +105,8 @@ class Session:
             "architecture": self.teacher.backbone.architecture,
             "mean": self.config.data.mean,
             "std": self.config.data.std,
+            "bits": self.config.data.bits,
+            "range": self.config.data.range,
             "network": None,
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,

@@ -15,6 +15,7 @@ from dino_vit.checkpoint import NotFinite
 from dino_vit.config import PretrainConfig
 from dino_vit.data.loader import Batch
 from dino_vit.dino import first_rows
+from dino_vit.distributed import any_process
 from dino_vit.loss import dino_loss
 from dino_vit.opening import open_session
 from dino_vit.optim import (
@@ -67,9 +68,11 @@ def take_steps(
         reporter.report()
         if reporter.nonfinite_in_a_row >= session.config.run.max_nonfinite_steps:
             return "not finite"
-        if interruption.asked_of_any_process():
-            reporter.leave()
-            return "asked to leave"
+        if any_process(interruption.asked or reporter.unreadable.many):
+            reporter.unreadable.check(session.device)
+            if any_process(interruption.asked):
+                reporter.leave()
+                return "asked to leave"
     return "done"
 
 

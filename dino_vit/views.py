@@ -110,14 +110,15 @@ def _first_box(view: View, tries: list[list[float]], height: int, width: int) ->
 
 
 def cut_views(image: Tensor, boxes: NDArray[np.int64], size: Size) -> Tensor:
-    """Cut boxes out of a uint8 image (C, H, W) and resample them (bicubic, antialias) to (n, C, *size)."""
+    """Cut boxes out of an image (C, H, W) and resample them (bicubic, antialias) to (n, C, *size)."""
     pieces = [
         F.interpolate(
             image[None, :, top : top + h, left : left + w], size=size, mode="bicubic", antialias=True
         )
         for top, left, h, w in boxes.tolist()
     ]
-    return torch.cat(pieces)
+    cut = torch.cat(pieces)
+    return cut.clamp_(0, 1) if cut.is_floating_point() else cut  # bicubic overshoots; uint8 was cut off
 
 
 def draw_photometry(

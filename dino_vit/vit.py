@@ -37,6 +37,8 @@ class Provenance:
     sha256: str
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    bits: Literal[8, 16] = 8
+    range: tuple[float, float] | None = None  # the values that became 0 and 1
     network: str | None = None
     step: int | None = None
     config: dict[str, Any] = field(default_factory=dict)

@@ -165,9 +165,24 @@ def test_leaves_its_input_alone_and_tracks_no_gradient():
     assert torch.equal(row, before[1])
 
 
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_deep_images_are_treated_as_bytes_are(channels):
+    row = drawn_rows(3)
+    x = images(len(row), channels)
+    deep = x / 255
+    before = deep.clone()
+    assert torch.allclose(plain(channels)(deep, row), plain(channels)(x, row), atol=1e-6)
+    assert torch.equal(deep, before)
+
+
+def test_deep_images_keep_what_bytes_would_lose():
+    faint = torch.rand(2, 1, 8, 8) / 1000
+    assert torch.allclose(plain(1)(faint, rows(2)), faint, rtol=1e-6)
+
+
 def test_wrong_images_are_refused():
-    with pytest.raises(ValueError, match="uint8 images"):
-        plain()(torch.rand(2, 3, 8, 8), rows(2))
+    with pytest.raises(ValueError, match="uint8 or float32 images"):
+        plain()(torch.rand(2, 3, 8, 8, dtype=torch.float64), rows(2))
     with pytest.raises(ValueError, match=r"\(n, 3, h, w\)"):
         plain()(images(2, channels=4), rows(2))
     with pytest.raises(ValueError, match="one entry per channel"):

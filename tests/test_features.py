@@ -151,6 +151,33 @@ def test_deep_images_keep_their_depth():
         torch.testing.assert_close(features.values[1:], model(image[None]), rtol=1e-4, atol=1e-5)
 
 
+def test_images_of_other_channels_are_left_out():
+    source = SyntheticSource(length=2)
+    source.read = lambda index: picture(32, 32)[: 2 + index]
+    features = extract_features(backbone(), source, [0, 1], **SETTINGS)
+    assert features.indices.tolist() == [1]
+    assert [image.reason for image in features.unreadable] == ["it has 2 channels where 3 are wanted"]
+
+
+def test_deep_images_keep_their_bits_and_their_scale():
+    """A backbone's images are scaled as those that it learned from were, and no bit of them is lost."""
+    source = SyntheticSource(length=1)
+    deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
+    source.read = lambda index: deep.to(torch.uint16)
+    preparation = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
+    read = preparation.read(source, 0)
+    assert read.dtype == torch.float32
+    assert torch.equal(read, fit(deep / 4095, (32, 32)))
+    assert 0 <= read.min() <= read.max() <= 1
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    assert torch.allclose(preparation.normaliser(torch.device("cpu"))(read), (read - mean) / std)
+    model = backbone()
+    features = extract_features(model, source, [0], preparation=preparation, batch_size=2)
+    with torch.no_grad():
+        expected = model.forward_features(((read - mean) / std)[None])[:, 0]
+    torch.testing.assert_close(features.values, expected)
+
+
 def test_features_do_not_depend_on_the_batch_or_a_classifier():
     source, model = SyntheticSource(length=20), backbone(num_classes=3)
     whole = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 100})

@@ -20,7 +20,7 @@ def test_grey_becomes_rgb_by_repetition_and_nothing_else_is_made_up():
     grey = torch.randint(0, 256, (1, 4, 5), dtype=torch.uint8)
     assert torch.equal(RGB.conform(grey), torch.cat([grey, grey, grey]))
     for channels, wanted in ((3, 1), (4, 3), (2, 3), (5, 3), (1, 5), (3, 5)):
-        with pytest.raises(ValueError, match=f"it has {channels} channels, not {wanted}; .* data.channels"):
+        with pytest.raises(ValueError, match=f"it has {channels} channels where {wanted} are wanted"):
             Pixels(channels=wanted).conform(torch.zeros(channels, 4, 5, dtype=torch.uint8))
 
 

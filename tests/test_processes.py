@@ -117,10 +117,10 @@ def leave_after(names):
     before = signal.getsignal(signal.SIGTERM)
     try:
         with Interruption() as interruption:
-            assert not interruption.asked_of_any_process()
+            assert not interruption.asked
             for name in names:
                 os.kill(os.getpid(), name)
-                assert interruption.asked_of_any_process()
+                assert interruption.asked
         code = interruption.exit_code
     except KeyboardInterrupt:
         code = 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.data.decode import UnreadableImage, read_image
+from dino_vit.data.pixels import RGB, Pixels
 from dino_vit.data.sampler import Plan, Sampler
 from dino_vit.data.sources import Source
 from dino_vit.randomness import Stream, random_bits
@@ -29,9 +30,10 @@ class Batch:
     epoch: int
     step: int  # within the epoch
     samples: Tensor  # (images,), as the order has them, whether or not one was replaced
-    views: dict[Size, Tensor]  # uint8 (views · images, C, h, w)
+    views: dict[Size, Tensor]  # uint8, or float32 in [0, 1] if deeper, (views · images, C, h, w)
     photometry: dict[Size, Tensor]  # float32 (views · images, columns), for `Augment`, on the host
     unreadable: tuple[UnreadableImage, ...]  # images that another one replaced
+    failure: str | None = None  # why one could not be replaced, and is blank
 
     def pin_memory(self) -> "Batch":
         """Return a copy that CUDA can fetch while it computes (the DataLoader calls this)."""
@@ -51,18 +53,24 @@ class Loader:
         source: Source,
         views: Sequence[View],
         sampler: Sampler,
+        pixels: Pixels = RGB,
+        in_step: bool = False,
         workers: int = 0,
         prefetch: int = 2,
         pin: bool = False,
     ) -> None:
         if len(source) != sampler.length:
             raise ValueError(f"The sampler orders {sampler.length} images, but the source has {len(source)}.")
-        self.dataset = _Steps(source, tuple(views), sampler.seed)
-        self.sampler = sampler
+        self.dataset = _Steps(source, tuple(views), pixels, sampler.seed)
+        self.sampler, self.in_step = sampler, in_step
         self.workers, self.prefetch, self.pin = workers, prefetch, pin
 
     def batches(self, position: int = 0) -> Generator[Batch]:
-        """Yield the batches from a position on, without end; closing the iterator ends its processes."""
+        """Yield the batches from a position on, without end; closing the iterator ends its processes.
+
+        When too many images in a row are unreadable this is an error, but with `in_step` a batch with a blank
+        image and its `failure`, for the caller to end all processes after the same step.
+        """
         loader: DataLoader[Batch | ValueError] = DataLoader(
             self.dataset,
             batch_size=None,
@@ -78,6 +86,8 @@ class Loader:
             for batch in batches:
                 if isinstance(batch, ValueError):
                     raise batch
+                if batch.failure and not self.in_step:
+                    raise ValueError(batch.failure)
                 yield batch
         finally:
             if self.workers:  # now, not when the last traceback lets go of the iterator
@@ -88,6 +98,13 @@ def _outlive_signals(_: int) -> None:
     """Leave signals to the run: they often go to all its processes, and it needs its loaders to save."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _failure(unreadable: Sequence[UnreadableImage]) -> str:
+    return (
+        f"{REPLACEMENTS + 1} images chosen at random cannot be read, the last is {unreadable[-1]}. "
+        f"Check that the source is complete and within reach."
+    )
 
 
 @dataclass(frozen=True)
@@ -104,8 +121,8 @@ class _Plans:
 class _Steps(Dataset[Batch | ValueError]):
     """Map a plan to its batch, in the workers; returns the user's errors, so that they arrive unwrapped."""
 
-    def __init__(self, source: Source, views: tuple[View, ...], seed: int) -> None:
-        self.source, self.views, self.seed = source, views, seed
+    def __init__(self, source: Source, views: tuple[View, ...], pixels: Pixels, seed: int) -> None:
+        self.source, self.views, self.pixels, self.seed = source, views, pixels, seed
         self.by_size: dict[Size, list[int]] = {}
         for number, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(number)
@@ -118,9 +135,13 @@ class _Steps(Dataset[Batch | ValueError]):
 
     def _batch(self, plan: Plan) -> Batch:
         unreadable: list[UnreadableImage] = []
+        failure: str | None = None
         cut: dict[Size, Tensor] = {}
         for place, sample in enumerate(plan.samples.tolist()):
             image = self._read(sample, unreadable)
+            if image is None:
+                failure = _failure(unreadable)
+                image = self.pixels.blank()
             _, height, width = image.shape
             boxes = draw_boxes(
                 self.views, seed=self.seed, epoch=plan.epoch, sample=sample, height=height, width=width
@@ -128,7 +149,7 @@ class _Steps(Dataset[Batch | ValueError]):
             for size, numbers in self.by_size.items():
                 if size not in cut:
                     shape = (len(numbers), len(plan.samples), len(image), *size)
-                    cut[size] = torch.empty(shape, dtype=torch.uint8)
+                    cut[size] = torch.empty(shape, dtype=image.dtype)
                 cut[size][:, place] = cut_views(image, boxes[numbers], size)
         rows = draw_photometry(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
         return Batch(
@@ -141,23 +162,17 @@ class _Steps(Dataset[Batch | ValueError]):
                 for size, numbers in self.by_size.items()
             },
             unreadable=tuple(unreadable),
+            failure=failure,
         )
 
-    def _read(self, sample: int, unreadable: list[UnreadableImage]) -> Tensor:
+    def _read(self, sample: int, unreadable: list[UnreadableImage]) -> Tensor | None:
         """Read a sample, or else the first readable one of a row of others that depends on it alone."""
-        failures: list[UnreadableImage] = []
         for index in chain([sample], self._others(sample)):
             try:
-                image = read_image(self.source, index)
+                return read_image(self.source, index, self.pixels)
             except UnreadableImage as error:
-                failures.append(error)
-            else:
-                unreadable.extend(failures)
-                return image
-        raise ValueError(
-            f"{len(failures)} images chosen at random cannot be read, the first is {failures[0]}. "
-            f"Check that the source is complete and within reach."
-        )
+                unreadable.append(error)
+        return None
 
     def _others(self, sample: int) -> Iterator[int]:
         bits = random_bits(self.seed, Stream.REPLACEMENT, sample, np.arange(REPLACEMENTS))

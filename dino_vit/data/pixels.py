@@ -51,15 +51,22 @@ class Pixels:
         scaled = self._scaled(image)
         return scaled.mul_(255).round_().to(torch.uint8) if self.bits == 8 else scaled.float()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of what is converted."""
+        return torch.uint8 if self.bits == 8 else torch.float32
+
+    def blank(self) -> Tensor:
+        """Return a black image of one pixel."""
+        return torch.zeros(self.channels, 1, 1, dtype=self.dtype)
+
     def _with_channels(self, image: Tensor) -> Tensor:
         if image.ndim != 3 or not image.numel():
             raise ValueError(f"an array of shape {tuple(image.shape)} is no image (channels, height, width)")
         if len(image) == 1 and self.channels == 3:
             return image.expand(3, -1, -1).contiguous()
         if len(image) != self.channels:
-            raise ValueError(
-                f"it has {len(image)} channels, not {self.channels}; convert it, or set data.channels"
-            )
+            raise ValueError(f"it has {len(image)} channels where {self.channels} are wanted")
         return image
 
     def _scaled(self, image: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -33,7 +33,7 @@ from dino_vit.eval.pictures import (
     write_png,
     write_sheet,
 )
-from dino_vit.features import preparation_of
+from dino_vit.features import Preparation, preparation_of, squeeze
 from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.storage import write_bytes
 from dino_vit.vit import VisionTransformer
@@ -42,7 +42,6 @@ from dino_vit.weights import load_backbone
 log = logging.getLogger("dino_vit")
 
 SHEET_ROWS = 12  # images on a contact sheet; they share their principal components
-Normalise = Callable[[Tensor], Tensor]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -91,12 +90,12 @@ def run(config: AttentionConfig) -> int:
     if video.is_video(config.source):
         return draw_video(model, config)
     heads, source = chosen_heads(config, model), open_source(config.source)
-    normalise = preparation_of(model).normaliser(best_device())
+    preparation = preparation_of(model)
     places = range(len(source)) if config.count is None else spread(len(source), config.count)
     folder, names = Path(config.output), FileNames()
     sheets: list[Path] = []
     for start in range(0, len(places), SHEET_ROWS):
-        seen = list(see_all(model, normalise, source, places[start : start + SHEET_ROWS], config))
+        seen = list(see_all(model, preparation, source, places[start : start + SHEET_ROWS], config))
         if seen:
             sheets.append(folder / f"sheet-{len(sheets) + 1}.png")
             write_page(seen, [names.of(one.name) for one in seen], sheets[-1], model, heads, config.mass)
@@ -156,15 +155,16 @@ def spread(length: int, count: int) -> list[int]:
 
 def see_all(
     model: VisionTransformer,
-    normalise: Normalise,
+    preparation: Preparation,
     source: Source,
     places: Iterable[int],
     config: AttentionConfig,
 ) -> Iterator[Seen]:
     """Yield what the backbone makes of each image; one that cannot be read is left out with a line."""
+    normalise = preparation.normaliser(best_device())
     for place in places:
         try:
-            image = read_image(source, place)
+            image = read_image(source, place, preparation.pixels)
         except UnreadableImage as error:
             log.warning("left out: %s", error)
         else:
@@ -190,9 +190,7 @@ def resized(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
     if longest:
         factor = min(factor, longest / max(height, width))
     size = max(1, round(height * factor)), max(1, round(width * factor))
-    if size == (height, width):
-        return image
-    return F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+    return squeeze(image, size)
 
 
 def pad(images: Tensor, patch: tuple[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -144,6 +144,8 @@ def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Pr
         sha256=raw.sha256,
         mean=mean,
         std=std,
+        bits=described.get("bits") or 8,  # files from before there was another depth do not say
+        range=tuple(described["range"]) if described.get("range") else None,
         network=raw.network or described.get("network"),
         step=described.get("step"),
         config=described.get("config", {}),
@@ -156,6 +158,8 @@ def save_backbone(
     *,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
+    bits: Literal[8, 16] | None = None,
+    range: tuple[float, float] | None = None,
     network: str | None = None,
     step: int | None = None,
     config: Mapping[str, Any] | None = None,
@@ -165,7 +169,8 @@ def save_backbone(
     if path.suffix != ".safetensors":
         raise WeightsError(f"{path} would be a safetensors file, so its name must end in .safetensors")
     known = asdict(model.provenance) if model.provenance else {}
-    given = {"mean": mean, "std": std, "network": network, "step": step, "config": config}
+    pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
+    given = {**pixels, "network": network, "step": step, "config": config}
     described: dict[str, object] = {
         "kind": "backbone",
         "version": FORMAT_VERSION,
