@@ -97,6 +97,31 @@ JOBS = {
         "draw where a backbone looks",
         "Draw the attention that a backbone's CLS token pays to the patches of some images.",
     ),
+    "embed": Job(
+        "dino_vit.eval.embed",
+        "dino_vit.eval.embed:EmbedConfig",
+        "run",
+        "write the embeddings of images to a file",
+        "Write the embeddings of images to Parquet, npy or safetensors, with names, labels and provenance. "
+        "Features are kept as they are made: what was killed goes on where it stopped.\n\n"
+        "  dino-vit embed photos weights=runs/pretrain output=photos.parquet",
+    ),
+    "search": Job(
+        "dino_vit.eval.search",
+        "dino_vit.eval.search:SearchConfig",
+        "run",
+        "show the images nearest to given ones",
+        "Show the images nearest to given ones among those that were embedded, as a sheet and as JSON.\n\n"
+        "  dino-vit search photos.parquet cat.jpg dog.jpg output=found.png",
+    ),
+    "duplicates": Job(
+        "dino_vit.eval.duplicates",
+        "dino_vit.eval.duplicates:DuplicatesConfig",
+        "run",
+        "list images that are nearly the same",
+        "List the pairs and groups of embedded images whose cosine is above a threshold.\n\n"
+        "  dino-vit duplicates photos.parquet threshold=0.97 output=duplicates.csv",
+    ),
 }
 
 

@@ -102,9 +102,7 @@ def stored_features(
     )
     about = {
         "version": VERSION,
-        "weights": digest(
-            model.state_dict(), {"architecture": json.dumps(model.architecture, sort_keys=True)}
-        ),
+        "weights": weights_digest(model),
         "source": source.fingerprint,
         "images": len(wanted),
         "probe": _probe(source, wanted),
@@ -255,6 +253,11 @@ class _Making:
                 for shard in self.shards:
                     file.write(self._read(shard)[0]["values"].numpy().data)
             sync(partial)
+
+
+def weights_digest(model: VisionTransformer) -> str:
+    """Return a digest of a backbone's tensors and architecture, whatever file they came from."""
+    return digest(model.state_dict(), {"architecture": json.dumps(model.architecture, sort_keys=True)})
 
 
 def shard_length(images: int, batch_size: int, bytes_each: int) -> int:
