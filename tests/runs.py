@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dino_vit.storage import read_tensors
 
@@ -49,25 +50,19 @@ def arguments(output: Path, settings: Mapping[str, object] = {}) -> list[str]:
     return ["pretrain", *(f"{key}={value}" for key, value in merged.items())]
 
 
-class Run:
-    """A run that was started; what it says on stderr goes to a file."""
-
-    started = 0
+class Command:
+    """A command that was started in a process of its own; what it says goes to a file."""
 
     def __init__(
         self,
-        output: Path,
-        settings: Mapping[str, object] = {},
+        argv: list[str],
+        log: Path,
         *,
         environ: Mapping[str, str] = {},
         before: Callable[[], None] | None = None,
     ) -> None:
-        Run.started += 1
-        self.output = output
-        self.log = output.with_name(f"{output.name}.{Run.started}.log")
-        self.process = server.Process(
-            target=_run, args=(arguments(output, settings), self.log, dict(environ), before)
-        )
+        self.log = log
+        self.process = server.Process(target=_run, args=(argv, log, dict(environ), before))
         self.process.start()
 
     def wait(self, seconds: float = 120) -> int:
@@ -92,6 +87,26 @@ class Run:
     @property
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
+
+
+class Run(Command):
+    """A pretraining that was started."""
+
+    started = 0
+
+    def __init__(self, output: Path, settings: Mapping[str, object] = {}, **options: Any) -> None:
+        Run.started += 1
+        self.output = output
+        super().__init__(
+            arguments(output, settings), output.with_name(f"{output.name}.{Run.started}.log"), **options
+        )
+
+
+def command(log: Path, *argv: object, code: int = 0, **options: Any) -> str:
+    """Run a command to the end, check the exit code and return what it said."""
+    started = Command([str(argument) for argument in argv], log, **options)
+    assert started.wait() == code, started.said
+    return started.said
 
 
 def run(output: Path, settings: Mapping[str, object] = {}, *, code: int = 0, **options: object) -> str:

@@ -17,7 +17,7 @@ LAYERS = [
     {"block", "head", "loss", "optim", "stems", "views"},
     {"augment", "data", "vit"},
     {"dino", "features", "weights"},
-    {"checkpoint", "meter", "monitor", "processes", "progress", "unreadable"},
+    {"checkpoint", "meter", "monitor", "processes", "unreadable"},
     {"eval", "session"},
     {"feeding"},
     {"opening"},

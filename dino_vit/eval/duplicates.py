@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from dino_vit.data.progress import Advance, progress
 from dino_vit.eval.embeddings import Embeddings, normalised, read_embeddings
 from dino_vit.eval.gallery import Cell, Images, write_gallery
 from dino_vit.processes import start_processes
-from dino_vit.progress import Counting
 from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.storage import write_bytes
 
@@ -27,6 +27,7 @@ log = logging.getLogger("dino_vit")
 
 _BLOCK = 2048  # rows compared at a time with as many others
 _PRINTED = 10
+_PAIRS_A_LINE = 3
 
 
 class DuplicatesConfig(Settings):
@@ -84,8 +85,8 @@ def find_duplicates(values: NDArray[Any], threshold: float, *, keep: int, device
     parents = np.arange(len(values))
     pairs, cosines, count = np.empty((0, 2), np.int64), np.empty(0, np.float32), 0
     total = (len(values) + _BLOCK - 1) // _BLOCK
-    with Counting("comparing", total=total * (total + 1) // 2, unit="blocks") as counting:
-        for rows, scores in _compared(values, threshold, device, counting):
+    with progress("Comparing blocks of images", total * (total + 1) // 2) as advance:
+        for rows, scores in _compared(values, threshold, device, advance):
             unite(parents, rows[:, 0], rows[:, 1])
             count += len(rows)
             pairs, cosines = np.concatenate([pairs, rows]), np.concatenate([cosines, scores])
@@ -96,7 +97,7 @@ def find_duplicates(values: NDArray[Any], threshold: float, *, keep: int, device
 
 
 def _compared(
-    values: NDArray[Any], threshold: float, device: torch.device, counting: Counting
+    values: NDArray[Any], threshold: float, device: torch.device, advance: Advance
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Yield the pairs of rows above the threshold with their cosines."""
     for first in range(0, len(values), _BLOCK):
@@ -111,7 +112,7 @@ def _compared(
             if len(found):
                 offset = torch.tensor([first, second], device=device)
                 yield (found + offset).cpu().numpy(), cosines[above].cpu().numpy()
-            counting.advance(1)
+            advance(1)
 
 
 def _closest(
@@ -173,12 +174,19 @@ def _print(embeddings: Embeddings, found: Duplicates, config: DuplicatesConfig) 
 
 
 def _draw(embeddings: Embeddings, found: Duplicates, count: int, path: Path) -> None:
-    """Draw the closest pairs, three to a line."""
-    images = Images(embeddings)
+    """Draw the closest pairs, several to a line."""
+    images, names = Images(embeddings), embeddings.names
     if images.missing:
         log.warning("the sheet has no images: %s", images.missing)
-    cells: list[Cell] = []
-    for (first, second), cosine in zip(found.rows[:count].tolist(), found.cosines.tolist(), strict=False):
-        cells.append(Cell(images.picture(first), f"{cosine:.4f}  {embeddings.names[first]}"))
-        cells.append(Cell(images.picture(second), embeddings.names[second]))
-    write_gallery([cells[start : start + 6] for start in range(0, len(cells), 6)], path)
+    pairs = [
+        (
+            Cell(images.picture(first), f"{cosine:.4f}  {names[first]}"),
+            Cell(images.picture(second), names[second]),
+        )
+        for (first, second), cosine in zip(found.rows[:count].tolist(), found.cosines.tolist(), strict=False)
+    ]
+    lines = [
+        [cell for pair in pairs[start : start + _PAIRS_A_LINE] for cell in (*pair, None)][:-1]
+        for start in range(0, len(pairs), _PAIRS_A_LINE)
+    ]
+    write_gallery(lines, path)

@@ -114,6 +114,7 @@ def _absolute(spec: str) -> str:
 
 def write_index(output: Path, values: Array) -> Path:
     """Write an exact FAISS index whose inner products are the cosines of the embeddings."""
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells which of its builds it looks for
     import faiss
 
     index = faiss.IndexFlatIP(values.shape[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
+from dino_vit.data.index import cache_folder
 from dino_vit.data.sources import Source
 from dino_vit.eval.store import Dtype, Stored, stored_features
 from dino_vit.features import CLS, Fit, Kind, Preparation, preparation_of
@@ -110,11 +110,3 @@ def frozen_backbone(config: Frozen) -> Iterator[FrozenBackbone]:
     )
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def cache_folder() -> Path:
-    """Return where to keep what can be made again: DINO_VIT_CACHE, or dino-vit in the user's cache."""
-    told = os.environ.get("DINO_VIT_CACHE")
-    if told:
-        return Path(told)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino-vit"

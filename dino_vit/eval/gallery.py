@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,7 +20,10 @@ from dino_vit.eval.embeddings import Embeddings, printable
 from dino_vit.eval.pictures import DPI, as_picture, shortened
 from dino_vit.storage import write_bytes
 
-_CELL_INCHES, _CELL_PIXELS = 1.35, 256
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_CELL_INCHES, _GAP_INCHES, _CELL_PIXELS = 1.35, 0.15, 256
 
 
 class Cell(NamedTuple):
@@ -64,25 +68,31 @@ class Images:
         return picture_of(source, index, self.pixels)
 
 
-def write_gallery(rows: Sequence[Sequence[Cell]], path: Path) -> None:
-    """Write a PNG of rows of pictures; what is not there is an empty frame."""
+def write_gallery(rows: Sequence[Sequence[Cell | None]], path: Path) -> None:
+    """Write a PNG of rows of pictures; what is not there is an empty frame, a column of None a gap."""
     from matplotlib.figure import Figure
 
-    columns = max(map(len, rows))
-    figure = Figure(figsize=(_CELL_INCHES * columns, (_CELL_INCHES + 0.18) * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), columns, squeeze=False)
-    for line, cells in zip(axes, rows, strict=True):
-        for axis, cell in zip(line, [*cells, *[None] * (columns - len(cells))], strict=True):
-            axis.set_xticks([])
-            axis.set_yticks([])
+    columns = list(zip_longest(*rows))
+    widths = [_CELL_INCHES if any(column) else _GAP_INCHES for column in columns]
+    size = (sum(widths), (_CELL_INCHES + 0.18) * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(rows), len(columns), squeeze=False, width_ratios=widths)
+    for line, cells in zip(axes, zip(*columns, strict=True), strict=True):
+        for axis, cell in zip(line, cells, strict=True):
             if cell is None:
                 axis.set_axis_off()
-                continue
-            picture = torch.full((3, 8, 8), 240, dtype=torch.uint8) if cell.picture is None else cell.picture
-            axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
-            axis.set_xlabel(shortened(cell.text, 30), fontsize=5.5, parse_math=False)
-            for spine in axis.spines.values():
-                spine.set_visible(False)
+            else:
+                _draw(axis, cell)
     buffer = BytesIO()
     figure.savefig(buffer, dpi=DPI, format="png")
     write_bytes(path, buffer.getvalue())
+
+
+def _draw(axis: Axes, cell: Cell) -> None:
+    picture = torch.full((3, 8, 8), 240, dtype=torch.uint8) if cell.picture is None else cell.picture
+    axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
+    axis.set_xlabel(shortened(cell.text, 30), fontsize=5.5, parse_math=False)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    for spine in axis.spines.values():
+        spine.set_visible(False)

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.data.decode import UnreadableImage
+from dino_vit.data.progress import Advance, progress
 from dino_vit.data.sources import Source
 from dino_vit.distributed import any_process, rank, world_size
 from dino_vit.features import CLS, Extraction, Features, Kind, Preparation, in_batches
-from dino_vit.progress import Counting
 from dino_vit.storage import (
     OWN_KEY,
     StorageError,
@@ -172,16 +173,16 @@ class _Making:
         missing = [shard for shard in self.shards if not self._path(shard).exists()]
         any_process(False)  # nobody writes before all have looked
         first, last = (len(missing) * part // world_size() for part in (rank(), rank() + 1))
-        images = sum(map(len, missing))
-        with Counting(title, total=images, quiet=rank() > 0 or not missing) as counting:
-            all_or_none(lambda: self._compute(missing[first:last], counting))
+        processes = f" (of {world_size()} processes, the first)" if world_size() > 1 else ""
+        with progress(title + processes, sum(map(len, missing[first:last]))) as advance:
+            all_or_none(lambda: self._compute(missing[first:last], advance))
         all_or_none(lambda: self._join() if rank() == 0 else None)
 
     def _path(self, shard: range) -> Path:
         # The batches are in the name: they must not mix with those of another batch size.
         return self.folder / "shards" / f"{shard.start:010}-{shard.stop:010}.safetensors"
 
-    def _compute(self, shards: Sequence[range], counting: Counting | None = None) -> None:
+    def _compute(self, shards: Sequence[range], advance: Advance | None = None) -> None:
         """Write shards one by one, reading ahead across their borders."""
         batches = {
             shard: list(in_batches(self.indices[shard.start : shard.stop], self.batch_size))
@@ -193,10 +194,10 @@ class _Making:
                 parts: list[Features] = []
                 for batch in islice(features, len(batches[shard])):
                     parts.append(replace(batch, values=batch.values.to(self.dtype)))
-                    if counting:  # this process stands for all
+                    if advance:
                         waited = self.extraction.waited / max(time.monotonic() - start, 1e-9)
                         seen = len(batch.indices) + len(batch.unreadable)
-                        counting.advance(seen * world_size(), f"wait {waited:.0%}")
+                        advance(seen, f"{waited:.0%} of the time waiting for images")
                 self._write(shard, parts)
 
     def _write(self, shard: range, parts: Sequence[Features]) -> None:
@@ -231,8 +232,9 @@ class _Making:
             raise ValueError(
                 f"none of the {len(self.indices):,} images can be read, the first is {name}: {reason}"
             )
-        values = self.folder / "values.npy"
-        self._write_values(values, len(rows))
+        values, complete = self.folder / "values.npy", self.folder / "shards" / "values.npy"
+        self._write_values(complete, len(rows))  # there, so that nothing is left over after a kill
+        os.replace(complete, values)
         saved = io.BytesIO()
         np.save(saved, rows)
         write_bytes(self.folder / "indices.npy", saved.getvalue())
@@ -296,7 +298,8 @@ def _left_out(stored: Stored) -> str:
         if len(stored.unreadable) > _NAMES_SHOWN
         else ""
     )
-    return f"{len(stored.unreadable):,} images cannot be read and are left out: {names}{more}"
+    count = f"{len(stored.unreadable):,} of {len(stored) + len(stored.unreadable):,}"
+    return f"{count} images cannot be read and are left out: {names}{more}"
 
 
 def _of_file(path: Path) -> str:
