@@ -1,0 +1,64 @@
+import math
+
+import pytest
+import torch
+
+from dino_vit.eval.accuracy import accuracy, per_class_accuracy, top_k_accuracy, wilson_interval
+
+
+@pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 7), (3, 7), (81, 263), (49_999, 50_000)])
+def test_the_ends_of_the_interval_are_where_the_score_test_turns(correct, count):
+    """Wilson's bounds solve |share - p| = 1.96 * sqrt(p (1 - p) / count) for p: found here by bisection."""
+
+    def excess(p):
+        return abs(correct / count - p) - 1.959963984540054 * math.sqrt(p * (1 - p) / count)
+
+    def root(outside, inside):
+        for _ in range(200):
+            middle = (outside + inside) / 2
+            outside, inside = (middle, inside) if excess(middle) > 0 else (outside, middle)
+        return inside
+
+    low, high = wilson_interval(correct, count)
+    share = correct / count
+    assert low == pytest.approx(root(0.0, share) if correct else 0.0, abs=1e-9)
+    assert high == pytest.approx(root(1.0, share) if correct < count else 1.0, abs=1e-9)
+
+
+def test_more_confidence_and_fewer_answers_widen_it():
+    def width(*args, **keywords):
+        low, high = wilson_interval(*args, **keywords)
+        return high - low
+
+    assert width(30, 100, confidence=0.99) > width(30, 100) > width(300, 1000)
+
+
+def test_accuracy_counts_what_a_loop_counts():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(40, 6, generator=generator)
+    values = torch.tensor([-3, 0, 5, 7, 100, 9])  # labels have gaps and signs
+    labels = values[torch.randint(5, (40,), generator=generator)]
+    ranked = values[scores.argsort(dim=1, descending=True)]
+    for k in (1, 2, 5):
+        right = sum(label in row[:k] for row, label in zip(ranked.tolist(), labels.tolist(), strict=True))
+        found = top_k_accuracy(ranked, labels, k)
+        assert (found.correct, found.images) == (right, 40)
+        assert found.percent == pytest.approx(100 * right / 40)
+        assert 0 <= found.low < found.percent < found.high <= 100
+    classes = per_class_accuracy(ranked, labels)
+    assert set(classes) == set(labels.tolist())
+    for label, found in classes.items():
+        chosen = [row[0] for row, true in zip(ranked.tolist(), labels.tolist(), strict=True) if true == label]
+        assert (found.correct, found.images) == (chosen.count(label), len(chosen))
+
+
+def test_nothing_asked_nothing_known():
+    nothing = accuracy(0, 0)
+    assert math.isnan(nothing.percent)
+    assert (nothing.low, nothing.high) == (0, 100)
+    with pytest.raises(ValueError, match="3 right answers out of 2 is no share"):
+        wilson_interval(3, 2)
+
+
+def test_it_reads_as_a_sentence_would_have_it():
+    assert str(accuracy(745, 1000)) == "74.50 % (71.71 to 77.10)"
