@@ -149,6 +149,7 @@ def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
         epoch=0,
         step=0,
         samples=torch.arange(images),
+        read=torch.arange(images),
         views={
             size: torch.randn(count * images, config.data.channels, *size, generator=generator).to(device)
             for size, count in counts.items()

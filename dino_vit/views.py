@@ -7,6 +7,7 @@ where `augment.Augment` runs; both are functions of (seed, epoch, sample, view) 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from dino_vit.randomness import Stream, random_uniform
 
 Size = tuple[int, int]
+Interpolation = Literal["bicubic", "bilinear"]
 
 BOX_TRIES = 10
 
@@ -75,6 +77,7 @@ class View:
     scale: tuple[float, float]
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     photometry: Photometry = Photometry()
+    interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -109,11 +112,13 @@ def _first_box(view: View, tries: list[list[float]], height: int, width: int) ->
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def cut_views(image: Tensor, boxes: NDArray[np.int64], size: Size) -> Tensor:
-    """Cut boxes out of an image (C, H, W) and resample them (bicubic, antialias) to (n, C, *size)."""
+def cut_views(
+    image: Tensor, boxes: NDArray[np.int64], size: Size, *, interpolation: Interpolation = "bicubic"
+) -> Tensor:
+    """Cut boxes out of an image (C, H, W) and resample them, with antialias, to (n, C, *size)."""
     pieces = [
         F.interpolate(
-            image[None, :, top : top + h, left : left + w], size=size, mode="bicubic", antialias=True
+            image[None, :, top : top + h, left : left + w], size=size, mode=interpolation, antialias=True
         )
         for top, left, h, w in boxes.tolist()
     ]

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from dino_vit.config import PretrainConfig
+from dino_vit.data.decode import read_image
 from dino_vit.data.loader import Loader
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import FolderSource, SyntheticSource
@@ -133,3 +134,24 @@ def test_a_sampler_of_another_length_is_refused():
         Loader(
             source=SyntheticSource(length=50), views=VIEWS, sampler=Sampler(length=40, batch_size=8, seed=0)
         )
+
+
+def test_a_batch_names_the_images_that_stand_in_its_places(damaged):
+    (view,) = whole = (View(size=(16, 16), scale=(0.9, 1.0), interpolation="bilinear"),)
+    replaced = 0
+    for batch in take(5, source=damaged, batch_size=6, views=whole):
+        assert batch.read.dtype == torch.int64
+        for place, (sample, read) in enumerate(zip(batch.samples.tolist(), batch.read.tolist(), strict=True)):
+            image = read_image(damaged, read)
+            boxes = draw_boxes(whole, seed=7, epoch=batch.epoch, sample=sample, height=32, width=32)
+            expected = cut_views(image, boxes, view.size, interpolation="bilinear")[0]
+            assert torch.equal(batch.views[16, 16][place], expected)
+            replaced += sample != read
+    assert replaced == 2
+
+
+def test_views_of_one_size_have_one_interpolation():
+    views = (View(size=(16, 16), scale=(0.5, 1.0)),) * 2
+    mixed = (*views, View(size=(16, 16), scale=(0.5, 1.0), interpolation="bilinear"))
+    with pytest.raises(ValueError, match="the same interpolation"):
+        take(1, views=mixed)

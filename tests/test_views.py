@@ -81,14 +81,14 @@ def test_boxes_are_distributed_as_torchvisions(height, width):
         assert ks_distance(ours[:, column], theirs[:, column]) < 1.95 * math.sqrt(2 / 2000)
 
 
-def test_cut_views_resample_as_torchvision_does():
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_cut_views_resample_as_torchvision_does(interpolation):
     image = torch.randint(0, 256, (3, 40, 50), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     boxes = np.array([[0, 0, 40, 50], [3, 5, 30, 22], [7, 9, 5, 4]])
-    cut = cut_views(image, boxes, (16, 12))
+    cut = cut_views(image, boxes, (16, 12), interpolation=interpolation)
+    mode = V.InterpolationMode(interpolation)
     for view, (top, left, height, width) in zip(cut, boxes.tolist(), strict=True):
-        expected = V.resized_crop(
-            image, top, left, height, width, [16, 12], V.InterpolationMode.BICUBIC, antialias=True
-        )
+        expected = V.resized_crop(image, top, left, height, width, [16, 12], mode, antialias=True)
         assert torch.equal(view, expected)
 
 

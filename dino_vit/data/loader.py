@@ -30,6 +30,7 @@ class Batch:
     epoch: int
     step: int  # within the epoch
     samples: Tensor  # (images,), as the order has them, whether or not one was replaced
+    read: Tensor  # (images,), those whose views these are: the samples, or what replaced one
     views: dict[Size, Tensor]  # uint8, or float32 in [0, 1] if deeper, (views · images, C, h, w)
     photometry: dict[Size, Tensor]  # float32 (views · images, columns), for `Augment`, on the host
     unreadable: tuple[UnreadableImage, ...]  # images that another one replaced
@@ -126,6 +127,8 @@ class _Steps(Dataset[Batch | ValueError]):
         self.by_size: dict[Size, list[int]] = {}
         for number, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(number)
+        if len({(view.size, view.interpolation) for view in views}) > len(self.by_size):
+            raise ValueError("Views of one size are cut together: give them the same interpolation.")
 
     def __getitem__(self, plan: Plan) -> Batch | ValueError:
         try:
@@ -137,11 +140,14 @@ class _Steps(Dataset[Batch | ValueError]):
         unreadable: list[UnreadableImage] = []
         failure: str | None = None
         cut: dict[Size, Tensor] = {}
+        read = torch.from_numpy(plan.samples).clone()
         for place, sample in enumerate(plan.samples.tolist()):
-            image = self._read(sample, unreadable)
-            if image is None:
+            found = self._read(sample, unreadable)
+            if found is None:
                 failure = _failure(unreadable)
                 image = self.pixels.blank()
+            else:
+                read[place], image = found
             _, height, width = image.shape
             boxes = draw_boxes(
                 self.views, seed=self.seed, epoch=plan.epoch, sample=sample, height=height, width=width
@@ -150,12 +156,14 @@ class _Steps(Dataset[Batch | ValueError]):
                 if size not in cut:
                     shape = (len(numbers), len(plan.samples), len(image), *size)
                     cut[size] = torch.empty(shape, dtype=image.dtype)
-                cut[size][:, place] = cut_views(image, boxes[numbers], size)
+                interpolation = self.views[numbers[0]].interpolation
+                cut[size][:, place] = cut_views(image, boxes[numbers], size, interpolation=interpolation)
         rows = draw_photometry(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
         return Batch(
             epoch=plan.epoch,
             step=plan.step,
             samples=torch.from_numpy(plan.samples),
+            read=read,
             views={size: views.flatten(0, 1) for size, views in cut.items()},
             photometry={
                 size: torch.from_numpy(rearrange(rows[:, numbers], "b v f -> (v b) f"))
@@ -165,11 +173,14 @@ class _Steps(Dataset[Batch | ValueError]):
             failure=failure,
         )
 
-    def _read(self, sample: int, unreadable: list[UnreadableImage]) -> Tensor | None:
-        """Read a sample, or else the first readable one of a row of others that depends on it alone."""
+    def _read(self, sample: int, unreadable: list[UnreadableImage]) -> tuple[int, Tensor] | None:
+        """Read a sample, or else the first readable one of a row of others that depends on it alone.
+
+        Return which one it was, and its image.
+        """
         for index in chain([sample], self._others(sample)):
             try:
-                return read_image(self.source, index, self.pixels)
+                return index, read_image(self.source, index, self.pixels)
             except UnreadableImage as error:
                 unreadable.append(error)
         return None
