@@ -1,9 +1,8 @@
 import json
 
-import numpy as np
 import pytest
 
-from dino_vit.eval.results import renumber, results_path, write_results
+from dino_vit.eval.results import results_path, write_results
 
 
 def test_results_lie_with_the_weights_unless_told(tmp_path):
@@ -24,12 +23,3 @@ def test_results_are_whole_or_not_there(tmp_path):
         write_results(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [file.name for file in path.parent.iterdir()] == ["x.json"]
-
-
-def test_labels_meet_by_the_names_of_their_classes():
-    labels = np.array([0, 2, -1, 2])
-    found = renumber(labels, ["cat", "unused", "dog"], ["ape", "cat", "dog"], where="val")
-    assert found.tolist() == [1, 2, -1, 2]
-    names = [f"n{number}" for number in range(9)]
-    with pytest.raises(ValueError, match=r"the 1 that are learned: n0, n1, n2, n3, n4 and 3"):
-        renumber(np.arange(9), names, ["n8"], where="val")
