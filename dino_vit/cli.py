@@ -83,6 +83,14 @@ JOBS = {
         "folder stands.\n\n  dino-vit pretrain data.source=photos\n  accelerate launch launch/pretrain.py "
         "--config configs/pretrain/vits16.yaml data.source=photos",
     ),
+    "inspect-data": Job(
+        "dino_vit.inspection",
+        "dino_vit.inspection:InspectConfig",
+        "run",
+        "say what is in a source of images",
+        "Look at a source of images before training on it: counts, formats, sizes, channels, depths, labels, "
+        "mean and std, what cannot be read and why, and a sheet of the views that training would cut.",
+    ),
     "pack": Job(
         "dino_vit.data.packing",
         "dino_vit.data.packing:PackConfig",

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from accelerate import Accelerator
+from collections.abc import Sequence
 
+import numpy as np
+from accelerate import Accelerator
+from einops import rearrange
+from torch import Tensor
+
+from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
 from dino_vit.data.loader import Loader
 from dino_vit.data.pixels import Pixels
-from dino_vit.data.sampler import Sampler
+from dino_vit.data.sampler import Plan, Sampler
 from dino_vit.data.sources import Source
 from dino_vit.features import Preparation
 from dino_vit.processes import cores_of_a_process
-from dino_vit.rules import Plan
+from dino_vit.rules import Plan as RunPlan
 from dino_vit.views import Photometry, View
 
 
-def build_loader(config: PretrainConfig, plan: Plan, source: Source, accelerator: Accelerator) -> Loader:
+def build_loader(config: PretrainConfig, plan: RunPlan, source: Source, accelerator: Accelerator) -> Loader:
     sampler = Sampler(
         length=len(source),
         batch_size=plan.global_batch,
@@ -60,6 +66,27 @@ def build_preparation(config: PretrainConfig) -> Preparation:
     """Return how images are brought to the networks for an evaluation: as they were to learn from."""
     mean, std = normalisation(config)
     return Preparation(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
+
+
+def make_views(
+    config: PretrainConfig, source: Source, samples: Sequence[int], epoch: int
+) -> list[list[Tensor]]:
+    """Make the views of samples in an epoch again, as the networks see them but for normalisation.
+
+    For each sample its views, global ones first, with values from 0 to 1.
+    """
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
+    loader = Loader(source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config))
+    batch = loader.make(Plan(epoch, 0, np.asarray(samples, dtype=np.int64)))
+    channels = config.data.channels
+    augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=config.photometry.blur_sigma[1])
+    made: list[list[Tensor]] = [[] for _ in samples]
+    for size, cut in batch.views.items():
+        coloured = augment(cut, batch.photometry[size])
+        for of_samples in rearrange(coloured, "(v b) c h w -> v b c h w", b=len(samples)):
+            for views, view in zip(made, of_samples, strict=True):
+                views.append(view)
+    return made
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:

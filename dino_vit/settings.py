@@ -63,8 +63,8 @@ class Settings(BaseModel):
     # What words without a name set on the command line, in this order; a tuple, the last, takes all the rest.
     words: ClassVar[tuple[str, ...]] = ()
 
-    # Settings, false by default, that `--name` on the command line makes true.
-    flags: ClassVar[tuple[str, ...]] = ()
+    # Options without a value, `--name` on the command line, and the settings that they make true.
+    flags: ClassVar[Mapping[str, str]] = {}
 
     # Other names of dotted keys, separated by spaces: for suggestions only.
     also_known_as: ClassVar[Mapping[str, str]] = {}

@@ -51,8 +51,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of differences from the defaults"
     )
-    for name in cls.flags:
-        parser.add_argument(f"--{name}", action="store_true", help=knobs(cls)[name].doc)
+    for flag, name in cls.flags.items():
+        parser.add_argument(f"--{flag}", dest=name, action="store_true", help=knobs(cls)[name].doc)
     words = "".join(f"{name.upper()} " for name in cls.words)
     parser.add_argument(
         "settings", nargs="*", metavar=f"{words}key=value", help="one setting each; they win over the file"
@@ -82,7 +82,7 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config that the parsed arguments ask for."""
     words = [text for text in args.settings if _is_word(cls, text)]
     named = [text for text in args.settings if not _is_word(cls, text)]
-    raised = [f"{name}=true" for name in cls.flags if getattr(args, name)]
+    raised = [f"{name}=true" for name in cls.flags.values() if getattr(args, name)]
     return load(cls, args.config, [*_name(cls, words), *raised, *named])
 
 

@@ -139,6 +139,7 @@ def test_mistakes_are_said(weights, tmp_path, capsys):
 def test_the_chosen_images_are_different_and_all_over(length, count):
     places = spread(length, count)
     assert len(set(places)) == len(places) <= min(length, count)
+    assert len(places) == length or count < length
     assert all(0 <= place < length for place in places)
     if length >= 1000:
         assert max(np.diff([0, *places, length])) < 2.7 * length / count

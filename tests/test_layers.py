@@ -21,7 +21,7 @@ LAYERS = [
     {"eval", "session"},
     {"feeding"},
     {"opening"},
-    {"introduction"},
+    {"inspection", "introduction"},
     {"reporting"},
     {"train"},
     {"cli"},

@@ -282,10 +282,10 @@ class Sheet(Settings):
     """A command with words and a flag."""
 
     words: ClassVar = ("index", "images")
-    flags: ClassVar = ("serve",)
+    flags: ClassVar = {"serve": "keep_on"}
     index: str = Field(description="where to look")
     images: tuple[str, ...] = knob((), "what to look for")
-    serve: bool = knob(False, "keep on")
+    keep_on: bool = knob(False, "keep on")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ class Sheet(Settings):
     [
         (["here"], ("here", (), False)),
         (["here", "a, b.png", "null", "--serve"], ("here", ("a, b.png", "null"), True)),
-        (["images=[c]", "./x=y", "serve=true"], ("./x=y", ("c",), True)),
+        (["images=[c]", "./x=y", "keep_on=true"], ("./x=y", ("c",), True)),
         (["here", "a", "index=there"], ("there", ("a",), False)),
     ],
 )
@@ -301,7 +301,7 @@ def test_words_and_flags_stand_for_settings(given: list[str], found: tuple[objec
     parser = argparse.ArgumentParser()
     add_config_arguments(parser, Sheet)
     config = config_from(parse_arguments(parser, given), Sheet)
-    assert (config.index, config.images, config.serve) == found
+    assert (config.index, config.images, config.keep_on) == found
     assert "INDEX IMAGES key=value" in parser.format_help()
 
 

@@ -13,17 +13,17 @@ from dino_vit.data.tiff import read_tiff
 
 Reader = Callable[[bytes, bool, int], Tensor]
 
-_BY_START: dict[bytes, Reader] = {
-    b"\xff\xd8\xff": formats.read_jpeg,
-    b"\x89PNG\r\n\x1a\n": formats.read_png,
-    b"RIFF": formats.read_webp,
-    b"GIF8": formats.read_gif,
-    b"BM": formats.read_bmp,
-    b"\x93NUMPY": formats.read_npy,
-    b"II*\0": read_tiff,
-    b"MM\0*": read_tiff,
-    b"II+\0": read_tiff,  # more than 4 GB
-    b"MM\0+": read_tiff,
+_BY_START: dict[bytes, tuple[str, Reader]] = {
+    b"\xff\xd8\xff": ("JPEG", formats.read_jpeg),
+    b"\x89PNG\r\n\x1a\n": ("PNG", formats.read_png),
+    b"RIFF": ("WebP", formats.read_webp),
+    b"GIF8": ("GIF", formats.read_gif),
+    b"BM": ("BMP", formats.read_bmp),
+    b"\x93NUMPY": ("npy", formats.read_npy),
+    b"II*\0": ("TIFF", read_tiff),
+    b"MM\0*": ("TIFF", read_tiff),
+    b"II+\0": ("TIFF", read_tiff),  # more than 4 GB
+    b"MM\0+": ("TIFF", read_tiff),
 }
 
 
@@ -60,13 +60,23 @@ def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_
     """
     if not data:
         raise UnreadableImage(name, "the file is empty")
-    reader = next((reader for start, reader in _BY_START.items() if data.startswith(start)), None)
-    if reader is None:
+    known = _known(data)
+    if known is None:
         raise UnreadableImage(name, "it is no JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
     try:
-        return reader(data, alpha, max_pixels)
+        return known[1](data, alpha, max_pixels)
     except formats.Refused as error:
         raise UnreadableImage(name, str(error)) from error
     except Exception as error:  # on damaged files decoders raise whatever comes
         said = str(error).partition("\n")[0]
         raise UnreadableImage(name, f"it cannot be decoded: {said or type(error).__name__}") from error
+
+
+def format_of(data: bytes) -> str:
+    """Return the name of a file's format, going by its first bytes."""
+    known = _known(data)
+    return known[0] if known else "unknown"
+
+
+def _known(data: bytes) -> tuple[str, Reader] | None:
+    return next((known for start, known in _BY_START.items() if data.startswith(start)), None)

@@ -66,6 +66,13 @@ class Loader:
         self.sampler, self.in_step = sampler, in_step
         self.workers, self.prefetch, self.pin = workers, prefetch, pin
 
+    def make(self, plan: Plan) -> Batch:
+        """Make one batch, here and now."""
+        batch = self.dataset[plan]
+        if isinstance(batch, ValueError):
+            raise batch
+        return batch
+
     def batches(self, position: int = 0) -> Generator[Batch]:
         """Yield the batches from a position on, without end; closing the iterator ends its processes.
 

@@ -72,7 +72,7 @@ class Look:
 
     def describe(self, pixels: Pixels) -> str:
         """Say what the images are and what is done to them, with counts."""
-        parts = [f"{count} {what}" for what, count in Counter(map(_name, self.sights)).most_common()]
+        parts = [f"{count} {what}" for what, count in Counter(map(name_of, self.sights)).most_common()]
         said = f"{len(self.sights)} images looked at: {', '.join(parts)}"
         done: Counter[str] = Counter()
         for sight in self.sights:
@@ -82,7 +82,8 @@ class Look:
         return "; ".join([said, *(f"{count} {what}" for what, count in done.most_common())])
 
 
-def _name(sight: Sight) -> str:
+def name_of(sight: Sight) -> str:
+    """Say what an image is."""
     named = {1: "grey", 3: "RGB"}.get(sight.channels, f"of {sight.channels} channels")
     return f"{named}{' with transparency' if sight.alpha else ''} ({sight.kind})"
 
@@ -121,21 +122,27 @@ def look(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS
 
 
 def _see(source: Source, index: int, *, max_pixels: int) -> Sight | UnreadableImage:
-    name, opaque = source.name(index), 0
+    name = source.name(index)
     try:
-        item = source.read(index)
-        if isinstance(item, Tensor):
-            image = item
-        else:
-            image = decode(item, name, max_pixels=max_pixels)
-            if len(image) in (2, 4):
-                opaque = len(decode(item, name, alpha=False, max_pixels=max_pixels))
+        return see(source.read(index), name, max_pixels=max_pixels)[0]
     except UnreadableImage as error:
         return error
     except OSError as error:
         return UnreadableImage(name, error.strerror or str(error))
+
+
+def see(item: bytes | Tensor, name: str, *, max_pixels: int = MAX_PIXELS) -> tuple[Sight, Tensor]:
+    """Decode an item of a source as it is, and say what it is."""
+    opaque = 0
+    if isinstance(item, Tensor):
+        image = item
+    else:
+        image = decode(item, name, max_pixels=max_pixels)
+        if len(image) in (2, 4):
+            opaque = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     channels, height, width = image.shape
-    return Sight(height, width, opaque or channels, bool(opaque) and opaque != channels, kind_of(image))
+    sight = Sight(height, width, opaque or channels, bool(opaque) and opaque != channels, kind_of(image))
+    return sight, image
 
 
 class Statistics(NamedTuple):
@@ -165,12 +172,16 @@ def measure(source: Source, indices: Sequence[int], pixels: Pixels) -> Statistic
 def _moments(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     try:
-        image = unit_scale(read_image(source, index, pixels)).flatten(1)
+        image = unit_scale(read_image(source, index, pixels))
     except UnreadableImage as error:
         return error
-    variance, mean = torch.var_mean(image, dim=1, correction=0)
-    square = variance.double() + mean.double() ** 2
-    return torch.stack((mean.double(), square, image.amax(dim=1).double()))
+    return torch.cat((moments(image), image.amax(dim=(1, 2))[None].double()))
+
+
+def moments(image: Tensor) -> Tensor:
+    """Return the mean and the mean square of each channel of an image (C, H, W): (2, C), in float64."""
+    variance, mean = torch.var_mean(image, dim=(1, 2), correction=0)
+    return torch.stack((mean.double(), variance.double() + mean.double() ** 2))
 
 
 def _in_threads(function: Callable[[int], T], indices: Sequence[int]) -> list[T]:

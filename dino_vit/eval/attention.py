@@ -149,8 +149,10 @@ def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]
 
 def spread(length: int, count: int) -> list[int]:
     """Return up to `count` different places all over a length, in no rhythm that a sorted source may have."""
+    if count >= length:
+        return list(range(length))
     golden = (5**0.5 - 1) / 2
-    return sorted({int(length * (place * golden % 1)) for place in range(min(count, length))})
+    return sorted({int(length * (place * golden % 1)) for place in range(count)})
 
 
 def see_all(
