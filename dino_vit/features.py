@@ -68,7 +68,7 @@ def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: F
         log.info("the weights do not say how images were normalised; ImageNet's mean and std are used")
         mean, std = IMAGENET
     model.grid_of(*(size or model.image_size))  # or the size is refused
-    bits, range_ = (known.bits, known.range) if known is not None else (8, None)
+    bits, range_ = (known.bits or 8, known.range) if known is not None else (8, None)
     return Preparation(
         size=size or model.image_size,
         mean=tuple(mean),

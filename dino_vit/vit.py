@@ -37,7 +37,7 @@ class Provenance:
     sha256: str
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    bits: Literal[8, 16] = 8
+    bits: Literal[8, 16] | None = None
     range: tuple[float, float] | None = None  # the values that became 0 and 1
     network: str | None = None
     step: int | None = None

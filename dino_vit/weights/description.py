@@ -39,7 +39,7 @@ def describe(model: VisionTransformer) -> dict[str, Any]:
         "mean": known.mean if known else None,
         "std": known.std if known else None,
         "bits": known.bits if known else None,
-        "range": known.range or "0 to the largest value of the type" if known else None,
+        "range": known.range or "0 to the largest value of the type" if known and known.bits else None,
         "config": known.config if known else {},
     }
     return facts

@@ -144,7 +144,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Pr
         sha256=raw.sha256,
         mean=mean,
         std=std,
-        bits=described.get("bits") or 8,  # files from before there was another depth do not say
+        bits=described.get("bits"),  # files from before there was another depth do not say
         range=tuple(described["range"]) if described.get("range") else None,
         network=raw.network or described.get("network"),
         step=described.get("step"),
