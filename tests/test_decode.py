@@ -1,13 +1,20 @@
 import io
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
-import tifffile
 import torch
 from einops import rearrange
 from PIL import Image, ImageOps
 
-from dino_vit.data.decode import UnreadableImage, decode
+from dino_vit.data.decode import UnreadableImage, decode, read_image
+from dino_vit.data.pixels import Pixels
+from dino_vit.data.synthetic import SyntheticSource
+from images import broken_files, npy, png, png16, saved, tiff
 
 CLEAR = ("LA", "RGBA")
 RANDOM = np.random.default_rng(0)
@@ -24,24 +31,6 @@ def smooth(mode="RGB", size=(30, 20)):
     if mode in CLEAR:
         image.putalpha(image.getchannel(0))
     return image
-
-
-def saved(image, kind, **options):
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def tiff(array, **options):
-    buffer = io.BytesIO()
-    tifffile.imwrite(buffer, array, **options)
-    return buffer.getvalue()
-
-
-def npy(array):
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
 
 
 def tensor(array):
@@ -123,20 +112,6 @@ def test_sixteen_bits_stay_sixteen_bits(byteorder):
         image = decode(data, "x")
         assert image.dtype == torch.uint16
         assert torch.equal(image.int(), tensor(expected.astype(np.int32)))
-
-
-def png16(array):
-    """Write 16-bit PNG in colour, which Pillow cannot."""
-    import struct
-    import zlib
-
-    height, width, channels = array.shape
-    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    packed = (struct.pack(">I", len(b)) + n + b + struct.pack(">I", zlib.crc32(n + b)) for n, b in chunks)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
@@ -256,3 +231,143 @@ def test_what_is_no_image_is_said_in_a_line():
         with pytest.raises(UnreadableImage, match=f"^{name}: {reason}") as caught:
             decode(data, name)
         assert "\n" not in str(caught.value)
+
+
+def test_bombs_are_refused_before_they_are_decoded():
+    start = time.process_time()
+    whole = smooth(size=(64, 64))
+    bombs = {
+        "png": (png(60_000, 60_000, bytes(100)), "60000 × 60000"),
+        "deep tiff": (tiff(np.zeros((6, 64, 64), np.uint16), photometric="minisblack"), "64 × 64"),
+        "npy": (npy(np.zeros((64, 64), np.uint8)), "64 × 64"),
+        **{kind: (saved(whole, kind), "64 × 64") for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
+    }
+    for kind, (data, size) in bombs.items():
+        with pytest.raises(UnreadableImage, match=f"{size} pixels are more than data.max_pixels=4095"):
+            decode(data, kind, max_pixels=4095)
+        if kind != "png":
+            assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
+    assert time.process_time() - start < 2
+
+
+def test_many_channels_count_as_pixels():
+    data = tiff(np.zeros((64, 64, 64), np.uint8), photometric="minisblack", planarconfig="contig")
+    with pytest.raises(UnreadableImage, match="64 × 64 pixels are more than"):
+        decode(data, "x", max_pixels=16 * 4096 - 1)
+    assert decode(data, "x", max_pixels=16 * 4096).shape == (64, 64, 64)
+
+
+def test_broken_files_of_every_kind_are_one_kind_of_error():
+    pixels, source = Pixels(), SyntheticSource(length=1)
+    for name, data in broken_files().items():
+        source.read, source.name = lambda index, data=data: data, lambda index, name=name: name
+        with pytest.raises(UnreadableImage, match=f"^{name}: ."):
+            read_image(source, 0, pixels)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_deep_png_that_would_end_the_process_is_refused(channels):
+    """Whatever libpng stumbles over in rows, torchvision's decoder does not survive."""
+    rows = [b"\0" + RANDOM.bytes(2 * channels * 30) for _ in range(20)]
+    packed, kind = zlib.compress(b"".join(rows)), {2: 4, 3: 2, 4: 6}[channels]
+    for damaged in (
+        png(30, 20, b"".join(rows[:-1]), depth=16, kind=kind),
+        png(30, 20, b"".join([*rows[:-1], b"\7" + rows[-1][1:]]), depth=16, kind=kind),
+        png(30, 20, b"", depth=16, kind=kind, packed=packed[:-4] + bytes(4)),
+        png(30, 20, b"", depth=16, kind=kind, packed=packed[:100] + bytes(9) + packed[109:]),
+        png(30, 20, b"", depth=16, kind=kind, packed=packed[:-9]),
+        png(30, 20, b"".join(rows), depth=16, kind=kind)[:-30],
+        png(30, 20, b"".join(rows), depth=16, kind=kind).replace(packed[50:60], bytes(10)),
+    ):
+        with pytest.raises(UnreadableImage):
+            decode(damaged, "x")
+    assert decode(png(30, 20, b"".join(rows), depth=16, kind=kind), "x").shape == (channels, 20, 30)
+
+
+def test_deep_png_may_be_interlaced():
+    array = picture(13, 11, 3, dtype=np.uint16)
+    passes = (
+        (0, 0, 8, 8),
+        (4, 0, 8, 8),
+        (0, 4, 4, 8),
+        (2, 0, 4, 4),
+        (0, 2, 2, 4),
+        (1, 0, 2, 2),
+        (0, 1, 1, 2),
+    )
+    parts = [array[y::down, x::right] for (x, y), (right, down) in passes]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for part in parts for row in part if row.size)
+    image = decode(png(11, 13, rows, depth=16, kind=2, interlaced=1), "x")
+    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
+
+
+FUZZ = """
+import random, sys, warnings, logging, time
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+from test_decode import fuzzed
+from dino_vit.data.decode import UnreadableImage, decode
+import torch
+torch.set_num_threads(1)
+read = refused = 0
+for name, data in fuzzed(random.Random(0)):
+    start = time.monotonic()
+    try:
+        image = decode(data, name, max_pixels=1 << 20)
+        assert image.ndim == 3 and image.numel() and image.shape[1] * image.shape[2] <= 1 << 20
+        int(image.flatten()[:1].float().isnan())
+        read += 1
+    except UnreadableImage as error:
+        assert str(error).startswith(name + ": ") and len(str(error)) > len(name) + 2
+        refused += 1
+    assert time.monotonic() - start < 5, name
+print(read, refused)
+"""
+
+
+def fuzzed(random):
+    """Yield whole files of every format, cut off and with flipped bits and bytes."""
+    small, deep = smooth(size=(24, 16)), picture(16, 24, 3, dtype=np.uint16)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = {
+        "grey.jpg": saved(small.convert("L"), "JPEG"),
+        "colour.jpg": saved(small, "JPEG", exif=exif),
+        "progressive.jpg": saved(small, "JPEG", progressive=True),
+        "cmyk.jpg": saved(small.convert("CMYK"), "JPEG"),
+        "colour.png": saved(small, "PNG", exif=exif),
+        "palette.png": saved(small.quantize(16), "PNG", transparency=3),
+        "deep.png": png16(deep),
+        "deep-grey.png": png16(deep[..., :1]),
+        "lossy.webp": saved(small, "WEBP"),
+        "lossless.webp": saved(smooth("RGBA", size=(24, 16)), "WEBP", lossless=True),
+        "two.gif": saved(small.quantize(16), "GIF", save_all=True, append_images=[small.quantize(8)]),
+        "plain.bmp": saved(small, "BMP"),
+        "palette.bmp": saved(small.quantize(16), "BMP"),
+        "plain.tif": saved(small, "TIFF"),
+        "lzw.tif": saved(small, "TIFF", compression="tiff_lzw"),
+        "jpeg.tif": saved(small, "TIFF", compression="jpeg"),
+        "deep.tif": tiff(deep, photometric="rgb", compression="zlib"),
+        "pages.tif": tiff(picture(5, 16, 24), photometric="minisblack"),
+        "ome.tif": tiff(picture(5, 16, 24), ome=True, metadata={"axes": "CYX"}, photometric="minisblack"),
+        "array.npy": npy(deep),
+    }
+    for name, data in files.items():
+        yield name, data
+        for _ in range(30):
+            cut = data[: random.randrange(len(data))]
+            flipped = bytearray(data)
+            for _ in range(random.choice([1, 1, 2, 8, 50])):
+                at = random.randrange(len(data) if random.random() < 0.5 else min(len(data), 200))
+                flipped[at] = flipped[at] ^ (1 << random.randrange(8)) if random.random() < 0.7 else 255
+            yield name, cut
+            yield name, bytes(flipped)
+
+
+def test_damaged_files_of_every_format_give_an_image_or_an_error_and_never_a_crash():
+    code = FUZZ.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    read, refused = map(int, done.stdout.split())
+    assert read > 100
+    assert refused > 500

@@ -13,6 +13,8 @@ import safetensors.torch
 import torch
 
 from dino_vit import VisionTransformer, WeightsError, load_backbone, save_backbone
+from dino_vit.data.pixels import Pixels
+from dino_vit.features import preparation_of
 from dino_vit.storage import read_metadata, write_tensors
 
 KEYWORDS = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
@@ -46,9 +48,8 @@ def test_our_own_file_says_what_it_is(tmp_path):
         channels=5, registers=2, positions="sinusoidal", stem="unfold", position_mode="timm", heads=4
     )
     path = tmp_path / "mine.safetensors"
-    save_backbone(
-        model, path, mean=(0.5,) * 5, std=(0.2,) * 5, network="teacher", step=700, config={"seed": 3}
-    )
+    statistics = {"mean": (0.5,) * 5, "std": (0.2,) * 5, "bits": 16, "range": (0.0, 4095.0)}
+    save_backbone(model, path, **statistics, network="teacher", step=700, config={"seed": 3})
     loaded = load_backbone(path)
     assert {**loaded.architecture, "image_size": 32, "patch_size": 8} == model.architecture
     known = loaded.provenance
@@ -59,6 +60,8 @@ def test_our_own_file_says_what_it_is(tmp_path):
         {"seed": 3},
     )
     assert (known.mean, known.std) == ((0.5,) * 5, (0.2,) * 5)
+    assert (known.bits, known.range) == (16, (0.0, 4095.0))
+    assert preparation_of(loaded).pixels == Pixels(channels=5, bits=16, range=(0.0, 4095.0))
     assert not loaded.training
     assert not loaded.pos_embed.requires_grad
     images = torch.randn(2, 5, 24, 40)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dino_vit.data import formats
 from dino_vit.data.pixels import MAX_PIXELS, RGB, Pixels
+from dino_vit.data.png import read_png
 from dino_vit.data.sources import Source
 from dino_vit.data.tiff import read_tiff
 
@@ -15,7 +16,7 @@ Reader = Callable[[bytes, bool, int], Tensor]
 
 _BY_START: dict[bytes, tuple[str, Reader]] = {
     b"\xff\xd8\xff": ("JPEG", formats.read_jpeg),
-    b"\x89PNG\r\n\x1a\n": ("PNG", formats.read_png),
+    b"\x89PNG\r\n\x1a\n": ("PNG", read_png),
     b"RIFF": ("WebP", formats.read_webp),
     b"GIF8": ("GIF", formats.read_gif),
     b"BM": ("BMP", formats.read_bmp),

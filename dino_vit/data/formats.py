@@ -1,8 +1,8 @@
-"""Readers of the file formats, each from bytes to a tensor (C, H, W) of the channels and type that it has.
+"""Readers of file formats, each from bytes to a tensor (C, H, W) of the channels and type that the file has.
 
-A size that no memory holds is refused before anything is decoded. JPEG and PNG are decoded by torchvision
-where it is right: it is faster and keeps 16 bits, but takes a palette's indices for grey. Its decoder is
-called below its Python function, which since 0.29 warns at every call that torchcodec shall replace it.
+A size that no memory holds is refused before anything is decoded. JPEG is decoded by torchvision, which is
+faster than Pillow; below its Python function, which since 0.29 warns at every call that torchcodec shall
+replace it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, WebPImagePlugin
 from PIL.Image import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode
@@ -45,16 +45,7 @@ def read_jpeg(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     if file.mode == "CMYK":
         return by_pillow(file, alpha, max_pixels)
     check_size(*file.size, 3, max_pixels)
-    return _by_torchvision(data)
-
-
-def read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    file = PngImagePlugin.PngImageFile(BytesIO(data))
-    if file.mode == "P":
-        return by_pillow(file, alpha, max_pixels)
-    check_size(*file.size, 4, max_pixels)
-    image = _by_torchvision(data)
-    return image if alpha or len(image) in (1, 3) else image[:-1]
+    return by_torchvision(data)
 
 
 def read_webp(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
@@ -100,7 +91,7 @@ def check_size(width: int, height: int, channels: int, max_pixels: int) -> None:
         raise Refused(f"{width} × {height} pixels are more than data.max_pixels={max_pixels}")
 
 
-def _by_torchvision(data: bytes) -> Tensor:
+def by_torchvision(data: bytes) -> Tensor:
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     upright = True  # as EXIF says
     image: Tensor = torch.ops.image.decode_image(encoded, ImageReadMode.UNCHANGED.value, upright)
