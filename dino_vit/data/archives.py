@@ -76,8 +76,10 @@ class ArchiveSource(IndexedSource):
     def _build(self, _: Sink) -> Draft:
         before = stamps(self._files)
         pairs = [(path, int(length)) for path, length in zip(self._files, before[:, 0], strict=True)]
-        with progress(f"Indexing {self._spec}", len(pairs)) as advance:
-            listed = in_threads(lambda pair: self.list_archive(*pair), pairs, advance)
+        with progress(f"Indexing {self._spec}") as advance:
+            listed = in_threads(
+                lambda pair: self.list_archive(*pair), pairs, lambda found: advance(len(found))
+            )
         items = [item for found in listed for item in found]
         if not items:
             raise ValueError(f"{self._spec} has no images in it, only other files or none.")

@@ -87,11 +87,13 @@ def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
         raise OSError(f"{url}: {error}") from error
 
 
-def in_threads(work: Callable[[T], R], items: Sequence[T], advance: Callable[[int], None]) -> list[R]:
-    """Map items in threads, in order, telling of each that is done; the first error ends it."""
+def in_threads(
+    work: Callable[[T], R], items: Sequence[T], done: Callable[[R], object] = lambda _: None
+) -> list[R]:
+    """Map items in threads, in order, telling of each result; the first error ends it."""
     if len(items) == 1:
         results = [work(items[0])]
-        advance(1)
+        done(results[0])
         return results
     results = []
     with ThreadPoolExecutor(THREADS) as pool:
@@ -99,7 +101,7 @@ def in_threads(work: Callable[[T], R], items: Sequence[T], advance: Callable[[in
         try:
             for future in futures:
                 results.append(future.result())
-                advance(1)
+                done(results[-1])
         finally:
             pool.shutdown(cancel_futures=True)
     return results
@@ -117,7 +119,7 @@ def stamp(path: str) -> tuple[int, int, int]:
 def stamps(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return the stamp of each path, of one that is not there −1."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
-    rows = in_threads(lambda chunk: [_stamp_or_none(path) for path in chunk], chunks, lambda _: None)
+    rows = in_threads(lambda chunk: [_stamp_or_none(path) for path in chunk], chunks)
     return np.array(list(itertools.chain(*rows)), dtype=np.int64).reshape(-1, 3)
 
 

@@ -173,7 +173,7 @@ def _list_local(root: str) -> Found:
     found, level = Found(), [_Folder("", frozenset())]
     with progress(f"Listing {root}") as advance:
         while level:
-            listed = in_threads(lambda folder: _list_folder(root, folder), level, lambda _: None)
+            listed = in_threads(lambda folder: _list_folder(root, folder), level)
             found.folders += [os.path.join(root, folder.name) for folder in level]
             level = []
             for files, folders, stamp in listed:
@@ -211,7 +211,7 @@ def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], 
 def _sizes_of(paths: Sequence[str]) -> NDArray[np.int64]:
     chunks = [paths[start : start + 1024] for start in range(0, len(paths), 1024)]
     with progress("Reading the sizes of files", len(paths)) as advance:
-        rows = in_threads(_stat, chunks, lambda _: advance(1024))
+        rows = in_threads(_stat, chunks, lambda sizes: advance(len(sizes)))
     return np.array([size for row in rows for size in row], dtype=np.int64)
 
 

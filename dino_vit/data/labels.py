@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +49,7 @@ class Labels(NamedTuple):
 
 def number_labels(values: Sequence[object]) -> Labels:
     """Number labels from 0 on: in numeric order if all are numbers, or else sorted as texts; no gaps."""
-    texts = [None if value is None or value == "" else _text(value) for value in values]
+    texts = [None if value in (None, "", b"") else _text(value) for value in values]
     classes = sorted({text for text in texts if text is not None}, key=os.fsencode)
     numeric = [_number(text) for text in classes]
     if all(number is not None for number in numeric):
@@ -72,9 +73,9 @@ def _number(text: str) -> float | None:
 
 def folder_labels(names: Sequence[bytes]) -> Labels:
     """Label sorted paths by their first-level folder, below the folders that all have in common."""
-    ends = [os.path.dirname(name) for name in (names[0], names[-1])]
-    shared = os.path.commonpath(ends)
-    below = len(shared) + 1 if shared else 0
+    folders = (name.split(b"/")[:-1] for name in (names[0], names[-1]))
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
+    below = sum(len(folder) + 1 for folder, _ in shared)
     tops = (name[below:].partition(b"/") for name in names)
     return number_labels([top if slash else None for top, slash, _ in tops])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy")
+_HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 
 
 class Source(Protocol):
@@ -40,5 +42,4 @@ class Source(Protocol):
 def is_image(name: str | bytes) -> bool:
     """Tell whether a name is that of an image file which is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)
-    hidden = text.startswith(".") or "/." in text
-    return not hidden and os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES
+    return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES and not _HIDDEN.search(text)
