@@ -98,6 +98,15 @@ JOBS = {
         "write a source as tar shards",
         "Write any source of images as tar shards with digests: few large files where there were many small.",
     ),
+    "knn": Job(
+        "dino_vit.eval.knn",
+        "dino_vit.eval.knn:KnnConfig",
+        "run",
+        "classify images by their nearest neighbours",
+        "Classify images by the labels of their nearest neighbours, among the other images or in a set of "
+        "their own.\n\n  dino-vit knn photos weights=runs/demo\n"
+        "  dino-vit knn val train=train weights=runs/demo",
+    ),
     "attention": Job(
         "dino_vit.eval.attention",
         "dino_vit.eval.attention:AttentionConfig",

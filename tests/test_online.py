@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from dino_vit.data.sources import FolderSource
 from dino_vit.data.synthetic import SyntheticSource
-from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.rankme import rankme
+from dino_vit.eval.voting import weighted_knn
 from dino_vit.features import Preparation, extract_features, pixel_features
 from dino_vit.vit import VisionTransformer
 

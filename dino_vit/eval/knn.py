@@ -1,129 +1,221 @@
-"""Weighted k-nearest-neighbour classification of features, as published with DINO.
+"""Judge a frozen backbone by the labels of each image's nearest neighbours: top-1, top-5 and per class."""
 
-Features are L2-normalised; the score of a class is the sum of exp(cosine / temperature) over those of the k
-nearest neighbours that belong to it. Exact, whatever the device and the number of processes.
-"""
+from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.eval.neighbours import Matrix, nearest
+from dino_vit.distributed import all_gather, rank, world_size
+from dino_vit.eval.accuracy import Accuracy, per_class_accuracy, top_k_accuracy
+from dino_vit.eval.frozen import Frozen, FrozenBackbone, frozen_backbone
+from dino_vit.eval.labelled import Part, open_part, open_sets
+from dino_vit.eval.results import results_path, write_results
 from dino_vit.eval.shortlist import Search
-from dino_vit.randomness import Stream, random_bits
+from dino_vit.eval.voting import few_shot_rows, weighted_knn
+from dino_vit.progress import Counting
+from dino_vit.settings import Count, CountOrZero, Positive, knob
 
-log = logging.getLogger("dino_vit")
-
-RANKED = 5  # classes named per query: enough for top-1 and top-5
-NO_CLASS = torch.iinfo(torch.int64).min  # where fewer classes have a vote
-# Numbers held at a time: features of queries and their neighbours, and scores of classes.
-_QUERIES, _VOTES = 2**25, 2**23
+_CLASSES_SHOWN = 20
 
 
-def weighted_knn(
-    bank: Matrix,
-    bank_labels: Tensor,
-    queries: Matrix,
-    *,
-    k: Sequence[int],
-    temperature: float = 0.07,
-    own: int | None = None,
-    search: Search = "auto",
-    device: torch.device | None = None,
-    progress: Callable[[int], None] | None = None,
+class KnnConfig(Frozen):
+    """Classify images by their nearest neighbours, on features of a frozen backbone."""
+
+    train: str | None = knob(
+        None, "labelled images to find neighbours in; null: source, where no image finds itself"
+    )
+    labels: str | None = knob(None, "file of the labels of source; null: its folders")
+    train_labels: str | None = knob(None, "file of the labels of train; null: its folders")
+    k: tuple[Count, ...] = knob((10, 20, 100, 200), "numbers of neighbours that vote")
+    temperature: Positive = knob(0.07, "a neighbour's vote is exp(cosine / temperature)")
+    shots: tuple[Count, ...] = knob((), "also classify by so many images of each class alone")
+    repeats: Count = knob(5, "sets of such images for each number of shots")
+    seed: CountOrZero = knob(0, "of the choice of these images")
+    search: Search = knob("auto", "faiss, torch, or the faster one here; the results are the same")
+    output: str | None = knob(None, "JSON to write; null: eval/knn.json of the run, or beside the weights")
+
+    words: ClassVar = ("source",)
+    also_known_as: ClassVar = {
+        **Frozen.also_known_as,
+        "source": "images data data_path val queries",
+        "train": "bank gallery train_data",
+        "k": "nb_knn neighbours neighbors",
+        "shots": "few_shot n_per_class",
+        "repeats": "n_tries tries",
+        "output": "output_file out",
+    }
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Features of images, (n, D), and their labels and places in the source, (n,)."""
+
+    features: NDArray[Any]  # memory-mapped
+    labels: NDArray[np.int64]
+    keys: NDArray[np.int64]
+
+    def __getitem__(self, rows: slice | NDArray[Any]) -> Labelled:
+        return Labelled(self.features[rows], self.labels[rows], self.keys[rows])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def run(config: KnnConfig) -> int:
+    """Classify, print the tables and write the JSON."""
+    with frozen_backbone(config) as frozen:
+        path = results_path("knn", weights=config.weights, output=config.output)
+        bank, queries, classes = _open(config, frozen)
+        ranked = _classify(config, frozen, bank, queries)
+        labels = torch.from_numpy(queries.labels)
+        figures = [_figures(k, best, labels, classes) for k, best in ranked.items()]
+        few = [_few_shot(config, frozen, bank, queries, shots) for shots in config.shots]
+        if frozen.main:
+            found = {"results": figures, "few_shot": [one for of_shots in few for one in of_shots]}
+            write_results(path, {**_about(config, frozen, bank, queries, classes), **found})
+            print("\n\n".join([*_tables(config, bank, queries, found), str(path)]))
+    return 0
+
+
+def _open(config: KnnConfig, frozen: FrozenBackbone) -> tuple[Labelled, Labelled, Sequence[str]]:
+    """Return bank and queries, which are the same where one set is given, and the names of the classes."""
+    if config.train is not None:
+        sets = open_sets(
+            config.source, labels=config.labels, train=config.train, train_labels=config.train_labels
+        )
+        bank = _features(frozen, sets.train, "features of train")
+        return bank, _features(frozen, sets.val, "features of source"), sets.classes
+    part, classes = open_part(config.source, config.labels)
+    if len(set(part.targets.tolist())) < 2:
+        raise ValueError(
+            f"all labelled images of {config.source} are of one class, {classes[part.targets[0]]}: every "
+            "answer would be right, which says nothing"
+        )
+    both = _features(frozen, part, "features")
+    return both, both, classes
+
+
+def _features(frozen: FrozenBackbone, part: Part, title: str) -> Labelled:
+    indices = None if part.whole else part.indices.tolist()
+    stored = frozen.features(part.source, indices=indices, title=title)
+    labels = part.targets[np.searchsorted(part.indices, stored.indices)]
+    return Labelled(stored.values, labels, stored.indices)
+
+
+def _classify(
+    config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, *, quiet: bool = False
 ) -> dict[int, Tensor]:
-    """Return, for each k, the labels of the best five classes of each query, best first: (queries, ≤ 5).
-
-    Labels are any integers; of classes with equal scores the lower label is first, and NO_CLASS stands where
-    no class has a vote. A k beyond the bank means the whole bank, with a notice. With `own`, query i is row
-    own + i of the bank and does not find itself. Works on the device of the queries, unless told.
-    """
-    _check(bank, bank_labels, queries, k, own)
-    available = len(bank) - (own is not None)
-    if beyond := sorted(wanted for wanted in k if wanted > available):
-        log.warning("k-NN: for k = %s, all %d images of the bank vote", str(beyond)[1:-1], available)
-    device = device or (queries.device if isinstance(queries, Tensor) else torch.device("cpu"))
-    labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
-    ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
-    for part in _parts(len(queries), _QUERIES // (queries.shape[1] + 2 * max(k))):
-        block = torch.as_tensor(queries[part], device=device)
-        mine = None if own is None else own + part.start
-        similarities, rows = nearest(bank, block, k=min(max(k), available), own=mine, search=search)
-        for some in _parts(len(block), _VOTES // len(labels)):
-            scores = class_scores(
-                similarities[some], classes[rows[some]], k=k, classes=len(labels), temperature=temperature
-            )
-            for wanted, of_class in scores.items():
-                ranked[wanted].append(_best(of_class, labels))
-        if progress:
-            progress(len(block))
-    return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
-
-
-def class_scores(
-    similarities: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
-) -> dict[int, Tensor]:
-    """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.
-
-    Those of a query are divided by the weight of its nearest neighbour: no temperature makes them infinite.
-    """
-    weights = ((similarities - similarities[:, :1]) / temperature).exp()
-    scores, total, counted = {}, similarities.new_zeros(len(similarities), classes), 0
-    for wanted in sorted(k):
-        part = slice(counted, wanted)
-        total = total.scatter_add(1, neighbour_classes[:, part], weights[:, part])
-        scores[wanted], counted = total, wanted
-    return scores
-
-
-def few_shot_rows(
-    labels: NDArray[np.int64], keys: NDArray[np.int64], *, shots: int, seed: int, repeat: int
-) -> NDArray[np.int64]:
-    """Choose `shots` rows of each label, ascending: a function of the seed, the repeat and the rows' keys."""
-    bits = random_bits(seed, Stream.EVALUATION, repeat, keys)
-    order = np.lexsort((bits, labels))
-    sorted_labels = labels[order]
-    place_in_class = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
-    return np.sort(order[place_in_class < shots])
-
-
-def _best(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the labels of the classes with the greatest scores, the lower label first among equals."""
-    best, remaining = [], scores.clone()
-    for _ in range(min(RANKED, len(labels))):
-        score, place = remaining.max(dim=1)  # the first of equals
-        best.append(labels[place].masked_fill(score <= 0, NO_CLASS))
-        remaining.scatter_(1, rearrange(place, "q -> q 1"), -1)
-    return torch.stack(best, dim=1)
-
-
-def _parts(length: int, size: int) -> Iterator[slice]:
-    size = max(size, 1)
-    return (slice(start, min(start + size, length)) for start in range(0, max(length, 1), size))
-
-
-def _check(bank: Matrix, labels: Tensor, queries: Matrix, k: Sequence[int], own: int | None) -> None:
-    if bank.ndim != 2 or queries.ndim != 2 or bank.shape[1] != queries.shape[1]:
-        raise ValueError(
-            f"k-NN compares features (images, width) of one width, but the bank is {tuple(bank.shape)} and "
-            f"the queries are {tuple(queries.shape)}."
+    """Return the best classes of all queries, of which each process classifies a share."""
+    first, last = (len(queries) * part // world_size() for part in (rank(), rank() + 1))
+    with Counting("neighbours", total=len(queries), quiet=quiet or not frozen.main) as counting:
+        ranked = weighted_knn(
+            bank.features,
+            torch.from_numpy(bank.labels),
+            queries.features[first:last],
+            k=config.k,
+            temperature=config.temperature,
+            own=first if queries is bank else None,
+            search=config.search,
+            device=frozen.device,
+            progress=lambda count: counting.advance(count * world_size()),
         )
-    if labels.shape != bank.shape[:1] or labels.is_floating_point():
-        raise ValueError(
-            f"k-NN needs one integer label for each of the {len(bank)} bank images, but got {labels.dtype} "
-            f"{tuple(labels.shape)}. Map other labels to integers first."
-        )
-    if len(bank) <= (own is not None):
-        raise ValueError(f"k-NN needs a neighbour for each query, but the bank has {len(bank)} images.")
-    if not k or min(k) < 1:
-        raise ValueError(f"k-NN needs one or more k from 1 up, but got {list(k)}.")
-    if own is not None and not 0 <= own <= own + len(queries) <= len(bank):
-        raise ValueError(
-            f"with own={own} each query is a row of the bank, but there are {len(queries)} queries and "
-            f"{len(bank)} bank images."
-        )
+    return {k: all_gather(best).cpu() for k, best in ranked.items()}
+
+
+def _figures(k: int, best: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    of_class = per_class_accuracy(best, labels)
+    return {
+        "k": k,
+        "top1": top_k_accuracy(best, labels, 1)._asdict(),
+        "top5": top_k_accuracy(best, labels, 5)._asdict(),
+        "per_class": {classes[label]: one._asdict() for label, one in of_class.items()},
+    }
+
+
+def _few_shot(
+    config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, shots: int
+) -> list[dict[str, Any]]:
+    """Return, for each k, mean and deviation of the accuracies by a few images of each class."""
+    found: dict[int, list[Accuracy]] = {k: [] for k in config.k}
+    for repeat in range(config.repeats):
+        rows = few_shot_rows(bank.labels, bank.keys, shots=shots, seed=config.seed, repeat=repeat)
+        # In one set the others are the queries.
+        asked = queries if queries is not bank else bank[np.delete(np.arange(len(bank)), rows)]
+        if not len(asked):
+            raise ValueError(f"shots={shots} takes all {len(bank)} images, and leaves none to classify")
+        ranked = _classify(config, frozen, bank[rows], asked, quiet=True)
+        for k, best in ranked.items():
+            found[k].append(top_k_accuracy(best, torch.from_numpy(asked.labels)))
+    return [
+        {
+            "shots": shots,
+            "k": k,
+            "mean": mean(one.percent for one in top1),
+            "standard_deviation": stdev([one.percent for one in top1]) if len(top1) > 1 else None,
+            "top1": [one._asdict() for one in top1],
+        }
+        for k, top1 in found.items()
+    ]
+
+
+def _about(
+    config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, classes: Sequence[str]
+) -> dict[str, Any]:
+    """Return what the figures are of."""
+    known = frozen.model.provenance
+    assert known is not None, "loaded weights know where they are from"
+    return {
+        "weights": {
+            "source": known.source,
+            "sha256": known.sha256,
+            "network": known.network,
+            "step": known.step,
+        },
+        "settings": config.model_dump(mode="json"),
+        "images": len(queries),
+        "bank": len(bank) - (queries is bank),
+        "classes": len(classes),
+    }
+
+
+def _tables(
+    config: KnnConfig, bank: Labelled, queries: Labelled, found: dict[str, list[dict[str, Any]]]
+) -> list[str]:
+    """Return the tables as texts: by k, by shots, and by class for the first k."""
+    where = "the others" if queries is bank else f"{len(bank):,} of {config.train}"
+    tables = [f"{len(queries):,} images of {config.source} by their neighbours among {where}"]
+    rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in found["results"]]
+    tables.append(_table(["k", "top-1 %", "top-5 %"], rows))
+    if found["few_shot"]:
+        rows = [
+            [str(one["shots"]), str(one["k"]), f"{one['mean']:.2f}", _deviation(one["standard_deviation"])]
+            for one in found["few_shot"]
+        ]
+        tables.append(_table(["shots", "k", "top-1 %", f"deviation of {config.repeats}"], rows))
+    first = found["results"][0]
+    classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])
+    title = f"class, k={first['k']}" + (", the lowest" if len(classes) > _CLASSES_SHOWN else "")
+    rows = [[name, _cell(one), f"{one['images']:,}"] for name, one in classes[:_CLASSES_SHOWN]]
+    return [*tables, _table([title, "top-1 %", "images"], rows)]
+
+
+def _cell(one: dict[str, Any]) -> str:
+    return f"{one['percent']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+
+
+def _deviation(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """Return columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows])
+    return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]) for line in lines)

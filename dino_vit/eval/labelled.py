@@ -71,6 +71,12 @@ def open_sets(
     return Sets(learned, Part(val.source, val.indices, targets), tuple(classes))
 
 
+def open_part(source: str, labels: str | None = None) -> tuple[Part, tuple[str, ...]]:
+    """Open one set alone, with the names of its classes."""
+    part = _labelled(source, labels, "labels")
+    return part, tuple(part.source.classes)
+
+
 def _labelled(spec: str, file: str | None, knob: str) -> Part:
     source = open_source(spec, file)
     numbers = (source.label(index) for index in range(len(source)))

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval import knn, neighbours
-from dino_vit.eval.knn import NO_CLASS, few_shot_rows, weighted_knn
-from dino_vit.eval.rankme import rankme
+from dino_vit.eval import neighbours, voting
+from dino_vit.eval.voting import NO_CLASS, few_shot_rows, weighted_knn
 
 
 def clustered(count, classes=7, width=16, seed=0):
@@ -38,8 +37,8 @@ def naive_ranking(bank, labels, query, k, excluded=None):
 
 @pytest.fixture
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(knn, "_QUERIES", 7 * 56)
-    monkeypatch.setattr(knn, "_VOTES", 30)
+    monkeypatch.setattr(voting, "_QUERIES", 7 * 56)
+    monkeypatch.setattr(voting, "_VOTES", 30)
     monkeypatch.setattr(neighbours, "_BANK", 1)
     monkeypatch.setattr(neighbours, "_FEWEST_ROWS", 11)
 
@@ -144,20 +143,3 @@ def test_mistakes_are_explained(change, message):
     }
     with pytest.raises(ValueError, match=message):
         weighted_knn(given.pop("bank"), given.pop("bank_labels"), given.pop("queries"), **given)
-
-
-@pytest.mark.parametrize("shape", [(50, 8), (5, 12), (9, 9)])
-def test_rankme_is_the_exponential_of_the_entropy_of_the_singular_values(shape):
-    features = torch.randn(*shape) @ torch.diag(torch.logspace(-2, 1, shape[1]))
-    product = features.double().T @ features.double()
-    singular = [math.sqrt(value) for value in torch.linalg.eigvalsh(product).tolist() if value > 1e-12]
-    shares = [value / sum(singular) for value in singular]
-    expected = math.exp(-sum(share * math.log(share) for share in shares))
-    assert rankme(features) == pytest.approx(expected, rel=1e-6)
-
-
-def test_rankme_counts_directions():
-    basis = torch.linalg.qr(torch.randn(20, 20)).Q
-    assert rankme(basis[:, :6]) == pytest.approx(6)
-    assert rankme(torch.ones(20, 6)) == pytest.approx(1)
-    assert rankme(torch.zeros(20, 6)) == 1
