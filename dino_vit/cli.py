@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells which of its builds it loads
     try:
         code: int = args.run(args)
     except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.data.progress import progress
 from dino_vit.distributed import all_gather, rank, world_size
 from dino_vit.eval.accuracy import Accuracy, per_class_accuracy, top_k_accuracy
 from dino_vit.eval.frozen import Frozen, FrozenBackbone, frozen_backbone
@@ -19,7 +20,6 @@ from dino_vit.eval.labelled import Part, open_part, open_sets
 from dino_vit.eval.results import results_path, write_results
 from dino_vit.eval.shortlist import Search
 from dino_vit.eval.voting import few_shot_rows, weighted_knn
-from dino_vit.progress import Counting
 from dino_vit.settings import Count, CountOrZero, Positive, knob
 
 _CLASSES_SHOWN = 20
@@ -31,8 +31,7 @@ class KnnConfig(Frozen):
     train: str | None = knob(
         None, "labelled images to find neighbours in; null: source, where no image finds itself"
     )
-    labels: str | None = knob(None, "file of the labels of source; null: its folders")
-    train_labels: str | None = knob(None, "file of the labels of train; null: its folders")
+    train_labels: str | None = knob(None, "CSV or JSON file of the labels of train; null: its own")
     k: tuple[Count, ...] = knob((10, 20, 100, 200), "numbers of neighbours that vote")
     temperature: Positive = knob(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = knob((), "also classify by so many images of each class alone")
@@ -73,7 +72,7 @@ def run(config: KnnConfig) -> int:
     with frozen_backbone(config) as frozen:
         path = results_path("knn", weights=config.weights, output=config.output)
         bank, queries, classes = _open(config, frozen)
-        ranked = _classify(config, frozen, bank, queries)
+        ranked = _classify(config, frozen, bank, queries, config.k)
         labels = torch.from_numpy(queries.labels)
         figures = [_figures(k, best, labels, classes) for k, best in ranked.items()]
         few = [_few_shot(config, frozen, bank, queries, shots) for shots in config.shots]
@@ -110,21 +109,26 @@ def _features(frozen: FrozenBackbone, part: Part, title: str) -> Labelled:
 
 
 def _classify(
-    config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, *, quiet: bool = False
+    config: KnnConfig,
+    frozen: FrozenBackbone,
+    bank: Labelled,
+    queries: Labelled,
+    k: Sequence[int],
+    title: str = "neighbours",
 ) -> dict[int, Tensor]:
     """Return the best classes of all queries, of which each process classifies a share."""
     first, last = (len(queries) * part // world_size() for part in (rank(), rank() + 1))
-    with Counting("neighbours", total=len(queries), quiet=quiet or not frozen.main) as counting:
+    with progress(title, last - first) as advance:
         ranked = weighted_knn(
             bank.features,
             torch.from_numpy(bank.labels),
             queries.features[first:last],
-            k=config.k,
+            k=k,
             temperature=config.temperature,
             own=first if queries is bank else None,
             search=config.search,
             device=frozen.device,
-            progress=lambda count: counting.advance(count * world_size()),
+            progress=advance,
         )
     return {k: all_gather(best).cpu() for k, best in ranked.items()}
 
@@ -143,16 +147,17 @@ def _few_shot(
     config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, shots: int
 ) -> list[dict[str, Any]]:
     """Return, for each k, mean and deviation of the accuracies by a few images of each class."""
-    found: dict[int, list[Accuracy]] = {k: [] for k in config.k}
+    found: dict[int, list[Accuracy]] = {}
     for repeat in range(config.repeats):
         rows = few_shot_rows(bank.labels, bank.keys, shots=shots, seed=config.seed, repeat=repeat)
         # In one set the others are the queries.
         asked = queries if queries is not bank else bank[np.delete(np.arange(len(bank)), rows)]
         if not len(asked):
             raise ValueError(f"shots={shots} takes all {len(bank)} images, and leaves none to classify")
-        ranked = _classify(config, frozen, bank[rows], asked, quiet=True)
-        for k, best in ranked.items():
-            found[k].append(top_k_accuracy(best, torch.from_numpy(asked.labels)))
+        title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
+        possible = sorted({min(k, len(rows)) for k in config.k})
+        for k, best in _classify(config, frozen, bank[rows], asked, possible, title).items():
+            found.setdefault(k, []).append(top_k_accuracy(best, torch.from_numpy(asked.labels)))
     return [
         {
             "shots": shots,
