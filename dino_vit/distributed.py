@@ -1,5 +1,7 @@
 """The one place of the library that knows about a process group; without one it does nothing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -58,6 +60,18 @@ def any_process(flag: bool) -> bool:
     flags = torch.tensor([int(flag)])
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_host_group())
     return bool(flags.item())
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Let what fails in one process fail in all at the end of the block, rather than leave them waiting."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if any_process(failure is not None):
+        raise failure or ValueError("another process failed; see what it said")
 
 
 @cache

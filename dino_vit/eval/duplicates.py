@@ -26,6 +26,7 @@ from dino_vit.storage import write_bytes
 log = logging.getLogger("dino_vit")
 
 _BLOCK = 2048  # rows compared at a time with as many others
+_ROUNDING = 1e-6  # of the cosine of a row with itself
 _PRINTED = 10
 _PAIRS_A_LINE = 3
 
@@ -105,7 +106,7 @@ def _compared(
         for second in range(first, len(values), _BLOCK):
             right = torch.from_numpy(normalised(values[second : second + _BLOCK])).to(device)
             cosines = left @ right.T
-            above = cosines >= threshold
+            above = cosines >= threshold - _ROUNDING
             if first == second:
                 above = above.triu(1)
             found = above.nonzero()

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from dino_vit.data.index import cache_folder
 from dino_vit.data.sources import Source
+from dino_vit.distributed import all_or_none
 from dino_vit.eval.store import Dtype, Stored, stored_features
 from dino_vit.features import CLS, Fit, Kind, Preparation, preparation_of
 from dino_vit.processes import DTYPES, choose_precision, cores_of_a_process, start_processes
@@ -27,7 +28,7 @@ log = logging.getLogger("dino_vit")
 class Frozen(Settings):
     """Evaluate a frozen backbone on the features of images, which are computed once and kept."""
 
-    source: str = Field(description="the images: a folder, or `synthetic`")
+    source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
     labels: str | None = knob(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
     network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
@@ -100,13 +101,13 @@ def frozen_backbone(config: Frozen) -> Iterator[FrozenBackbone]:
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
     size = (config.size, config.size) if isinstance(config.size, int) else config.size
-    yield FrozenBackbone(
-        config=config,
-        model=model,
-        preparation=preparation_of(model, size=size, fit=config.fit),
-        autocast=DTYPES[precision] if precision != "no" else None,
-        main=accelerator.is_main_process,
-        processes=accelerator.num_processes,
-    )
-    accelerator.wait_for_everyone()
+    with all_or_none():
+        yield FrozenBackbone(
+            config=config,
+            model=model,
+            preparation=preparation_of(model, size=size, fit=config.fit),
+            autocast=DTYPES[precision] if precision != "no" else None,
+            main=accelerator.is_main_process,
+            processes=accelerator.num_processes,
+        )
     accelerator.end_training()

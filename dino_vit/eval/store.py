@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from torch import Tensor
 from dino_vit.data.decode import UnreadableImage
 from dino_vit.data.progress import Advance, progress
 from dino_vit.data.sources import Source
-from dino_vit.distributed import any_process, rank, world_size
+from dino_vit.distributed import all_or_none, any_process, rank, world_size
 from dino_vit.features import CLS, Extraction, Features, Kind, Preparation, in_batches
 from dino_vit.storage import (
     OWN_KEY,
@@ -174,9 +174,11 @@ class _Making:
         any_process(False)  # nobody writes before all have looked
         first, last = (len(missing) * part // world_size() for part in (rank(), rank() + 1))
         processes = f" (of {world_size()} processes, the first)" if world_size() > 1 else ""
-        with progress(title + processes, sum(map(len, missing[first:last]))) as advance:
-            all_or_none(lambda: self._compute(missing[first:last], advance))
-        all_or_none(lambda: self._join() if rank() == 0 else None)
+        with all_or_none(), progress(title + processes, sum(map(len, missing[first:last]))) as advance:
+            self._compute(missing[first:last], advance)
+        with all_or_none():
+            if rank() == 0:
+                self._join()
 
     def _path(self, shard: range) -> Path:
         # The batches are in the name: they must not mix with those of another batch size.
@@ -266,17 +268,6 @@ def shard_length(images: int, batch_size: int, bytes_each: int) -> int:
     """Return the images of a shard: whole batches, bounded in bytes, and enough shards for many processes."""
     bound = min(_SHARD_IMAGES, _SHARD_BYTES // bytes_each, images // _SHARDS)
     return max(bound // batch_size, 1) * batch_size
-
-
-def all_or_none(action: Callable[[], None]) -> None:
-    """Do something in all processes; if it fails in one it fails in all, rather than one waiting for ever."""
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        failure = error
-    if any_process(failure is not None):
-        raise failure or ValueError("another process failed; see what it said")
 
 
 def _probe(source: Source, indices: Sequence[int]) -> str:
