@@ -1,11 +1,12 @@
 """Photometry of a batch of views, each with its own row of parameters, on whatever device the batch is.
 
-Works in float32 on [0, 1] without rounding between operations (PIL rounds to 256 levels after each of them).
-Axes: n images, c channels, h height, w width. A function whose name ends in _ overwrites its first argument.
+Works in float32 on levels from 0 to 255, without rounding between operations (PIL rounds after each of them).
+Axes: n images, c channels, h height, w width. A function whose name ends in _ overwrites its first argument;
+its factor is a number for all of the images, or a tensor (n, 1, 1, 1).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
 
@@ -14,17 +15,21 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_vit.data.pixels import unit_scale
 from dino_vit.views import Column
 
-Operation = Callable[[Tensor, Tensor], Tensor]
+Factor = float | Tensor
+Operation = Callable[[Tensor, Factor], object]
 Step = tuple[Operation, Tensor, Tensor]
 
 _ORDERS = torch.tensor(list(permutations(range(4))))
-# Float32 bytes of the images worked on at a time on the CPU: small enough for a core's own cache.
-_CPU_CHUNK = 1 << 20
+# On a CPU an image of so many values is worked on by itself: operations with plain numbers compute less.
+_LARGE = 3 * 128 * 128
+# Of smaller ones so many values share a call, as stay in a core's own cache.
+_CHUNK = 1 << 18
 # A tap of the Gaussian that weighs less than this, beside a centre of 1, is left out.
 _NEGLIGIBLE = 1e-3
+_REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
+_LUMA = (0.2989, 0.587, 0.114)
 
 
 class Augment(nn.Module):
@@ -35,19 +40,32 @@ class Augment(nn.Module):
     Rows on the host, as the loader leaves them, are read there: an operation computes only the images it is
     meant for, and an accelerator is never waited for. With rows on the device, and in a compiled module, each
     operation computes all images and masks select: more work, but one graph whose shapes depend on no value.
+
+    On a CPU an image comes out the same, to the last bit, whatever its batch, the process and the threads.
     """
 
     mean: Tensor
     std: Tensor
     orders: Tensor
 
-    def __init__(self, *, mean: Sequence[float], std: Sequence[float], sigma_max: float = 2.0) -> None:
+    def __init__(
+        self, *, mean: Sequence[float], std: Sequence[float], sigma_max: float = 2.0, hue_max: float = 0.5
+    ) -> None:
         super().__init__()
         if len(mean) != len(std) or min(std) <= 0:
             raise ValueError(f"mean and std need one entry per channel and std > 0: got {mean} and {std}.")
-        self.sigma_max = sigma_max
-        self.register_buffer("mean", rearrange(torch.tensor(mean), "c -> c 1 1"), persistent=False)
-        self.register_buffer("std", rearrange(torch.tensor(std), "c -> c 1 1"), persistent=False)
+        self.jitter: list[tuple[Operation, int]] = [
+            (_brightness_, Column.BRIGHTNESS),
+            (_contrast_, Column.CONTRAST),
+        ]
+        self.colour = len(mean) == 3
+        if self.colour:
+            hue = partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))
+            self.jitter += [(_saturation_, Column.SATURATION), (hue, Column.HUE)]
+        self.blur = partial(_blur_, sigma_max=sigma_max)
+        levels = 255 * rearrange(torch.tensor([mean, std]), "two c -> two c 1 1")
+        self.register_buffer("mean", levels[0], persistent=False)
+        self.register_buffer("std", levels[1], persistent=False)
         self.register_buffer("orders", _ORDERS, persistent=False)
 
     @torch.no_grad()
@@ -59,55 +77,80 @@ class Augment(nn.Module):
                 f"its mean; got {images.dtype} {tuple(images.shape)}."
             )
         if torch.compiler.is_compiling() or not rows.is_cpu:
-            x = _by_masks(unit_scale(images), self._steps(rows))
-        elif images.is_cpu:
-            return self._in_cache(images, rows)
-        else:
+            x = _by_masks(_levels(images), self._steps(rows))
+        elif not images.is_cpu:
             steps = self._steps(rows)
-            x = _by_rows_(unit_scale(images), steps, _flags(steps))
+            x = _by_rows_(_levels(images), steps, _flags(steps))
+        elif images[0].numel() < _LARGE:
+            return self._in_chunks(images, rows)
+        else:
+            return self._one_by_one(images, rows)
         return x.sub_(self.mean).div_(self.std)
 
-    def _in_cache(self, images: Tensor, rows: Tensor) -> Tensor:
-        """Work on few images at a time, alike ones side by side: an operation finds its own in one slice."""
-        index = torch.argsort(rows[:, Column.JITTER] * (1 + rows[:, Column.ORDER]), stable=True)
-        steps = self._steps(rows[index])
-        flags, places = _flags(steps), index.tolist()
-        out = torch.empty(images.shape)
-        size = max(1, _CPU_CHUNK // (4 * images[0].numel()))
-        for start in range(0, len(images), size):
-            x = unit_scale(images.index_select(0, index[start : start + size]))
-            x = _by_rows_(x, steps, flags, start).sub_(self.mean)
-            for image, place in zip(x, places[start : start + size], strict=True):
-                torch.div(image, self.std, out=out[place])
+    def _one_by_one(self, images: Tensor, rows: Tensor) -> Tensor:
+        out, orders = torch.empty(images.shape), _ORDERS.tolist()
+        for image, row, place in zip(images, rows.tolist(), out, strict=True):
+            x = _levels(image[None].flip(-1) if row[Column.FLIP] else image[None])
+            if row[Column.JITTER]:
+                for number in orders[int(row[Column.ORDER])]:
+                    if number < len(self.jitter):
+                        operation, column = self.jitter[number]
+                        operation(x, row[column])
+            if row[Column.GREY] and self.colour:
+                _grey_(x, row[Column.GREY])
+            if row[Column.SIGMA]:
+                self.blur(x, row[Column.SIGMA])
+            if row[Column.SOLARISE]:
+                _solarise_(x, row[Column.SOLARISE])
+            torch.div(x[0].sub_(self.mean), self.std, out=place)
         return out
+
+    def _in_chunks(self, images: Tensor, rows: Tensor) -> Tensor:
+        """Put alike images side by side: by the order of their jitter, from the blur on by its radius."""
+        out = torch.empty(images.shape)
+        orders, sigmas = rows[:, Column.JITTER] * (1 + rows[:, Column.ORDER]), rows[:, Column.SIGMA]
+        for places, steps, flags, start in self._chunks(images, rows, orders):
+            x = _levels(images.index_select(0, places))
+            out.index_copy_(0, places, _by_rows_(x, steps[:-2], flags[:-2], start))
+        for places, steps, flags, start in self._chunks(images, rows, sigmas):
+            x = _by_rows_(out.index_select(0, places), steps[-2:], flags[-2:], start)
+            out.index_copy_(0, places, x.sub_(self.mean).div_(self.std))
+        return out
+
+    def _chunks(
+        self, images: Tensor, rows: Tensor, key: Tensor
+    ) -> Iterator[tuple[Tensor, list[Step], list[list[bool]], int]]:
+        index = torch.argsort(key, stable=True)
+        steps = self._steps(rows[index])
+        flags, size = _flags(steps), max(1, _CHUNK // images[0].numel())
+        for start in range(0, len(images), size):
+            yield index[start : start + size], steps, flags, start
 
     def _steps(self, rows: Tensor) -> list[Step]:
         """List the operations in order, each with the images (n,) it is for and its factors (n, 1, 1, 1)."""
         on = (rows > 0).unbind(1)
         factor = rearrange(rows, "n f -> f n 1 1 1")
-        jitter: list[tuple[Operation, int]] = [
-            (_brightness_, Column.BRIGHTNESS),
-            (_contrast_, Column.CONTRAST),
-        ]
-        if len(self.mean) == 3:
-            jitter += [(_saturation_, Column.SATURATION), (_hue_, Column.HUE)]
         orders = (_ORDERS if rows.is_cpu else self.orders)[rows[:, Column.ORDER].long()]
-
         steps: list[Step] = [(_flip_, on[Column.FLIP], factor[Column.FLIP])]
         for position in orders.unbind(1):
-            for number, (operation, name) in enumerate(jitter):
-                steps.append((operation, on[Column.JITTER] & (position == number), factor[name]))
-        if len(self.mean) == 3:
+            for number, (operation, column) in enumerate(self.jitter):
+                steps.append((operation, on[Column.JITTER] & (position == number), factor[column]))
+        if self.colour:
             steps.append((_grey_, on[Column.GREY], factor[Column.GREY]))
-        blur = partial(_blur_, sigma_max=self.sigma_max)
-        steps.append((blur, on[Column.SIGMA], factor[Column.SIGMA]))
+        steps.append((self.blur, on[Column.SIGMA], factor[Column.SIGMA]))
         steps.append((_solarise_, on[Column.SOLARISE], factor[Column.SOLARISE]))
         return steps
 
 
+def _levels(images: Tensor) -> Tensor:
+    return images * 255 if images.is_floating_point() else images.float()
+
+
 def _by_masks(x: Tensor, steps: list[Step]) -> Tensor:
     for operation, chosen, factor in steps:
-        x = torch.where(rearrange(chosen, "n -> n 1 1 1"), operation(x.clone(), factor), x)
+        done = x.clone()
+        operation(done, factor)
+        x = torch.where(rearrange(chosen, "n -> n 1 1 1"), done, x)
     return x
 
 
@@ -130,78 +173,110 @@ def _by_rows_(x: Tensor, steps: list[Step], flags: list[list[bool]], start: int 
             index = torch.tensor(rows)
             part = factor[start + index].to(x.device, non_blocking=True)
             index = index.to(x.device, non_blocking=True)
-            x.index_copy_(0, index, operation(x.index_select(0, index), part))
+            own = x.index_select(0, index)
+            operation(own, part)
+            x.index_copy_(0, index, own)
     return x
 
 
-def _flip_(x: Tensor, _: Tensor) -> Tensor:
-    return x.copy_(x.flip(-1))
+def _scale_and_add_(x: Tensor, factor: Factor, other: Tensor) -> Tensor:
+    """Become factor · x + other."""
+    if isinstance(factor, float):
+        return torch.add(other, x, alpha=factor, out=x)
+    return x.mul_(factor).add_(other)
+
+
+def _limit_(x: Tensor, factor: Factor) -> None:
+    """Cut off what is no level; a factor of up to 1 has led to nothing of that kind."""
+    if not isinstance(factor, float) or factor > 1:
+        x.clamp_(0, 255)
+
+
+def _flip_(x: Tensor, _: Factor) -> None:
+    x.copy_(x.flip(-1))
 
 
 def _luma(x: Tensor) -> Tensor:
-    red, green, blue = torch.split(x, 1, dim=1)
-    return (red * 0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    red, green, blue = x.chunk(3, dim=1)
+    return (red * _LUMA[0]).add_(green, alpha=_LUMA[1]).add_(blue, alpha=_LUMA[2])
 
 
-def _grey_(x: Tensor, _: Tensor) -> Tensor:
-    return x.copy_(_luma(x).expand_as(x))
+def _grey_(x: Tensor, _: Factor) -> None:
+    x.copy_(_luma(x).expand_as(x))
 
 
-def _brightness_(x: Tensor, factor: Tensor) -> Tensor:
-    return x.mul_(factor).clamp_(0, 1)
+def _brightness_(x: Tensor, factor: Factor) -> None:
+    _limit_(x.mul_(factor), factor)
 
 
-def _contrast_(x: Tensor, factor: Tensor) -> Tensor:
+def _contrast_(x: Tensor, factor: Factor) -> None:
     """Stretch around the mean luma, or around each channel's own mean where there is no luma."""
-    mean = x.mean(dim=(-2, -1), keepdim=True)
+    # A mean over all that there is would be summed up in as many parts as there are threads.
+    mean = x.mean(-1, keepdim=True).mean(-2, keepdim=True)
     if x.shape[1] == 3:
         mean = _luma(mean)
-    return x.mul_(factor).add_(mean * (1 - factor)).clamp_(0, 1)
+    _limit_(_scale_and_add_(x, factor, mean * (1 - factor)), factor)
 
 
-def _saturation_(x: Tensor, factor: Tensor) -> Tensor:
-    grey = _luma(x).mul_(1 - factor)
-    return torch.addcmul(grey, x, factor, out=x).clamp_(0, 1)
+def _saturation_(x: Tensor, factor: Factor) -> None:
+    _limit_(_scale_and_add_(x, factor, _luma(x).mul_(1 - factor)), factor)
 
 
-def _hue_(x: Tensor, turn: Tensor) -> Tensor:
+def _hue_(x: Tensor, turn: Factor, *, turns: int) -> None:
     """Turn the hue of HSV, without a choice per pixel: on a CPU choosing costs more than the arithmetic.
 
-    Let the channels of a pixel be scaled to run from 0 to 1. Its angle from green is 1 + b + r − g sixths
-    of a turn, towards blue where b > r, and a channel is a trapezium of the angle from its place (−2, 0, 2).
+    In HSV the value of a channel is a trapezium of the hue: as the hue goes round, it stays at the highest of
+    the three for a third of the way, falls for a sixth, stays at the lowest for a third, rises for a sixth.
+    On the straight line through its fall, or its rise, it is now at 2 x − middle; the order of the other
+    two channels says which line. That is right for up to a sixth, so a farther turn takes several `turns`.
     """
-    red, green, blue = torch.split(x, 1, dim=1)
-    low = torch.minimum(red, green).minimum(blue)
-    chroma = torch.maximum(red, green).maximum(blue).sub_(low)
-    angle = (blue + red).sub_(green).sub_(low).div_(chroma.clamp_min(1e-12)).add_(1).copysign_(blue - red)
-    angle.add_(turn, alpha=6)
-    angle.sub_((angle / 6).round_(), alpha=6)  # to [−3, 3]
-    places = rearrange(torch.arange(-2, 3, 2, device=x.device), "c -> c 1 1")
-    torch.sub(angle, places, out=x).abs_().sub_(3).abs_().sub_(1).clamp_(0, 1)
-    return torch.addcmul(low, x, chroma, out=x)
+    red, green, blue = x.chunk(3, dim=1)
+    for _ in range(turns):
+        low, high = torch.minimum(red, green), torch.maximum(red, green)
+        low, high = torch.minimum(low, blue, out=low), torch.maximum(high, blue, out=high)
+        below = (low + high).sub_(red).sub_(green).sub_(blue)  # −middle
+        step = (high - low).mul_(turn * (-6 / turns))
+        sides = torch.cat([green - blue, blue - red, red - green], dim=1).sign_()
+        _scale_and_add_(x, 2.0, below).addcmul_(sides, step)
+        torch.clamp(x, low, high, out=x)
 
 
-def _solarise_(x: Tensor, _: Tensor) -> Tensor:
+def _solarise_(x: Tensor, _: Factor) -> None:
     """Invert what is brighter than one half: on 8-bit levels the same as the threshold 128."""
-    return x.copy_(torch.minimum(x, 1 - x))
+    x.copy_(torch.minimum(x, 255 - x))
 
 
-def _blur_(x: Tensor, sigma: Tensor, *, sigma_max: float) -> Tensor:
+def _blur_(x: Tensor, sigma: Factor, *, sigma_max: float) -> None:
     """Convolve with Gaussians, mirrored at the borders, as a sum of shifted images."""
-    if x.is_cpu and not torch.compiler.is_compiling():
-        sigma_max = float(sigma.max())  # fewer taps, where looking costs nothing
     height, width = x.shape[-2:]
-    radius = min(math.floor(sigma_max * math.sqrt(-2 * math.log(_NEGLIGIBLE))), height - 1, width - 1)
-    distance = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.exp(-0.5 * (distance / sigma.clamp_min(1e-3)) ** 2)
-    kernel = kernel * (kernel >= _NEGLIGIBLE)  # so that a kernel does not depend on its batch's radius
-    taps = torch.split(kernel / kernel.sum(-1, keepdim=True), 1, dim=-1)
-    padded = F.pad(x, (0, 0, radius, radius), mode="reflect")
-    torch.mul(padded[..., :height, :], taps[0], out=x)
-    for shift, tap in enumerate(taps[1:], start=1):
-        x.addcmul_(padded[..., shift : shift + height, :], tap)
-    padded = F.pad(x, (radius, radius, 0, 0), mode="reflect")
-    torch.mul(padded[..., :width], taps[0], out=x)
-    for shift, tap in enumerate(taps[1:], start=1):
-        x.addcmul_(padded[..., shift : shift + width], tap)
-    return x
+    taps = _taps(sigma, sigma_max, min(height, width) - 1)
+    radius = len(taps) // 2
+    for dim, size, border in ((-2, height, (0, 0, radius, radius)), (-1, width, (radius, radius, 0, 0))):
+        padded = F.pad(x, border, mode="reflect")
+        torch.mul(padded.narrow(dim, 0, size), taps[0], out=x)
+        for shift, tap in enumerate(taps[1:], start=1):
+            _add_scaled_(x, padded.narrow(dim, shift, size), tap)
+
+
+def _add_scaled_(x: Tensor, other: Tensor, factor: Factor) -> None:
+    if isinstance(factor, float):
+        x.add_(other, alpha=factor)
+    else:
+        x.addcmul_(other, factor)
+
+
+def _taps(sigma: Factor, sigma_max: float, largest: int) -> Sequence[Factor]:
+    """Return the weights of a Gaussian, up to a radius that its height or the image ends at."""
+    if isinstance(sigma, float):
+        radius = min(math.floor(sigma * _REACH), largest)
+        weights = [math.exp(-0.5 * (distance / sigma) ** 2) for distance in range(-radius, radius + 1)]
+        total = sum(weights)
+        return [weight / total for weight in weights]
+    radius = widest = min(math.floor(sigma_max * _REACH), largest)
+    distances = torch.arange(-radius, radius + 1, device=sigma.device)
+    kernel = torch.exp(-0.5 * (distances / sigma.clamp_min(1e-3)) ** 2)
+    kernel = kernel * (kernel >= _NEGLIGIBLE)
+    kernel = kernel / kernel.sum(-1, keepdim=True)
+    if sigma.is_cpu and not torch.compiler.is_compiling():  # where looking costs nothing
+        radius = min(math.floor(float(sigma.max()) * _REACH), largest)
+    return torch.split(kernel.narrow(-1, widest - radius, 2 * radius + 1), 1, dim=-1)

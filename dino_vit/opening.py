@@ -267,7 +267,7 @@ def _build(
     _place(student, teacher, config, accelerator)
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(student.backbone, student.head, layer_decay=config.optim.layer_decay)
-    sigma = config.photometry.blur_sigma[1]
+    sigma, hue = config.photometry.blur_sigma[1], config.photometry.hue
     mean, std = normalisation(config)
     return Session(
         config=config,
@@ -276,7 +276,7 @@ def _build(
         precision=precision,
         source=source,
         loader=build_loader(config, plan, source, accelerator),
-        augment=Augment(mean=mean, std=std, sigma_max=sigma).to(device),
+        augment=Augment(mean=mean, std=std, sigma_max=sigma, hue_max=hue).to(device),
         student=student,
         wrapped=accelerator.prepare_model(student) if accelerator.num_processes > 1 else student,
         teacher=teacher,

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as V
 
-from dino_vit import augment
 from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
 from dino_vit.feeding import build_views
@@ -113,10 +112,11 @@ def test_blur_of_a_view_smaller_than_the_kernel_keeps_flat_areas():
     assert torch.allclose(plain()(flat, rows(2, sigma=2.0)), flat / 255, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [(24, 20), (225, 223)])
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
-def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels):
+def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels, size):
     row = drawn_rows(4)
-    assert matches(images(len(row), channels), row)
+    assert matches(images(len(row), channels, *size), row)
 
 
 def test_each_of_the_24_orders_is_followed():
@@ -139,12 +139,23 @@ def test_normalises_with_mean_and_std():
     assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
 
 
-def test_an_image_does_not_depend_on_its_batch(monkeypatch):
-    row = drawn_rows(6)
-    x = images(len(row))
-    together = plain()(x, row)
-    monkeypatch.setattr(augment, "_CPU_CHUNK", 1)
-    assert torch.allclose(plain()(x, row), together, atol=1e-6)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(23, 19), (97, 61), (181, 187)])
+def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
+    row = drawn_rows(4)
+    x = images(len(row), channels, *size)
+    augment = Augment(mean=MEAN[:channels], std=STD[:channels])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = augment(x, row)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(augment(x[3:], row[3:]), together[3:])
+            alone = [augment(one[None], own[None]) for one, own in zip(x, row, strict=True)]
+            assert torch.equal(torch.cat(alone), together)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("backend", "channels"), [("eager", 1), ("aot_eager", 3)])
@@ -166,9 +177,10 @@ def test_leaves_its_input_alone_and_tracks_no_gradient():
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])
-def test_deep_images_are_treated_as_bytes_are(channels):
+@pytest.mark.parametrize("size", [(24, 20), (225, 223)])
+def test_deep_images_are_treated_as_bytes_are(channels, size):
     row = drawn_rows(3)
-    x = images(len(row), channels)
+    x = images(len(row), channels, *size)
     deep = x / 255
     before = deep.clone()
     assert torch.allclose(plain(channels)(deep, row), plain(channels)(x, row), atol=1e-6)
