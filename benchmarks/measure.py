@@ -25,6 +25,8 @@ from statistics import median
 
 import torch
 
+from dino_vit.processes import device_name
+
 Work = Callable[[], object]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -143,14 +145,9 @@ def machine() -> str:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     cores = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return f"{_processor()} ({cores}), {gpu}; Python {platform.python_version()}, {versions}"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return (
+        f"{device_name(torch.device('cpu'))} ({cores}), {gpu}; Python {platform.python_version()}, {versions}"
+    )
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import torch
 
 from dino_vit import __version__, yaml12
+from dino_vit.diagnosis import Record
 from dino_vit.opening import Opened
+from dino_vit.processes import cores_of_a_process, device_name
+
+
+def start_record(opened: Opened) -> Record:
+    """Return what `starts.jsonl` keeps of a start: when, from which step, on what, with which choices."""
+    session, plan = opened.session, opened.session.plan
+    return {
+        "step": session.step,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "torch": torch.__version__,
+        "device": device_name(session.device),
+        "cores": cores_of_a_process(session.accelerator.num_processes),
+        "processes": session.accelerator.num_processes,
+        "precision": session.precision,
+        "workers": session.loader.workers,
+        "global_batch": plan.global_batch,
+        "images": len(session.source),
+        "steps_per_epoch": plan.steps_per_epoch,
+        "total_steps": plan.total_steps,
+        "parameters": {
+            name: sum(parameter.numel() for parameter in part.parameters())
+            for name, part in (("backbone", session.student.backbone), ("head", session.student.head))
+        },
+        "reasons": {choice.key: choice.reason for choice in opened.choices},
+    }
 
 
 def introduction(opened: Opened) -> Iterator[str]:

@@ -43,20 +43,11 @@ class MetricsFile:
 
     def append(self, reading: Reading, state: str) -> None:
         """Write one line, whole or, if the process dies in the middle, to be dropped at the next start."""
-        record = {**asdict(reading), "excess": reading.excess, "state": state}
-        for key, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[key] = None
-        with self.path.open("ab") as file:
-            file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        append_record(self.path, {**asdict(reading), "excess": reading.excess, "state": state})
 
     def read(self) -> list[Record]:
         """Return all records; what is not a whole line is left out."""
-        if not self.path.exists():
-            return []
-        return [
-            record for line in self.path.read_bytes().splitlines(keepends=True) if (record := _parse(line))
-        ]
+        return read_records(self.path)
 
     def _replace(self, content: bytes) -> None:
         partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
@@ -69,7 +60,25 @@ class MetricsFile:
             partial.unlink(missing_ok=True)
 
 
-def _parse(line: bytes) -> Record | None:
+def append_record(path: Path, record: Record) -> None:
+    """Add a line to a file of records."""
+    with path.open("ab") as file:
+        file.write(to_json(record) + b"\n")
+
+
+def to_json(record: Record) -> bytes:
+    """Write a record, null for what is not finite."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, allow_nan=False).encode()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a file, which may be growing; what is not a whole line is left out."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [record for line in lines if (record := _parse(line, path.name))]
+
+
+def _parse(line: bytes, name: str = "metrics.jsonl") -> Record | None:
     if not line.endswith(b"\n"):  # a torn line
         return None
     try:
@@ -78,7 +87,7 @@ def _parse(line: bytes) -> Record | None:
         record = None
     if isinstance(record, dict) and isinstance(record.get("step"), int):
         return record
-    _log.warning("metrics.jsonl has a line that is no reading, which is left out: %.60r", line)
+    _log.warning("%s has a line that is no reading, which is left out: %.60r", name, line)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 from collections.abc import Iterable, MutableMapping
@@ -87,6 +88,16 @@ def check_trackers(names: Iterable[str]) -> None:
                 f"run.trackers: {name} is not installed. Run `pip install {name}`, or take another one "
                 f"(installed here: {', '.join(sorted(installed)) or 'none'}; run.trackers=[] for none)"
             )
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is sold as, as far as it tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torch.device) -> Precision:

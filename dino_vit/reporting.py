@@ -18,15 +18,15 @@ from dino_vit.dino import embedding_std
 from dino_vit.distributed import all_reduce_mean, world_size
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.feeding import build_preparation
-from dino_vit.introduction import introduction
+from dino_vit.introduction import introduction, start_record
 from dino_vit.loss import LossStatistics, loss_statistics
 from dino_vit.meter import Meter
-from dino_vit.monitor import MetricsFile, Progress
+from dino_vit.monitor import MetricsFile, Progress, append_record, to_json
 from dino_vit.opening import Opened
 from dino_vit.processes import DTYPES
 from dino_vit.settings import values
 from dino_vit.settings_text import to_yaml
-from dino_vit.storage import StorageError
+from dino_vit.storage import StorageError, write_bytes
 from dino_vit.unreadable import Unreadable
 
 
@@ -84,15 +84,24 @@ class Reporter:
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 
+    def _write_start(self) -> None:
+        """Add this start to those of the run; on a disk that is full by now, the run goes on all the same."""
+        try:
+            append_record(self.session.folder / "starts.jsonl", start_record(self.opened))
+        except OSError as error:
+            self.notice(f"this start could not be written down. {error}")
+
     def notice(self, text: str) -> None:
         """Say a sentence that is to stay on the screen."""
         if self.progress:
             self.progress.notice(text)
 
     def start(self) -> None:
-        """Say what is about to run, and evaluate it as it stands if it is new."""
+        """Say and write down what is about to run, and evaluate it as it stands if it is new."""
         for line in introduction(self.opened):
             self.notice(line)
+        if self.main:
+            self._write_start()
         if self.opened.resumed or not self.eval_steps:
             return
         figures = self._evaluate()
@@ -102,6 +111,8 @@ class Reporter:
         said = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in figures.items())
         self.notice(f"before the first step: {said}")
         self.session.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
+        if self.main:
+            write_bytes(self.session.folder / "baseline.json", to_json(figures))
         self.meter.restart()
 
     def wait(self, batches: Iterator[Batch]) -> Batch:

@@ -1,5 +1,6 @@
 """A run that was interrupted anywhere goes on as if nothing had been."""
 
+import json
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from dino_vit.monitor import read_records
 from runs import Run, before_step, readings, run, steps, tensors
 
 
@@ -70,6 +72,22 @@ def test_a_signal_saves_after_the_step_and_leaves(tmp_path, whole, before, code)
     assert "saved at step 14" in said
     run(output)
     assert_same_end(output, whole)
+
+
+def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(tmp_path):
+    output, evaluated = (
+        tmp_path / "run",
+        {"run.eval_every": 1, "data.batch_size": 16, "optim.warmup_epochs": 0},
+    )
+    run(output, evaluated, code=75, before=terminate_before_step_13)
+    baseline = (output / "baseline.json").read_bytes()
+    assert set(json.loads(baseline)) == {"knn", "rankme", "raw_pixels"}
+    run(output, evaluated)
+    starts = read_records(output / "starts.jsonl")
+    assert [start["step"] for start in starts] == [0, 14]
+    assert (starts[0]["global_batch"], starts[0]["images"], starts[0]["total_steps"]) == (16, 64, 20)
+    assert starts[0]["began"] <= starts[1]["began"]
+    assert (output / "baseline.json").read_bytes() == baseline
 
 
 def test_ctrl_c_twice_leaves_at_once(tmp_path):
