@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import loop
+from benchmarks import loop, sources
 from benchmarks.step import Case, Ours, Reference, build_run, measure
 
 TINY = {
@@ -82,3 +85,25 @@ def test_the_loop_is_taken_apart() -> None:
     assert found.keys() == {"loading", "forward", "backward", "optimiser", loop.REST}
     assert sum(found.values()) == pytest.approx(1)
     assert min(found.values()) > 0
+
+
+@pytest.mark.skipif(not sources.ROLLUP.exists(), reason="memory is read from Linux's /proc")
+def test_sources_are_opened_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "IMAGES", 2000)
+    monkeypatch.setattr(sources, "FOLDERS", 2)
+    for number in range(2):
+        (tmp_path / f"n{number:08d}").mkdir()
+    sources.MadeUp(tmp_path)
+    for path in [tmp_path, *tmp_path.iterdir()]:
+        os.utime(path, (time.time() - 60,) * 2)
+    assert len(sources.MadeUp(tmp_path)) == 2000
+    opener = partial(sources.FolderSource, tmp_path)
+    assert opener().name(1999) == "n00000001/n00000001_00999.JPEG"
+    seconds, memory = sources._open_and_ask(opener, workers=2, repeats=1)
+    assert seconds > 0
+    assert abs(memory) < 50
+
+
+def test_files_are_read_from_every_kind(tmp_path: Path) -> None:
+    (row,) = sources._files_table(tmp_path, repeats=1, images=20).rows
+    assert row.speed.keys() == {"folder", "tar", "Parquet"}
