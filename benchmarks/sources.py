@@ -106,7 +106,7 @@ def _index_table(folder: Path, repeats: int) -> Table:
     size = sum(path.stat().st_size for path in (folder / "cache").glob("*.index"))
     note = (
         f"Opening takes {1 / rows[0].speed['dino-vit']:.2f} s, with a look at {FOLDERS:,} folders. Sorting, "
-        f"labelling and writing took {built:.1f} s. The file of {size / 2**20:.0f} MiB is the system's cache, "
+        f"labelling and writing took {built:.1f} s. The file ({size / 2**20:.0f} MiB) is the system's, "
         f"and counts as the processes' while it is mapped."
     )
     return Table(title, "millions opened a second", rows, note)
