@@ -286,15 +286,8 @@ def test_deep_png_that_would_end_the_process_is_refused(channels):
 
 def test_deep_png_may_be_interlaced():
     array = picture(13, 11, 3, dtype=np.uint16)
-    passes = (
-        (0, 0, 8, 8),
-        (4, 0, 8, 8),
-        (0, 4, 4, 8),
-        (2, 0, 4, 4),
-        (0, 2, 2, 4),
-        (1, 0, 2, 2),
-        (0, 1, 1, 2),
-    )
+    starts = ((0, 0), (4, 0), (0, 4), (2, 0), (0, 2), (1, 0), (0, 1))
+    passes = zip(starts, ((8, 8), (8, 8), (4, 8), (4, 4), (2, 4), (2, 2), (1, 2)), strict=True)
     parts = [array[y::down, x::right] for (x, y), (right, down) in passes]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for part in parts for row in part if row.size)
     image = decode(png(11, 13, rows, depth=16, kind=2, interlaced=1), "x")
