@@ -92,9 +92,24 @@ def draw_boxes(
     views: Sequence[View], *, seed: int, epoch: int, sample: int, height: int, width: int
 ) -> NDArray[np.int64]:
     """Draw (top, left, height, width) of every view of an image, as a random resized crop does."""
-    keys = (epoch, sample, np.arange(len(views))[:, None, None], np.arange(BOX_TRIES)[:, None], np.arange(4))
-    draws = random_uniform(seed, Stream.BOXES, *keys)  # (views, tries, 4)
-    boxes = [_first_box(view, rows, height, width) for view, rows in zip(views, draws.tolist(), strict=True)]
+    tries = draw_tries(views, seed=seed, epoch=epoch, samples=np.array([sample]))
+    return choose_boxes(views, tries[0], height=height, width=width)
+
+
+def draw_tries(
+    views: Sequence[View], *, seed: int, epoch: int, samples: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Draw the numbers behind the boxes of every view of every sample, (samples, views, tries, 4)."""
+    number = np.arange(len(views))[:, None, None]
+    keys = (epoch, samples[:, None, None, None], number, np.arange(BOX_TRIES)[:, None], np.arange(4))
+    return random_uniform(seed, Stream.BOXES, *keys)
+
+
+def choose_boxes(
+    views: Sequence[View], tries: NDArray[np.float64], *, height: int, width: int
+) -> NDArray[np.int64]:
+    """Return the box of each view, (views, 4), in an image of known size."""
+    boxes = [_first_box(view, rows, height, width) for view, rows in zip(views, tries.tolist(), strict=True)]
     return np.array(boxes, dtype=np.int64)
 
 
@@ -112,17 +127,27 @@ def _first_box(view: View, tries: list[list[float]], height: int, width: int) ->
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+def interleave(image: Tensor) -> Tensor:
+    """Return an image (C, H, W) as it is cut fastest: RGB bytes with the channels of a pixel side by side."""
+    if image.dtype != torch.uint8 or len(image) != 3:
+        return image
+    return image[None].contiguous(memory_format=torch.channels_last)[0]
+
+
 def cut_views(
-    image: Tensor, boxes: NDArray[np.int64], size: Size, *, interpolation: Interpolation = "bicubic"
+    image: Tensor,
+    boxes: NDArray[np.int64],
+    size: Size,
+    *,
+    interpolation: Interpolation = "bicubic",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Cut boxes out of an image (C, H, W) and resample them, with antialias, to (n, C, *size)."""
-    pieces = [
-        F.interpolate(
-            image[None, :, top : top + h, left : left + w], size=size, mode=interpolation, antialias=True
-        )
-        for top, left, h, w in boxes.tolist()
-    ]
-    cut = torch.cat(pieces)
+    whole = interleave(image)[None]
+    cut = torch.empty(len(boxes), len(image), *size, dtype=image.dtype) if out is None else out
+    for (top, left, h, w), place in zip(boxes.tolist(), cut, strict=True):
+        part = whole[:, :, top : top + h, left : left + w]
+        place.copy_(F.interpolate(part, size=size, mode=interpolation, antialias=True)[0])
     return cut.clamp_(0, 1) if cut.is_floating_point() else cut  # bicubic overshoots; uint8 was cut off
 
 

@@ -17,7 +17,7 @@ from dino_vit.data.pixels import RGB, Pixels
 from dino_vit.data.sampler import Plan, Sampler
 from dino_vit.data.sources import Source
 from dino_vit.randomness import Stream, random_bits
-from dino_vit.views import Size, View, cut_views, draw_boxes, draw_photometry
+from dino_vit.views import Size, View, choose_boxes, cut_views, draw_photometry, draw_tries, interleave
 
 # More unreadable images than this in a row are no accident: the set is broken, or out of reach.
 REPLACEMENTS = 10
@@ -146,7 +146,12 @@ class _Steps(Dataset[Batch | ValueError]):
     def _batch(self, plan: Plan) -> Batch:
         unreadable: list[UnreadableImage] = []
         failure: str | None = None
-        cut: dict[Size, Tensor] = {}
+        channels, dtype = self.pixels.channels, self.pixels.dtype
+        cut = {
+            size: torch.empty((len(numbers), len(plan.samples), channels, *size), dtype=dtype)
+            for size, numbers in self.by_size.items()
+        }
+        tries = draw_tries(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
         read = torch.from_numpy(plan.samples).clone()
         for place, sample in enumerate(plan.samples.tolist()):
             found = self._read(sample, unreadable)
@@ -156,15 +161,12 @@ class _Steps(Dataset[Batch | ValueError]):
             else:
                 read[place], image = found
             _, height, width = image.shape
-            boxes = draw_boxes(
-                self.views, seed=self.seed, epoch=plan.epoch, sample=sample, height=height, width=width
-            )
+            image = interleave(image)
+            boxes = choose_boxes(self.views, tries[place], height=height, width=width)
             for size, numbers in self.by_size.items():
-                if size not in cut:
-                    shape = (len(numbers), len(plan.samples), len(image), *size)
-                    cut[size] = torch.empty(shape, dtype=image.dtype)
                 interpolation = self.views[numbers[0]].interpolation
-                cut[size][:, place] = cut_views(image, boxes[numbers], size, interpolation=interpolation)
+                out = cut[size][:, place]
+                cut_views(image, boxes[numbers], size, interpolation=interpolation, out=out)
         rows = draw_photometry(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
         return Batch(
             epoch=plan.epoch,
