@@ -1,7 +1,9 @@
 """Textures made on the fly: the set that the demo and the tests learn from.
 
-A class is a grey pattern: what all views of an image share and photometry does not hide. Rotation, phase,
-scale, aspect, warp, contrast, polarity, shading and noise are free, so that the pixels alone say little.
+An image is a quilt: pieces of one pattern, which is its class. Each piece turns, scales, shifts, inverts and
+shades the pattern by itself, the whole is bent and noisy. So the class is what all views of an image share,
+and nothing else is: what is free from image to image but the same all over one (its brightness, its contrast)
+is what DINO would learn in the class's place, and in the minutes of a demo nothing but that.
 """
 
 import math
@@ -18,6 +20,9 @@ from dino_vit.randomness import Stream, random_bits, random_uniform
 
 Plane = NDArray[np.floating[Any]]
 Pattern = Callable[[Plane, Plane, list[float]], Plane]
+
+PIECES = 4, 6  # of a quilt, at least and at most
+PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
 
 
 class SyntheticSource:
@@ -38,13 +43,15 @@ class SyntheticSource:
 
     def read(self, index: int) -> Tensor:
         index = range(self.length)[index]
-        u = random_uniform(self.seed, Stream.SYNTHETIC, index, 0, np.arange(32)).tolist()
-        pattern = PATTERNS[index % len(PATTERNS)](*self._coordinates(u[:10]), u[16:])
-        contrast = (0.35 + 0.65 * u[10]) * (1 if u[11] < 0.5 else -1)
-        towards, slope = 2 * math.pi * u[12], 0.8 * u[13]
-        shading = 0.8 * (u[14] - 0.5) + slope * (math.cos(towards) * self._x + math.sin(towards) * self._y)
-        noise = (0.05 + 0.25 * u[15]) * self._noise(index)
-        grey = 127.5 + 127.5 * np.tanh(0.8 * (contrast * pattern + shading) + noise)
+        draws = random_uniform(self.seed, Stream.SYNTHETIC, index, 0, np.arange(18 + 8 * PIECES[1]))
+        u, of_pieces = draws[:18].tolist(), rearrange(draws[18:].astype(np.float32), "(u n) -> u n", u=8)
+        pieces = PIECES[0] + math.floor((PIECES[1] - PIECES[0] + 1) * u[0])
+        x, y, tone, polarity = _in_pieces(*self._bent(u[1], u[2]), of_pieces[:, :pieces])
+        pattern = PATTERNS[index % len(PATTERNS)](x, y, u[4:])
+        # No class is brighter or has more contrast than another.
+        pattern = polarity * (pattern - pattern.mean()) / pattern.std()
+        noise = (0.05 + 0.07 * u[3]) * self._noise(index)
+        grey = 127.5 + 127.5 * np.tanh(0.65 * pattern + tone + noise)
         plane = torch.from_numpy(np.rint(grey).astype(np.uint8))
         return plane.expand(3, -1, -1).contiguous()
 
@@ -63,14 +70,11 @@ class SyntheticSource:
     def fingerprint(self) -> str:
         return f"synthetic-{self.length}-{self.size}-{self.seed}"
 
-    def _coordinates(self, u: list[float]) -> tuple[Plane, Plane]:
-        """Return warped, turned, stretched, shifted coordinates in which patterns have periods near 1."""
-        bend = 0.2 * u[0]
-        x = self._x + bend * np.sin(3 * self._y + 2 * math.pi * u[1])
-        y = self._y + bend * np.sin(3 * self._x + 2 * math.pi * u[2])
-        turn, periods, stretch = 2 * math.pi * u[3], 1.6 * 2.0 ** u[4], 1.3 ** (u[5] - 0.5)
-        cos, sin = periods * math.cos(turn), periods * math.sin(turn)
-        return stretch * (cos * x - sin * y) + 7 * u[6], (sin * x + cos * y) / stretch + 7 * u[7]
+    def _bent(self, u: float, v: float) -> tuple[Plane, Plane]:
+        """Return coordinates whose straight lines are waves."""
+        x = self._x + 0.16 * np.sin(3 * self._y + np.float32(2 * math.pi * u))
+        y = self._y + 0.16 * np.sin(3 * self._x + np.float32(2 * math.pi * v))
+        return x, y
 
     def _noise(self, index: int) -> Plane:
         """Return noise of mean 0 and variance 1: the sum of four random bytes for each pixel."""
@@ -81,8 +85,21 @@ class SyntheticSource:
         return noise
 
 
+def _in_pieces(x: Plane, y: Plane, u: Plane) -> tuple[Plane, Plane, Plane, Plane]:
+    """Return coordinates in which patterns have periods near 1, tone and polarity, piece by piece."""
+    left, top, tone = 2 * u[:3, :, None, None] - 1
+    piece = ((x - left) ** 2 + (y - top) ** 2).argmin(0)  # the one whose middle is nearest
+    turn = 2 * math.pi * u[3]
+    periods = PERIODS[0] * (PERIODS[1] / PERIODS[0]) ** u[4]
+    cos, sin = (periods * np.cos(turn))[piece], (periods * np.sin(turn))[piece]
+    across, along = 7 * u[5:7]
+    polarity = np.where(u[7] < 0.5, np.float32(-1), np.float32(1))
+    x, y = cos * x - sin * y + across[piece], sin * x + cos * y + along[piece]
+    return x, y, 0.3 * tone.ravel()[piece], polarity[piece]
+
+
 def _wave(t: Plane) -> Plane:
-    wave: Plane = np.sin(2 * np.pi * t)
+    wave: Plane = np.sin(np.float32(2 * np.pi) * t)
     return wave
 
 
@@ -94,7 +111,15 @@ def _cell(t: Plane) -> Plane:
 
 def _inside(distance: Plane) -> Plane:
     """Return 1 where a distance is negative and −1 where it is positive, with a soft edge."""
-    return np.tanh(-12 * distance)
+    return np.tanh(-10 * distance)
+
+
+def _from_middle(x: Plane, y: Plane) -> Plane:
+    """Return the distance to the nearest point of a triangular lattice of spacing 1."""
+    one = np.hypot(_cell(x), math.sqrt(3) * _cell(y / math.sqrt(3)))
+    other = np.hypot(_cell(x + 0.5), math.sqrt(3) * _cell(y / math.sqrt(3) + 0.5))
+    nearest: Plane = np.minimum(one, other)
+    return nearest
 
 
 def _stripes(x: Plane, y: Plane, u: list[float]) -> Plane:
@@ -102,42 +127,42 @@ def _stripes(x: Plane, y: Plane, u: list[float]) -> Plane:
 
 
 def _zigzag(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _wave(x + 1.1 * np.abs(_cell(0.8 * y)))
+    return _wave(x + 1.2 * np.abs(_cell(0.7 * y)))
 
 
 def _checkers(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return np.tanh(4 * _wave(0.6 * x) * _wave(0.6 * y))
+    return np.tanh(4 * _wave(0.55 * x) * _wave(0.55 * y))
 
 
 def _dots(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _inside(np.hypot(_cell(x), _cell(y)) - 0.27)
+    return _inside(_from_middle(x, y) - 0.28)
 
 
-def _net(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _inside(np.minimum(np.abs(_cell(0.9 * x)), np.abs(_cell(0.9 * y))) - 0.09)
+def _rings(x: Plane, y: Plane, u: list[float]) -> Plane:
+    return _inside(np.abs(_from_middle(0.62 * x, 0.62 * y) - 0.33) - 0.13)
 
 
 def _bricks(x: Plane, y: Plane, u: list[float]) -> Plane:
-    bed, head = np.abs(_cell(1.3 * y + 0.5)) / 1.3, np.abs(_cell(0.65 * x + 0.5 * np.floor(1.3 * y))) / 0.65
-    return _inside(np.minimum(bed, head) - 0.08)
+    bed, head = np.abs(_cell(1.2 * y + 0.5)) / 1.2, np.abs(_cell(0.6 * x + 0.5 * np.floor(1.2 * y))) / 0.6
+    return _inside(np.minimum(bed, head) - 0.1)
 
 
 def _basket(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _wave(1.6 * np.where(_wave(0.4 * x) * _wave(0.4 * y) > 0, x, y))
+    return _wave(1.5 * np.where(_wave(0.36 * x) * _wave(0.36 * y) > 0, x, y))
 
 
-def _targets(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _wave(2.8 * np.hypot(_cell(0.55 * x), _cell(0.55 * y)))
+def _crosses(x: Plane, y: Plane, u: list[float]) -> Plane:
+    across, along = np.abs(_cell(0.62 * x)) / 0.62, np.abs(_cell(0.62 * y)) / 0.62
+    return _inside(np.maximum(np.minimum(across, along) - 0.16, np.maximum(across, along) - 0.6))
 
 
-def _scales(x: Plane, y: Plane, u: list[float]) -> Plane:
-    arch = np.abs(np.cos(np.pi * (0.8 * x + 0.5 * np.floor(1.2 * y))))
-    return np.tanh(3 * _wave(1.2 * y + 0.8 * arch))
+def _net(x: Plane, y: Plane, u: list[float]) -> Plane:
+    return _inside(np.minimum(np.abs(_cell(0.8 * x)), np.abs(_cell(0.8 * y))) / 0.8 - 0.13)
 
 
 def _labyrinth(x: Plane, y: Plane, u: list[float]) -> Plane:
-    turns = [math.pi * (k + u[k]) / 6 for k in range(6)]
-    waves = [_wave(math.cos(turn) * x + math.sin(turn) * y + u[6 + k]) for k, turn in enumerate(turns)]
+    turns = [math.pi * (k + u[k]) / 7 for k in range(7)]
+    waves = [_wave(math.cos(turn) * x + math.sin(turn) * y + u[7 + k]) for k, turn in enumerate(turns)]
     return np.asarray(np.tanh(1.2 * np.sum(waves, axis=0)))
 
 
@@ -146,10 +171,10 @@ PATTERNS: tuple[Pattern, ...] = (
     _zigzag,
     _checkers,
     _dots,
-    _net,
+    _rings,
     _bricks,
     _basket,
-    _targets,
-    _scales,
+    _crosses,
+    _net,
     _labyrinth,
 )
