@@ -21,7 +21,6 @@ from dino_vit.cli import main
 from dino_vit.data.sources import FolderSource, SyntheticSource
 from dino_vit.eval.duplicates import find_duplicates, unite
 from dino_vit.eval.embeddings import normalised, read_embeddings
-from dino_vit.eval.search import nearest_rows
 from dino_vit.features import Kind, extract_features, preparation_of
 from runs import command, run
 
@@ -144,21 +143,6 @@ def test_search_finds_the_image_itself_then_the_nearest(tmp_path, weights, folde
         assert [cosines[near["row"]] for near in one["nearest"]] == pytest.approx(expected.tolist(), abs=1e-5)
     with Image.open(tmp_path / "found.png") as sheet:
         assert sheet.width > sheet.height > 200
-
-
-@pytest.mark.parametrize("k", [1, 5, 200])
-def test_nearest_rows_are_those_of_a_sort(monkeypatch, k):
-    monkeypatch.setattr("dino_vit.eval.embeddings.BLOCK_BYTES", 4 * 30 * 7)
-    bank = np.random.default_rng(0).standard_normal((200, 16)).astype(np.float32)
-    bank[50] = bank[120] = 2 * bank[3]
-    queries = bank[[3, 70, 120]]
-    cosines, rows = nearest_rows(bank, queries, k=k)
-    for query, found, near in zip(queries, cosines, rows, strict=True):
-        exact = [float(row @ query / np.linalg.norm(row) / np.linalg.norm(query)) for row in bank]
-        expected = sorted(range(200), key=lambda row: -exact[row])[:k]
-        assert [exact[row] for row in near] == pytest.approx([exact[row] for row in expected], abs=1e-6)
-        assert found.tolist() == pytest.approx([exact[row] for row in near], abs=1e-6)
-    assert rows[:, 0].tolist() == [3, 70, 3]
 
 
 def test_search_wants_the_weights_that_embedded(tmp_path, weights, folder, capsys):

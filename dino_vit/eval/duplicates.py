@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from dino_vit.data.progress import Advance, progress
-from dino_vit.eval.embeddings import Embeddings, normalised, read_embeddings
+from dino_vit.eval.embeddings import Embeddings, read_embeddings
 from dino_vit.eval.gallery import Cell, Images, write_gallery
+from dino_vit.eval.neighbours import unit
 from dino_vit.processes import start_processes
 from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.storage import write_bytes
@@ -102,9 +103,9 @@ def _compared(
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Yield the pairs of rows above the threshold with their cosines."""
     for first in range(0, len(values), _BLOCK):
-        left = torch.from_numpy(normalised(values[first : first + _BLOCK])).to(device)
+        left = unit(torch.as_tensor(values[first : first + _BLOCK], device=device))
         for second in range(first, len(values), _BLOCK):
-            right = torch.from_numpy(normalised(values[second : second + _BLOCK])).to(device)
+            right = unit(torch.as_tensor(values[second : second + _BLOCK], device=device))
             cosines = left @ right.T
             above = cosines >= threshold - _ROUNDING
             if first == second:

@@ -125,10 +125,15 @@ def _write_parquet(path: Path, embeddings: Embeddings, kind: np.dtype[Any], part
 def _read_parquet(path: Path) -> Embeddings:
     from pyarrow import parquet
 
-    table = parquet.read_table(path)
-    about = _about(table.schema.metadata[OWN_KEY.encode()].decode())
-    embedding = table.column("embedding").combine_chunks()
-    values = embedding.flatten().to_numpy(zero_copy_only=False).reshape(len(table), *about["shape"])
+    file = parquet.ParquetFile(path, memory_map=True)
+    about = _about(file.schema_arrow.metadata[OWN_KEY.encode()].decode())
+    dtype = file.schema_arrow.field("embedding").type.value_type.to_pandas_dtype()
+    values, start = np.empty((file.metadata.num_rows, *about["shape"]), dtype), 0
+    for batch in file.iter_batches(columns=["embedding"]):
+        rows = values[start : start + len(batch)]
+        rows[:] = batch.column(0).flatten().to_numpy(zero_copy_only=False).reshape(rows.shape)
+        start += len(batch)
+    table = file.read(columns=["name", "label", "index"])
     names, labels = (table.column(name).to_pylist() for name in ("name", "label"))
     indices = table.column("index").to_numpy()
     return Embeddings(values=values, names=names, labels=labels, indices=indices, about=about)

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from dino_vit.data.pixels import Pixels
-from dino_vit.eval.embeddings import Embeddings, blocks, normalised, printable, read_embeddings
+from dino_vit.eval.embeddings import Embeddings, printable, read_embeddings
 from dino_vit.eval.gallery import Cell, Images, picture_of, write_gallery
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.store import weights_digest
 from dino_vit.features import Kind, Preparation, extract_features
 from dino_vit.processes import start_processes
@@ -73,8 +72,7 @@ def run(config: SearchConfig) -> int:
     embeddings = read_embeddings(Path(config.embeddings))
     if embeddings.values.ndim != 2:
         raise ValueError(f"{config.embeddings} holds patch tokens; search needs one embedding an image")
-    queries = _features_of(config, embeddings.about)
-    cosines, rows = nearest_rows(embeddings.values, queries, k=min(config.k, len(embeddings)))
+    cosines, rows = nearest(embeddings.values, _features_of(config, embeddings.about), k=config.k)
     found = [
         [_described(embeddings, *one) for one in zip(*both, strict=True)]
         for both in zip(cosines.tolist(), rows.tolist(), strict=True)
@@ -122,7 +120,7 @@ def _described(embeddings: Embeddings, cosine: float, row: int) -> dict[str, Any
     }
 
 
-def _features_of(config: SearchConfig, about: dict[str, Any]) -> NDArray[np.float32]:
+def _features_of(config: SearchConfig, about: dict[str, Any]) -> Tensor:
     """Return the features of the asked images, made just as the embeddings were."""
     device = start_processes(trackers=(), folder=Path()).device
     model = _load(config.weights or about["weights"]["path"], about).to(device)
@@ -138,8 +136,7 @@ def _features_of(config: SearchConfig, about: dict[str, Any]) -> NDArray[np.floa
     )
     if features.unreadable:
         raise ValueError(f"an image to search for cannot be read: {features.unreadable[0]}")
-    values: NDArray[np.float32] = features.values.cpu().numpy()
-    return values
+    return features.values
 
 
 def _load(weights: str, about: dict[str, Any]) -> VisionTransformer:
@@ -162,19 +159,3 @@ def _load(weights: str, about: dict[str, Any]) -> VisionTransformer:
 def _preparation(known: dict[str, Any]) -> Preparation:
     tuples = {name: tuple(known[name]) for name in ("size", "mean", "std")}
     return Preparation(**tuples, fit=known["fit"], pixels=Pixels(**known["pixels"]))
-
-
-def nearest_rows(
-    values: NDArray[Any], queries: NDArray[Any], *, k: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the k greatest cosines of each query with the rows of a large array, and the rows: exact."""
-    asked = normalised(queries)
-    best = np.empty((len(asked), 0), np.float32)
-    found = np.empty((len(asked), 0), np.int64)
-    for rows in blocks(len(values), 4 * (values.shape[1] + len(asked))):
-        cosines = asked @ normalised(values[rows]).T
-        best = np.concatenate([best, cosines], 1)
-        found = np.concatenate([found, np.broadcast_to(np.arange(rows.start, rows.stop), cosines.shape)], 1)
-        order = np.lexsort((found, -best))[:, :k]  # equal ones in the order of their rows
-        best, found = np.take_along_axis(best, order, 1), np.take_along_axis(found, order, 1)
-    return best, found
