@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
@@ -24,6 +24,7 @@ from dino_vit.weights.layouts import IMAGENET
 
 log = logging.getLogger("dino_vit")
 
+T = TypeVar("T")
 Fit = Literal["crop", "whole"]
 # Batches that are read while the backbone works on one.
 _AHEAD = 1
@@ -141,23 +142,26 @@ class Extraction:
         self.model, self.source, self.preparation, self.kind = model, source, preparation, kind
         self.autocast, self.threads = autocast, threads
         self.device = model.cls_token.device
-        self.waited = 0.0  # seconds in which the backbone had nothing to do, for want of images
+        self._idle = _Idle(self.device)
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which the backbone had nothing to do, for want of images."""
+        return self._idle.seconds
 
     def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
-        """Yield the features of each batch of indices, on the device, reading ahead of the backbone."""
+        """Yield the features of each batch of indices, reading ahead of the backbone; indices on the host."""
         normalise = self.preparation.normaliser(self.device)
         reading = _read_batches(
             self.source, self.preparation, batches, threads=self.threads, pin=self.device.type == "cuda"
         )
         while True:
-            start = time.perf_counter()
-            batch = next(reading, None)
-            self.waited += time.perf_counter() - start
+            batch = self._idle.until(lambda: next(reading, None))
             if batch is None:
                 return
             values = self._compute(normalise(batch.images)) if len(batch.images) else self.nothing()
-            indices = torch.tensor(batch.indices, dtype=torch.long, device=self.device)
-            yield Features(values, indices, batch.unreadable)
+            self._idle.begin()
+            yield Features(values, torch.tensor(batch.indices, dtype=torch.long), batch.unreadable)
 
     def _compute(self, images: Tensor) -> Tensor:
         kind = self.device.type
@@ -168,6 +172,39 @@ class Extraction:
         """Return the features of no image."""
         shape = self.kind.shape(self.model, self.preparation.size)
         return torch.empty(0, *shape, device=self.device)
+
+
+class _Idle:
+    """Count the seconds between two pieces of work of a device, on its own clock where it works by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.seconds = 0.0
+        self.worked: torch.cuda.Event | None = None
+        self.gaps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def until(self, arrives: Callable[[], T]) -> T:
+        """Return what arrives, counting how long it took."""
+        start = time.perf_counter()
+        arrived = arrives()
+        if self.stream is None:
+            self.seconds += time.perf_counter() - start
+        elif self.worked is not None:
+            self.gaps.append((self.worked, self._event(self.stream)))
+            while self.gaps and self.gaps[0][1].query():  # type: ignore[no-untyped-call]
+                end, next_start = self.gaps.popleft()
+                self.seconds += end.elapsed_time(next_start) / 1000
+        return arrived
+
+    def begin(self) -> None:
+        """Begin a gap behind the work that the device was given."""
+        if self.stream is not None:
+            self.worked = self._event(self.stream)
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
 
 def extract_features(
@@ -187,7 +224,7 @@ def extract_features(
         return Features(extraction.nothing(), torch.empty(0, dtype=torch.long, device=extraction.device), ())
     return Features(
         torch.cat([part.values for part in parts]),
-        torch.cat([part.indices for part in parts]),
+        torch.cat([part.indices for part in parts]).to(extraction.device),
         tuple(image for part in parts for image in part.unreadable),
     )
 

@@ -199,6 +199,21 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
         assert [stored.name(row)[-6:-4] for row in range(4)] == ["00", "02", "06", "08"]
 
 
+def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, folder):
+    """A disk that was away for a while changes no fingerprint."""
+
+    class Away(FolderSource):
+        def read(self, index):
+            if index < 25 and away:
+                raise OSError(5, "Input/output error")
+            return super().read(index)
+
+    away, source = True, Away(folder)
+    assert len(store_in(tmp_path / "cache", source)) == 15
+    away = False
+    assert len(store_in(tmp_path / "cache", source)) == 37
+
+
 def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")

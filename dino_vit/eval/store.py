@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -51,7 +51,7 @@ Dtype = Literal["float32", "float16"]
 VERSION = 1  # of the files
 # A shard is what a kill can cost, and what is in memory at a time.
 _SHARD_IMAGES, _SHARD_BYTES, _SHARDS = 4096, 64 * 2**20, 64
-_NAMES_SHOWN = 3
+_NAMES_SHOWN, _TRIED_AGAIN = 3, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +155,9 @@ class _Making:
                 _of_file(indices),
             ]:
                 raise ValueError("the files are not what is written of them")
+            rows = np.load(indices)
+            if self._readable_by_now(rows):
+                raise ValueError("an image that could not be read can be by now")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -162,11 +165,21 @@ class _Making:
             return None
         return Stored(
             values=np.load(values, mmap_mode="c"),  # read-only for the file, yet writable for torch
-            indices=np.load(indices),
+            indices=rows,
             unreadable=tuple(UnreadableImage(*one) for one in described["unreadable"]),
             source=self.extraction.source,
             about=self.about,
         )
+
+    def _readable_by_now(self, kept: NDArray[np.int64]) -> bool:
+        """Tell whether an image that was left out can be read: its disk may have been away for a while."""
+        left_out = np.setdiff1d(np.asarray(self.indices, np.int64), kept)[:_TRIED_AGAIN]
+        extraction = self.extraction
+        for index in left_out.tolist():
+            with suppress(UnreadableImage):
+                extraction.preparation.read(extraction.source, index)
+                return True
+        return False
 
     def make(self, title: str) -> None:
         """Compute the shards that are missing, each process a share of them, and join them."""
@@ -197,7 +210,7 @@ class _Making:
                 for batch in islice(features, len(batches[shard])):
                     parts.append(replace(batch, values=batch.values.to(self.dtype)))
                     if advance:
-                        waited = self.extraction.waited / max(time.monotonic() - start, 1e-9)
+                        waited = self.extraction.idle / max(time.monotonic() - start, 1e-9)
                         seen = len(batch.indices) + len(batch.unreadable)
                         advance(seen, f"{waited:.0%} of the time waiting for images")
                 self._write(shard, parts)
