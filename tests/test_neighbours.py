@@ -19,6 +19,8 @@ def features(rows, width, kind, seed=0):
         return 20 + noise
     if kind == "groups":
         return torch.randn(5, width, generator=generator)[torch.arange(rows) % 5] + 0.3 * noise
+    if kind == "nearly":
+        return noise[:1] + 2e-7 * torch.randn(rows, width, generator=generator)
     if kind == "copies":
         return noise[torch.arange(rows) % max(1, rows // 3)]
     return noise
@@ -50,7 +52,7 @@ def _chunks(request, monkeypatch):
 
 @pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize(("search", "precision"), SEARCHES)
-@pytest.mark.parametrize("kind", ["sphere", "cone", "groups", "copies"])
+@pytest.mark.parametrize("kind", ["sphere", "cone", "groups", "copies", "nearly"])
 @pytest.mark.parametrize(
     ("rows", "k", "own"), [(2000, 10, None), (2000, 20, 100), (300, 299, 0), (7, 10, 2), (1, 1, None)]
 )
