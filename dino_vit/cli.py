@@ -140,6 +140,15 @@ JOBS = {
         "List the pairs and groups of embedded images whose cosine is above a threshold.\n\n"
         "  dino-vit duplicates photos.parquet threshold=0.97 output=duplicates.csv",
     ),
+    "report": Job(
+        "dino_vit.report.program",
+        "dino_vit.report.program:ReportConfig",
+        "run",
+        "write a page that tells of a run",
+        "Write one HTML file that tells of a run: its curves in words, the views that it saw, where its "
+        "network looks, which images it finds alike, and a map of them. With --serve, show it while the run "
+        "goes on.\n\n  dino-vit report runs/pretrain\n  dino-vit report runs/pretrain --serve",
+    ),
 }
 
 

@@ -128,6 +128,10 @@ STUCK_AT_LN = Diagnosis(
     "optim.lr: far below the recipe's 5e-4 nothing moves, far above nothing holds. Then lengthen "
     "optim.warmup_epochs, lower loss.teacher_temp, or take fewer head.prototypes.",
 )
+STATES = {
+    known.state: known
+    for known in (STARTING, LEARNING, NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN)
+}
 
 
 def diagnose(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis:

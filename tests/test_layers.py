@@ -23,7 +23,7 @@ LAYERS = [
     {"opening"},
     {"inspection", "introduction"},
     {"reporting"},
-    {"train"},
+    {"report", "train"},
     {"cli"},
     {"__main__"},
 ]
