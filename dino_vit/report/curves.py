@@ -120,9 +120,11 @@ def _entropies(readings: list[Reading]) -> Chart:
 def _knn(record: RunRecord, readings: list[Reading]) -> Chart:
     series = _series("k-NN", readings, "knn")
     before, pixels = finite(record.baseline.get("knn")), finite(record.baseline.get("raw_pixels"))
+    latest = series["points"][-1:]
+    if before is not None:
+        series["points"].insert(0, (0, before))
     words, levels = "", []
-    if series["points"]:
-        step, value = series["points"][-1]
+    for step, value in latest:
         best_step, best = max(series["points"], key=lambda point: point[1])
         words = f"{value:.1f} % at step {step:,}"
         words += f" (best: {best:.1f} % at step {best_step:,})" if best > value else ""
@@ -140,9 +142,11 @@ def _rank(record: RunRecord, readings: list[Reading]) -> Chart:
     series, before = _series("effective rank", readings, "rankme"), finite(record.baseline.get("rankme"))
     width = record.config.model.shape[0]
     words = ""
-    if series["points"]:
-        words = f"The features use {series['points'][-1][1]:.0f} of {width} directions"
+    for _, value in series["points"][-1:]:
+        words = f"The features use {value:.0f} of {width} directions"
         words += f", before the first step {before:.0f}." if before is not None else "."
+    if before is not None:
+        series["points"].insert(0, (0, before))
     levels = [] if before is None else [Level(name="before the first step", value=before)]
     return Chart(id="rank", title="Effective rank", words=words, series=[series], levels=levels)
 

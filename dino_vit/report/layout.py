@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+log = logging.getLogger("dino_vit")
 
 Places = NDArray[np.float32]  # (n, 2)
 
@@ -33,6 +36,7 @@ def keeping_neighbours(features: Tensor) -> Places | str:
         return "for a map that keeps neighbours, run `pip install scikit-learn` and make the report again"
     from sklearn.manifold import TSNE
 
+    log.info("placing %d images with t-SNE ...", len(features))
     start = pca(features)
     start *= 1e-4 / max(float(start.std()), TINY)  # as small as its authors advise
     tsne = TSNE(perplexity=min(PERPLEXITY, (len(features) - 1) / 3), init=start, random_state=0)

@@ -111,7 +111,6 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    protocol_version = "HTTP/1.1"
     server_version, sys_version = "dino-vit", ""
 
     def do_GET(self) -> None:
