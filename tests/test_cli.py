@@ -143,7 +143,10 @@ def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["data.source=/no/such/folder"], "'/no/such/folder' is no source that exists: give a folder of images"),
+        (
+            ["data.source=/no/such/folder"],
+            "'/no/such/folder' is no source that exists: give a folder of images",
+        ),
         (["run.trackers=[tensorbord]"], "Accelerate knows no tensorbord; it knows aim, "),
         (["data.source=synthetic:20"], "no step in an epoch: 20 images do not fill a global batch of 64"),
         (["init.weights=/no/such.pth", *SMALL], "/no/such.pth does not exist"),

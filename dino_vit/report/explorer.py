@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.data.progress import progress
 from dino_vit.data.sources import Source
-from dino_vit.eval.knn import nearest
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.pictures import as_picture
 from dino_vit.features import Extraction, in_batches
-from dino_vit.progress import Counting
 from dino_vit.randomness import Stream, random_bits
 from dino_vit.report.layout import Places, keeping_neighbours, pca, quantised
 from dino_vit.report.network import BATCH, Teacher
@@ -64,7 +64,7 @@ def chosen(source: Source, count: int, seed: int) -> list[int]:
 def explore(teacher: Teacher, source: Source, indices: list[int]) -> Explored:
     """Look at images with a teacher."""
     extraction = Extraction(teacher.backbone, source, preparation=teacher.preparation)
-    found = list(_counted("features", extraction(in_batches(indices, BATCH)), len(indices)))
+    found = list(_counted("Computing features", extraction(in_batches(indices, BATCH)), len(indices)))
     kept = [index for part in found for index in part.indices.tolist()]
     if len(kept) < 3:
         raise ValueError(f"{len(kept)} of {len(indices)} images can be read, and a map needs three")
@@ -77,7 +77,7 @@ def explore(teacher: Teacher, source: Source, indices: list[int]) -> Explored:
         missing = places
     else:
         layouts = {"t-SNE": places, **layouts}
-    looked = list(_counted("pictures and attention", _look(teacher, source, kept), len(kept)))
+    looked = list(_counted("Drawing images and attention", _look(teacher, source, kept), len(kept)))
     labels = [source.label(index) for index in kept]
     return Explored(
         indices=kept,
@@ -109,10 +109,10 @@ def label_names(source: Source, labels: list[int | None]) -> dict[int, str]:
 
 def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
     """Pass on parts of a batch each, and show how far they have come."""
-    with Counting(what, total=total) as counting:
+    with progress(what, total) as advance:
         for part in parts:
             yield part
-            counting.advance(BATCH)
+            advance(min(BATCH, total))
 
 
 def _look(teacher: Teacher, source: Source, indices: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
