@@ -40,7 +40,10 @@ Triple = tuple[Probability, Probability, Probability]
 class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
-    source: str = knob("synthetic", "folder of images, or `synthetic`")
+    source: str = knob("synthetic", "folder, list, tar shards, zip, Parquet, array, hf:NAME or `synthetic`")
+    labels: str | None = knob(
+        None, "file of labels by name, for evaluation only; null: the source's own", may_change=True
+    )
     batch_size: Count = knob(64, "images per process and forward pass", may_change=True)
     workers: CountOrZero | None = knob(None, "loader processes; null: by the cores", may_change=True)
     channels: Count = knob(3, "of an image; grey is repeated to make 3, transparency counts in 2 and 4")

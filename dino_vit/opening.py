@@ -44,7 +44,7 @@ class Opened(NamedTuple):
 
 def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     """Build a session; one whose output folder holds a run goes on with it."""
-    source = open_source(config.data.source)
+    source = open_source(config.data.source, config.data.labels)
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     found = _find(checkpoints, config)
     _agree(found.step if found else 0, config, accelerator.device)

@@ -15,6 +15,7 @@ import dino_vit.opening
 import dino_vit.train
 from dino_vit.checkpoint import NotFinite
 from dino_vit.config import PretrainConfig
+from dino_vit.data.sources import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.features import Preparation
 from dino_vit.introduction import introduction
@@ -331,7 +332,7 @@ class Grey:
 
 
 def test_weights_of_other_channels_are_inflated(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(dino_vit.opening, "open_source", lambda _: Grey())
+    monkeypatch.setattr(dino_vit.opening, "open_source", lambda *_: Grey())
     settings = {**FROM, "init.weights": weights, "budget.steps": 9}
     with pytest.raises(ValueError, match=r"have 1 channels, not data.channels=3"):
         opened(tmp_path / "run", settings)
@@ -340,6 +341,17 @@ def test_weights_of_other_channels_are_inflated(tmp_path, weights, monkeypatch):
     session = opened(tmp_path / "run", settings).session
     assert not moved(state(session.student.backbone), state(load_backbone(weights, channels=1)))
     assert trained(tmp_path / "run", settings).best["figure"] == "rankme"
+
+
+def test_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
+    source = open_source("synthetic:64:32")
+    np.save(tmp_path / "images.npy", np.stack([source.read(index).numpy() for index in range(64)]))
+    rows = "".join(f"{index:09d},{source.label(index)}\n" for index in range(64))
+    (tmp_path / "labels.csv").write_text(rows)
+    settings = {"data.source": tmp_path / "images.npy", "run.eval_every": 1, "budget.steps": 10}
+    assert trained(tmp_path / "without", settings).best["figure"] == "rankme"
+    settings["data.labels"] = tmp_path / "labels.csv"
+    assert trained(tmp_path / "with", settings).best["figure"] == "knn"
 
 
 def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
