@@ -1,4 +1,5 @@
 import io
+import struct
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from einops import rearrange
 from PIL import Image, ImageOps
@@ -163,6 +165,20 @@ def test_a_tiff_of_several_pictures_gives_the_first_and_a_stack_is_refused():
     stack = tiff(picture(4, 20, 30), imagej=True, metadata={"axes": "ZYX"})
     with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is no image"):
         decode(stack, "x")
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff):
+    data = bytearray(tiff(picture(5, 20, 30), photometric="minisblack", byteorder=byteorder, bigtiff=bigtiff))
+    assert decode(bytes(data), "x").shape == (5, 20, 30)
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        offsets = [page.offset for page in file.pages]
+    kind = byteorder + ("Q" if bigtiff else "I")
+    place = data.rindex(struct.pack(kind, offsets[-1]))  # where the last page but one names the last
+    data[place : place + struct.calcsize(kind)] = struct.pack(kind, offsets[1])
+    with pytest.raises(UnreadableImage, match="its pages form a circle"):
+        decode(bytes(data), "x")
 
 
 def test_white_may_be_zero():

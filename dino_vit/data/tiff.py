@@ -8,6 +8,7 @@ colour the first is read, as of an animation; a stack along depth or time is ref
 from __future__ import annotations
 
 import logging
+import struct
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     from tifffile import TiffFile, TiffPage
 
     logging.getLogger("tifffile").addHandler(_ELSEWHERE)
+    _check_chain(data)
     with TiffFile(BytesIO(data)) as file:
         series, page = file.series[0], file.pages[0]
         assert isinstance(page, TiffPage)
@@ -44,6 +46,25 @@ def read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
             array = array[..., :-1]
         turned = page.tags.get(_ORIENTATION)
         return to_tensor(_upright(array, int(turned.value) if turned else 1))
+
+
+def _check_chain(data: bytes) -> None:
+    """Refuse pages of which one is followed by an earlier one: tifffile would read them for ever."""
+    order = "<" if data[:2] == b"II" else ">"
+    big = data[2:4] in (b"+\0", b"\0+")
+    count, offset, entry, first = ("Q", "Q", 20, 8) if big else ("H", "I", 12, 4)
+    seen: set[int] = set()
+    try:
+        (place,) = struct.unpack_from(order + offset, data, first)
+        while place:
+            if place in seen:
+                raise Refused("its pages form a circle")
+            seen.add(place)
+            (entries,) = struct.unpack_from(order + count, data, place)
+            end = place + struct.calcsize(order + count) + entry * entries
+            (place,) = struct.unpack_from(order + offset, data, end)
+    except struct.error:
+        return  # a page beyond the end of the file, which the readers are prepared for
 
 
 def _pillow_reads_all(page: TiffPage, series: TiffPageSeries) -> bool:
