@@ -57,6 +57,9 @@ class Data(Settings):
     std: tuple[Positive, ...] | None = knob(
         (0.229, 0.224, 0.225), "per channel, of pixels from 0 to 1; null: measured"
     )
+    photometry: Literal["auto", "worker", "device"] = knob(
+        "auto", "where colours are changed; auto: where it is measured to be faster"
+    )
     max_pixels: Count = knob(200_000_000, "a larger image is not decoded", may_change=True)
     max_unreadable: Probability = knob(
         0.1, "share of unreadable images beyond which a run ends", may_change=True

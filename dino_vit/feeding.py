@@ -36,15 +36,16 @@ def build_loader(config: PretrainConfig, plan: RunPlan, source: Source, accelera
         sampler=sampler,
         pixels=build_pixels(config),
         in_step=True,
-        workers=_choose_workers(config.data.workers, accelerator),
+        augment=build_augment(config) if config.data.photometry == "worker" else None,
+        workers=choose_workers(config, accelerator),
         pin=accelerator.device.type == "cuda",
     )
 
 
-def _choose_workers(wanted: int | None, accelerator: Accelerator) -> int:
+def choose_workers(config: PretrainConfig, accelerator: Accelerator) -> int:
     """Return the loader processes of this process: its share of the cores, less the one it needs itself."""
-    if wanted is not None:
-        return wanted
+    if config.data.workers is not None:
+        return config.data.workers
     return min(cores_of_a_process(accelerator.num_processes) - 1, 16)
 
 
@@ -60,6 +61,13 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
     assert mean is not None, "it is measured when a run is opened"
     assert std is not None
     return mean, std
+
+
+def build_augment(config: PretrainConfig) -> Augment:
+    """Return the photometry of views, on the host."""
+    mean, std = normalisation(config)
+    photometry = config.photometry
+    return Augment(mean=mean, std=std, sigma_max=photometry.blur_sigma[1], hue_max=photometry.hue)
 
 
 def build_preparation(config: PretrainConfig) -> Preparation:

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from dino_vit.augment import Augment
 from dino_vit.checkpoint import Checkpoint, Checkpoints
 from dino_vit.config import PretrainConfig
 from dino_vit.data.look import LOOKED_AT, MEASURED, Look, look, measure, sample
 from dino_vit.data.sources import Source, open_source
 from dino_vit.dino import Network, build_networks
 from dino_vit.distributed import all_gather
-from dino_vit.feeding import build_loader, build_pixels, normalisation
+from dino_vit.feeding import build_augment, build_loader, build_pixels, choose_workers
 from dino_vit.loss import Center
 from dino_vit.optim import build_optimizer, parameter_groups
+from dino_vit.placing import resolve_place
 from dino_vit.processes import choose_precision
 from dino_vit.randomness import Stream, derive_seed
 from dino_vit.recipes import Choice, resolve_auto, resolve_init
@@ -54,6 +54,13 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     config, choices, images = _resolve(
         config, source, batch, architecture if config.init else None, found, accelerator.device
     )
+    config, placed = resolve_place(
+        config,
+        found.about["config"]["data"]["photometry"] if found else None,
+        source,
+        workers=choose_workers(config, accelerator),
+        device=accelerator.device,
+    )
     if found:
         config = _as_before(config, found, source, accelerator)
     plan = check_run(config, len(source), accelerator.num_processes)
@@ -65,7 +72,7 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
             network.backbone.load_state_dict(trained.state_dict())
     if found:
         session.restore(found)
-    return Opened(session, choices, images, found)
+    return Opened(session, [*choices, *placed], images, found)
 
 
 def _global_batch(config: PretrainConfig, accelerator: Accelerator) -> int:
@@ -267,8 +274,6 @@ def _build(
     _place(student, teacher, config, accelerator)
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(student.backbone, student.head, layer_decay=config.optim.layer_decay)
-    sigma, hue = config.photometry.blur_sigma[1], config.photometry.hue
-    mean, std = normalisation(config)
     return Session(
         config=config,
         plan=plan,
@@ -276,7 +281,7 @@ def _build(
         precision=precision,
         source=source,
         loader=build_loader(config, plan, source, accelerator),
-        augment=Augment(mean=mean, std=std, sigma_max=sigma, hue_max=hue).to(device),
+        augment=build_augment(config).to(device),
         student=student,
         wrapped=accelerator.prepare_model(student) if accelerator.num_processes > 1 else student,
         teacher=teacher,

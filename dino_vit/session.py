@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.augment import Augment
 from dino_vit.checkpoint import Checkpoint, Checkpoints, collect, optimizer_names, restore
 from dino_vit.config import PretrainConfig
-from dino_vit.data.loader import Loader
+from dino_vit.data.loader import Batch, Loader
 from dino_vit.data.sources import Source
 from dino_vit.dino import Network
 from dino_vit.loss import Center
@@ -71,6 +71,13 @@ class Session:
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.precision]
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "no")
+
+    def views_of(self, batch: Batch) -> list[Tensor]:
+        """Return a batch's views by size, ready for the networks."""
+        there = {size: cut.to(self.device, non_blocking=True) for size, cut in batch.views.items()}
+        if not batch.photometry:  # a worker saw to it
+            return list(there.values())
+        return [self.augment(cut, batch.photometry[size]) for size, cut in there.items()]
 
     def rates(self, step: int) -> Rates:
         """Return what the schedules say of a step."""

@@ -122,10 +122,7 @@ def forward_backward(session: Session, reporter: Reporter, batch: Batch, *, last
 def forward(session: Session, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of a pass, and the teacher's CLS features and logits; backward needs nothing more."""
     config, globals_ = session.config, session.config.views.global_count
-    views = [
-        session.augment(cut.to(session.device, non_blocking=True), batch.photometry[size])
-        for size, cut in batch.views.items()
-    ]
+    views = session.views_of(batch)
     with session.autocast():
         with torch.no_grad():
             seen = session.teacher(first_rows(views, globals_ * len(batch.samples)))

@@ -20,6 +20,7 @@ LAYERS = [
     {"checkpoint", "meter", "monitor", "processes", "unreadable"},
     {"eval", "session"},
     {"feeding"},
+    {"placing"},
     {"opening"},
     {"inspection", "introduction"},
     {"reporting"},

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dino_vit.augment import Augment
 from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.pixels import RGB, Pixels
 from dino_vit.data.sampler import Plan, Sampler
@@ -31,8 +32,8 @@ class Batch:
     step: int  # within the epoch
     samples: Tensor  # (images,), as the order has them, whether or not one was replaced
     read: Tensor  # (images,), those whose views these are: the samples, or what replaced one
-    views: dict[Size, Tensor]  # uint8, or float32 in [0, 1] if deeper, (views · images, C, h, w)
-    photometry: dict[Size, Tensor]  # float32 (views · images, columns), for `Augment`, on the host
+    views: dict[Size, Tensor]  # uint8, float32 in [0, 1] if deeper or `Augment`'s, (views · images, C, h, w)
+    photometry: dict[Size, Tensor]  # float32 (views · images, columns), for `Augment`, unless it is done
     unreadable: tuple[UnreadableImage, ...]  # images that another one replaced
     failure: str | None = None  # why one could not be replaced, and is blank
 
@@ -46,7 +47,10 @@ class Batch:
 
 
 class Loader:
-    """Read, decode and cut the images of each step, in `workers` processes that outlive epochs."""
+    """Read, decode and cut the images of each step, in `workers` processes that outlive epochs.
+
+    With `augment` they do the photometry as well, and hand over float32 views: four times the memory.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Loader:
         views: Sequence[View],
         sampler: Sampler,
         pixels: Pixels = RGB,
+        augment: Augment | None = None,
         in_step: bool = False,
         workers: int = 0,
         prefetch: int = 2,
@@ -62,7 +67,7 @@ class Loader:
     ) -> None:
         if len(source) != sampler.length:
             raise ValueError(f"The sampler orders {sampler.length} images, but the source has {len(source)}.")
-        self.dataset = _Steps(source, tuple(views), pixels, sampler.seed)
+        self.dataset = _Steps(source, tuple(views), pixels, augment, sampler.seed)
         self.sampler, self.in_step = sampler, in_step
         self.workers, self.prefetch, self.pin = workers, prefetch, pin
 
@@ -129,8 +134,10 @@ class _Plans:
 class _Steps(Dataset[Batch | ValueError]):
     """Map a plan to its batch, in the workers; returns the user's errors, so that they arrive unwrapped."""
 
-    def __init__(self, source: Source, views: tuple[View, ...], pixels: Pixels, seed: int) -> None:
-        self.source, self.views, self.pixels, self.seed = source, views, pixels, seed
+    def __init__(
+        self, source: Source, views: tuple[View, ...], pixels: Pixels, augment: Augment | None, seed: int
+    ) -> None:
+        self.source, self.views, self.pixels, self.augment, self.seed = source, views, pixels, augment, seed
         self.by_size: dict[Size, list[int]] = {}
         for number, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(number)
@@ -168,16 +175,18 @@ class _Steps(Dataset[Batch | ValueError]):
                 out = cut[size][:, place]
                 cut_views(image, boxes[numbers], size, interpolation=interpolation, out=out)
         rows = draw_photometry(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
+        flat = {size: views.flatten(0, 1) for size, views in cut.items()}
+        photometry = {
+            size: torch.from_numpy(rearrange(rows[:, numbers], "b v f -> (v b) f"))
+            for size, numbers in self.by_size.items()
+        }
         return Batch(
             epoch=plan.epoch,
             step=plan.step,
             samples=torch.from_numpy(plan.samples),
             read=read,
-            views={size: views.flatten(0, 1) for size, views in cut.items()},
-            photometry={
-                size: torch.from_numpy(rearrange(rows[:, numbers], "b v f -> (v b) f"))
-                for size, numbers in self.by_size.items()
-            },
+            views=flat if self.augment is None else {s: self.augment(flat[s], photometry[s]) for s in flat},
+            photometry=photometry if self.augment is None else {},
             unreadable=tuple(unreadable),
             failure=failure,
         )
