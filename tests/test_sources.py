@@ -140,8 +140,8 @@ def test_synthetic_pixels_say_little_about_the_class():
     source = SyntheticSource(length=6000)
     pixels = torch.stack([source.read(index)[0].flatten() for index in range(6000)]).float()
     labels = torch.arange(6000) % 10
-    assert neighbours_are_right(pixels, labels) < 0.25
-    assert neighbours_are_right(pixels - pixels.mean(1, keepdim=True), labels) < 0.3
+    assert neighbours_are_right(pixels, labels) < 0.28
+    assert neighbours_are_right(pixels - pixels.mean(1, keepdim=True), labels) < 0.38
 
 
 def test_synthetic_classes_differ_by_what_does_not_move():
