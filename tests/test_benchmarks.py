@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import loop, sources
+from benchmarks import knn, loop, sources
 from benchmarks.step import Case, Ours, Reference, build_run, measure
 
 TINY = {
@@ -107,3 +107,7 @@ def test_sources_are_opened_and_asked(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_files_are_read_from_every_kind(tmp_path: Path) -> None:
     (row,) = sources._files_table(tmp_path, repeats=1, images=20).rows
     assert row.speed.keys() == {"folder", "tar", "Parquet"}
+
+
+def test_neighbours_vote_as_in_the_published_loop() -> None:
+    assert "for 60 of 60 queries" in knn.check(knn.make_case(4000, 60, CPU))

@@ -27,7 +27,7 @@ Search = Literal["auto", "faiss", "torch"]
 # On macOS FAISS and torch each bring an OpenMP, and a process with two of them is ended.
 FAISS = sys.platform != "darwin"
 _CACHED = 2048  # rows that are prepared at a time, and
-_COLUMNS = 4096  # of scores that one product computes: few enough to stay in the cache
+_COLUMNS = 2048  # of scores that one product computes: few enough to stay in the cache
 _GROUP = 16  # scores that are passed over at once if the greatest of them is too low
 _SCORES = {"cpu": 2**24, "cuda": 2**29}  # that are held at a time
 _LISTED = 2**24  # rows that are looked at together
@@ -79,7 +79,8 @@ class TorchFinder:
         self.group = max(g for g in (1, 2, 4, 8, _GROUP) if g == 1 or len(chunk) >= 4 * g * k)
         self.columns = min(_COLUMNS, -(-len(chunk) // self.group) * self.group)
         blocks = -(-len(chunk) // self.columns)
-        self.bank = torch.zeros(blocks * self.columns, chunk.shape[1], dtype=dtype, device=chunk.device)
+        self.bank = torch.empty(blocks * self.columns, chunk.shape[1], dtype=dtype, device=chunk.device)
+        self.bank[len(chunk) :] = 0
         self.mean = chunk.mean(0)
         lengths, errors = [], []
         for start in range(0, len(chunk), _CACHED):
