@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -217,6 +218,13 @@ def test_tsne_keeps_groups_together():
     nearest = torch.cdist(places, places).fill_diagonal_(math.inf).argmin(dim=1)
     assert (group[nearest] == group).float().mean() > 0.95
     assert "8 images" in layout.keeping_neighbours(features[:5])
+
+
+def test_without_scikit_learn_there_is_a_map_and_a_word(made, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    page = report(made)
+    assert [one["name"] for one in page.data["explorer"]["layouts"]] == ["PCA"]
+    assert "run `pip install scikit-learn`" in page.text
 
 
 def test_a_long_curve_keeps_its_ends_and_its_peaks():

@@ -110,9 +110,9 @@ def label_names(source: Source, labels: list[int | None]) -> dict[int, str]:
 def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
     """Pass on parts of a batch each, and show how far they have come."""
     with progress(what, total) as advance:
-        for part in parts:
+        for number, part in enumerate(parts):
             yield part
-            advance(min(BATCH, total))
+            advance(min(BATCH, total - number * BATCH))
 
 
 def _look(teacher: Teacher, source: Source, indices: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
