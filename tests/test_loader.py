@@ -8,6 +8,7 @@ from PIL import Image
 from dino_vit.config import PretrainConfig
 from dino_vit.data.decode import read_image
 from dino_vit.data.loader import Loader
+from dino_vit.data.pixels import RGB, Pixels
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import FolderSource, SyntheticSource
 from dino_vit.feeding import build_views
@@ -23,10 +24,22 @@ VIEWS = build_views(
 )
 
 
-def take(count, *, source=None, position=0, workers=0, views=VIEWS, batch_size=8, **sampler):
+def take(
+    count,
+    *,
+    source=None,
+    position=0,
+    workers=0,
+    views=VIEWS,
+    batch_size=8,
+    pixels=RGB,
+    in_step=False,
+    **sampler,
+):
     source = source or SyntheticSource(length=50)
     plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **sampler)
-    batches = Loader(source=source, views=views, sampler=plan, workers=workers).batches(position)
+    settings = {"workers": workers, "pixels": pixels, "in_step": in_step}
+    batches = Loader(source=source, views=views, sampler=plan, **settings).batches(position)
     taken = list(islice(batches, count))
     batches.close()
     return taken
@@ -155,3 +168,35 @@ def test_views_of_one_size_have_one_interpolation():
     mixed = (*views, View(size=(16, 16), scale=(0.5, 1.0), interpolation="bilinear"))
     with pytest.raises(ValueError, match="the same interpolation"):
         take(1, views=mixed)
+
+
+def test_deep_images_are_cut_as_floats_from_zero_to_one():
+    source = SyntheticSource(length=50)
+    shallow = [source.read(number) for number in range(50)]
+    source.read = lambda index: shallow[index].to(torch.uint16) * 257
+    deep = take(2, source=source, pixels=Pixels(bits=16))
+    for one, other in zip(deep, take(2), strict=True):
+        for size, views in one.views.items():
+            assert views.dtype == torch.float32
+            assert 0 <= views.min() <= views.max() <= 1
+            assert (views * 255 - other.views[size]).abs().max() < 1.5  # bytes are rounded twice
+    assert all(map(same, deep, take(2, source=source, pixels=Pixels(bits=16), workers=1)))
+
+
+def test_grey_images_are_converted_as_asked():
+    source = SyntheticSource(length=50)
+    planes = [source.read(number)[:1] for number in range(50)]
+    whole = take(1)[0]
+    source.read = lambda index: planes[index]
+    assert same(take(1, source=source)[0], whole)
+    one = take(1, source=source, pixels=Pixels(channels=1))[0]
+    assert torch.equal(one.views[16, 16], whole.views[16, 16][:, :1])
+
+
+def test_in_step_a_batch_that_cannot_be_filled_comes_with_its_failure(damaged):
+    for number in range(1, 30):
+        Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
+    batch = take(1, source=damaged, in_step=True)[0]
+    assert "11 images chosen at random cannot be read" in batch.failure
+    assert len(batch.unreadable) >= 11
+    assert {size: len(views) for size, views in batch.views.items()} == {(32, 24): 16, (16, 16): 24}

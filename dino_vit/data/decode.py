@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from dino_vit.data.sources import Source
 from dino_vit.data.tiff import read_tiff
 
 Reader = Callable[[bytes, bool, int], Tensor]
+_PLACE = re.compile(r"^\S+, \S+:\d+, ")
 
 _BY_START: dict[bytes, tuple[str, Reader]] = {
     b"\xff\xd8\xff": ("JPEG", formats.read_jpeg),
@@ -69,8 +71,7 @@ def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_
     except formats.Refused as error:
         raise UnreadableImage(name, str(error)) from error
     except Exception as error:  # on damaged files decoders raise whatever comes
-        said = str(error).partition("\n")[0]
-        raise UnreadableImage(name, f"it cannot be decoded: {said or type(error).__name__}") from error
+        raise UnreadableImage(name, f"it cannot be decoded: {_reason(error)}") from error
 
 
 def format_of(data: bytes) -> str:
@@ -81,3 +82,9 @@ def format_of(data: bytes) -> str:
 
 def _known(data: bytes) -> tuple[str, Reader] | None:
     return next((known for start, known in _BY_START.items() if data.startswith(start)), None)
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says, in a line, without the place in torchvision's sources."""
+    said = _PLACE.sub("", str(error).partition("\n")[0])
+    return said if " " in said else f"{type(error).__name__} {said}".strip()
