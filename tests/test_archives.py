@@ -4,6 +4,7 @@ import pickle
 import struct
 import subprocess
 import tarfile
+import tracemalloc
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -96,6 +97,7 @@ def test_archives_one_after_another_are_one(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (lambda data: data[:900], r"ends in the middle of b'1\.png', it was cut off"),
         (lambda data: data[: len(data) // 2], "cut off"),
         (lambda data: data[: data.rindex(b"\0" * 512) // 10240 * 10240 - 3000], "cut off"),
         (lambda data: data[:700], "cut off"),
@@ -237,8 +239,13 @@ def test_a_zip_bomb_stops_at_the_size_that_it_states(tmp_path):
         start = data.index(signature) + place
         data[start : start + 4] = struct.pack("<L", 100)
     path.write_bytes(data)
+    source = open_source(str(path))
+    tracemalloc.start()
     with pytest.raises(OSError, match="says that it has 100 bytes"):
-        open_source(str(path)).read(0)
+        source.read(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
 
 
 def test_broken_and_encrypted_zips(tmp_path):
