@@ -7,7 +7,8 @@ cut and photometry as training runs them: one process, interleaved repeats. `pyt
 import io
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from PIL import Image, ImageFilter, ImageOps
@@ -16,13 +17,12 @@ from torch.nn import functional as F
 from torchvision import transforms
 
 from benchmarks.measure import Table, arguments, compare, report
-from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
 from dino_vit.data.decode import decode
 from dino_vit.data.loader import Batch, Loader
 from dino_vit.data.sampler import Sampler
-from dino_vit.feeding import build_views
-from dino_vit.views import cut_views, draw_boxes
+from dino_vit.feeding import build_augment, build_views
+from dino_vit.views import draw_boxes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -107,7 +107,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_table(repeats, images)]
+        return [_table(repeats, images), _growth(repeats, images)]
     finally:
         torch.set_num_threads(before)
 
@@ -116,7 +116,7 @@ def _table(repeats: int, images: int) -> Table:
     photos, views = Photos(images), build_views(PretrainConfig())
     sampler = Sampler(length=images, batch_size=images, seed=0)
     batches = Loader(source=photos, views=views, sampler=sampler).batches()
-    augment = Augment(mean=MEAN, std=STD)
+    augment = build_augment(PretrainConfig())
     published = reference()
 
     def worker() -> Batch:
@@ -129,13 +129,19 @@ def _table(repeats: int, images: int) -> Table:
     def pil() -> list[list[Tensor]]:
         return [published(data) for data in photos.files]
 
+    boxes = [
+        draw_boxes(views, seed=0, epoch=0, sample=index, height=375, width=500).tolist()
+        for index in range(images)
+    ]
+
     def decode_and_cut() -> list[Tensor]:
+        """Do what cannot be left out, with torchvision and torch alone and boxes known before."""
         cut = []
-        for index, data in enumerate(photos.files):
-            image = decode(data, "")
-            _, height, width = image.shape
-            boxes = draw_boxes(views, seed=0, epoch=0, sample=index, height=height, width=width)
-            cut += [cut_views(image, boxes[:2], (224, 224)), cut_views(image, boxes[2:], (96, 96))]
+        for data, own in zip(photos.files, boxes, strict=True):
+            image = decode(data, "")[None]
+            for (top, left, h, w), view in zip(own, views, strict=True):
+                part = image[:, :, top : top + h, left : left + w]
+                cut.append(F.interpolate(part, size=view.size, mode="bicubic", antialias=True))
         return cut
 
     rows = [
@@ -153,6 +159,30 @@ def _table(repeats: int, images: int) -> Table:
         f"{images} JPEGs of 500 × 375 pixels and {size:.0f} KiB; 2 views of 224 and 8 of 96 pixels from each."
     )
     return Table("Input, CPU, one thread", "images a second", rows, note)
+
+
+def _growth(repeats: int, images: int) -> Table:
+    """Measure what each further local view costs, beside a decoding of its own for every view."""
+    photos, config = Photos(images), PretrainConfig()
+    augment, rows = build_augment(config), []
+    for count in (2, 4, 8, 16):
+        views = build_views(config)[-1:] * count
+        sampler = Sampler(length=images, batch_size=images, seed=0)
+        together = Loader(source=photos, views=views, sampler=sampler, augment=augment).batches()
+        apart = [
+            Loader(source=photos, views=views[:1], sampler=sampler, augment=augment).batches()
+            for _ in range(count)
+        ]
+        work: dict[str, Callable[[], object]] = {
+            "decoded once": partial(next, together),
+            "decoded for each view": partial(_all_next, apart),
+        }
+        rows.append(compare(f"{count} views of 96 pixels", work, items=images * count, repeats=repeats))
+    return Table("Views of an image, CPU, one thread", "views a second", rows)
+
+
+def _all_next(loaders: Sequence[Iterator[Batch]]) -> list[Batch]:
+    return [next(loader) for loader in loaders]
 
 
 def main() -> None:

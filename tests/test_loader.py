@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
 from dino_vit.data.decode import read_image
 from dino_vit.data.loader import Loader
@@ -34,11 +35,12 @@ def take(
     batch_size=8,
     pixels=RGB,
     in_step=False,
+    augment=None,
     **sampler,
 ):
     source = source or SyntheticSource(length=50)
     plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **sampler)
-    settings = {"workers": workers, "pixels": pixels, "in_step": in_step}
+    settings = {"workers": workers, "pixels": pixels, "in_step": in_step, "augment": augment}
     batches = Loader(source=source, views=views, sampler=plan, **settings).batches(position)
     taken = list(islice(batches, count))
     batches.close()
@@ -51,7 +53,8 @@ def same(one, other):
         and torch.equal(one.samples, other.samples)
         and list(one.views) == list(other.views)
         and all(torch.equal(one.views[size], other.views[size]) for size in one.views)
-        and all(torch.equal(one.photometry[size], other.photometry[size]) for size in one.views)
+        and list(one.photometry) == list(other.photometry)
+        and all(torch.equal(one.photometry[size], other.photometry[size]) for size in one.photometry)
     )
 
 
@@ -78,6 +81,22 @@ def test_a_batch_is_what_its_parts_say():
 def test_workers_change_nothing(workers):
     alone = take(9)  # into the second epoch
     assert all(map(same, alone, take(9, workers=workers)))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_workers_colour_as_this_process_does(workers):
+    augment = Augment(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    expected = take(3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for batch, done in zip(expected, take(3, augment=augment, workers=workers), strict=True):
+            assert done.photometry == {}
+            for size, cut in batch.views.items():
+                assert torch.equal(done.views[size], augment(cut, batch.photometry[size]))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

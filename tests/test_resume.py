@@ -5,7 +5,9 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +118,29 @@ def test_a_signal_to_all_processes_of_a_run_does_not_take_its_loaders(tmp_path):
     assert started.wait() == 75, started.said
     assert "Traceback" not in started.said
     assert "running" not in members(group)
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm on this system")
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 5), (signal.SIGKILL, 30)])
+def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, number, seconds):
+    """Loader processes end with it, at the latest when they look for it, and shared memory is given back."""
+    before = shared_memory()
+    settings = {"data.workers": 2, "budget.steps": 100_000, "data.photometry": "worker"}
+    started = Run(tmp_path / "run", settings, before=os.setsid)
+    started.wait_until(lambda: steps(tmp_path / "run"))
+    group = started.process.pid
+    assert members(group).count("running") >= 3
+    started.send(number)
+    started.wait()
+    end = time.monotonic() + seconds
+    while "running" in members(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "running" not in members(group)
+    assert shared_memory() <= before
 
 
 SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}

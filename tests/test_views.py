@@ -4,6 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
@@ -18,6 +19,7 @@ from dino_vit.views import (
     cut_views,
     draw_boxes,
     draw_photometry,
+    interleave,
 )
 
 
@@ -90,6 +92,24 @@ def test_cut_views_resample_as_torchvision_does(interpolation):
     for view, (top, left, height, width) in zip(cut, boxes.tolist(), strict=True):
         expected = V.resized_crop(image, top, left, height, width, [16, 12], mode, antialias=True)
         assert torch.equal(view, expected)
+
+
+def test_how_an_image_lies_in_memory_changes_nothing():
+    image = torch.randint(0, 256, (3, 41, 53), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    boxes = np.array([[0, 0, 41, 53], [3, 5, 30, 22], [7, 9, 1, 1]])
+    turned = interleave(image)
+    assert turned.stride() == (1, 3 * 53, 3)
+    assert torch.equal(turned, image)
+    plain = [
+        F.interpolate(
+            image[None, :, t : t + h, left : left + w], size=(16, 12), mode="bicubic", antialias=True
+        )
+        for t, left, h, w in boxes.tolist()
+    ]
+    room = torch.empty(2, 3, 3, 16, 12, dtype=torch.uint8)
+    for given in (image, turned):
+        assert torch.equal(cut_views(given, boxes, (16, 12), out=room[1]), torch.cat(plain))
+    assert torch.equal(room[1], torch.cat(plain))
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
