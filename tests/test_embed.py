@@ -283,7 +283,7 @@ def test_mistakes_are_said_and_leave_nothing(tmp_path, weights, folder, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_full_disk_ends_all_processes_and_leaves_nothing(tmp_path, weights):
+def test_an_output_that_cannot_be_written_is_a_sentence(tmp_path, weights):
     output = tmp_path / "file" / "e.npy"
     (tmp_path / "file").write_text("no folder")
     command(
