@@ -334,9 +334,9 @@ class Grey:
 def test_weights_of_other_channels_are_inflated(tmp_path, weights, monkeypatch):
     monkeypatch.setattr(dino_vit.opening, "open_source", lambda *_: Grey())
     settings = {**FROM, "init.weights": weights, "budget.steps": 9}
+    settings |= {f"photometry.{name}": 0 for name in ("saturation", "hue", "grey")}
     with pytest.raises(ValueError, match=r"have 1 channels, not data.channels=5"):
         opened(tmp_path / "run", {**settings, "data.channels": 5, "data.mean": "null", "data.std": "null"})
-    settings |= {f"photometry.{name}": 0 for name in ("saturation", "hue", "grey")}
     settings |= {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.25]"}
     session = opened(tmp_path / "run", settings).session
     assert not moved(state(session.student.backbone), state(load_backbone(weights, channels=1)))

@@ -21,6 +21,7 @@ from dino_vit.randomness import Stream, random_bits, random_uniform
 Plane = NDArray[np.floating[Any]]
 Pattern = Callable[[Plane, Plane, list[float]], Plane]
 
+VERSION = 2  # of the pictures: a run does not go on with others
 PIECES = 4, 6  # of a quilt, at least and at most
 PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
 
@@ -68,7 +69,7 @@ class SyntheticSource:
 
     @property
     def fingerprint(self) -> str:
-        return f"synthetic-{self.length}-{self.size}-{self.seed}"
+        return f"synthetic-{VERSION}-{self.length}-{self.size}-{self.seed}"
 
     def _bent(self, u: float, v: float) -> tuple[Plane, Plane]:
         """Return coordinates whose straight lines are waves."""
