@@ -21,8 +21,8 @@ from dino_vit.data.survey import Survey, survey
 from dino_vit.eval.attention import spread
 from dino_vit.eval.pictures import Panels, as_picture, write_sheet
 from dino_vit.feeding import build_pixels, make_views
-from dino_vit.recipes import resolve_auto
-from dino_vit.settings import Count, CountOrZero, Settings, given_keys, knob
+from dino_vit.resolving import fit_to
+from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.settings_load import load, replace
 
 log = logging.getLogger("dino_vit")
@@ -174,12 +174,5 @@ def draw_views(source: Source, found: Survey, config: InspectConfig) -> None:
 def pretraining(file: str | None, source: Source, seen: Look) -> PretrainConfig:
     """Return the settings of a training on the source, filled in from what was seen."""
     config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
-    config, _ = resolve_auto(
-        config,
-        given_keys(config),
-        image_size=seen.image_size,
-        images=len(source),
-        channels=seen.channels,
-        global_batch=config.data.batch_size,
-    )
+    config, _ = fit_to(seen, config, source, config.data.batch_size)
     return config if config.data.bits else replace(config, {"data.bits": seen.bits})

@@ -12,20 +12,20 @@ from accelerate import Accelerator
 
 from dino_vit.checkpoint import Checkpoint, Checkpoints
 from dino_vit.config import PretrainConfig
-from dino_vit.data.look import LOOKED_AT, MEASURED, Look, look, measure, sample
 from dino_vit.data.sources import Source, open_source
 from dino_vit.dino import Network, build_networks
 from dino_vit.distributed import all_gather
-from dino_vit.feeding import build_augment, build_loader, build_pixels, choose_workers
+from dino_vit.feeding import build_augment, build_loader, choose_workers
 from dino_vit.loss import Center
 from dino_vit.optim import build_optimizer, parameter_groups
 from dino_vit.placing import resolve_place
 from dino_vit.processes import choose_precision
 from dino_vit.randomness import Stream, derive_seed
-from dino_vit.recipes import Choice, resolve_auto, resolve_init
+from dino_vit.recipes import Choice
+from dino_vit.resolving import resolve
 from dino_vit.rules import Plan, check_run
 from dino_vit.session import Session
-from dino_vit.settings import ConfigError, Problem, get, given_keys, result_changes
+from dino_vit.settings import result_changes
 from dino_vit.settings_load import replace
 from dino_vit.vit import VisionTransformer
 from dino_vit.weights import load_backbone
@@ -51,7 +51,7 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     trained = None if found or not config.init else _load_trained(config)
     architecture = found.about["architecture"] if found else trained.architecture if trained else None
     batch = found.about["global_batch"] if found else _global_batch(config, accelerator)
-    config, choices, images = _resolve(
+    config, choices, images = resolve(
         config, source, batch, architecture if config.init else None, found, accelerator.device
     )
     config, placed = resolve_place(
@@ -105,109 +105,6 @@ def _load_trained(config: PretrainConfig) -> VisionTransformer:
     assert config.init is not None
     size, channels = config.views.global_shape, config.data.channels
     return load_backbone(config.init.weights, image_size=size, channels=channels)
-
-
-def _resolve(
-    config: PretrainConfig,
-    source: Source,
-    global_batch: int,
-    trained: Mapping[str, Any] | None,
-    found: Checkpoint | None,
-    device: torch.device,
-) -> tuple[PretrainConfig, list[Choice], list[str]]:
-    """Fill in what the images, the recipe and trained weights decide; return also what the images are."""
-    indices = sample(source, config.seed, LOOKED_AT)
-    seen = look(source, indices, max_pixels=config.data.max_pixels)
-    choices: list[Choice] = []
-    if trained is not None:
-        config, choices = _take_architecture(config, trained)
-    config, for_init = resolve_init(config, given_keys(config))
-    config, for_data = resolve_auto(
-        config,
-        given_keys(config),
-        image_size=seen.image_size,
-        images=len(source),
-        channels=seen.channels,
-        global_batch=global_batch,
-    )
-    if not any(sight.fits(config.data.channels) for sight in seen.sights):
-        said = f"not data.channels={config.data.channels}"
-        text = f"the images of {config.data.source} have {seen.channels} channels, {said}"
-        ways = "set it, data.mean and data.std (null: measured) accordingly"
-        raise ConfigError([Problem(f"{text}; {ways}", ("data.channels",))])
-    config, for_pixels = _resolve_pixels(config, seen, found)
-    config, measured, range_ = _measure(config, source, device)
-    said_of = {choice.key: choice for choice in (*choices, *for_init, *for_data, *for_pixels, *measured)}
-    return config, list(said_of.values()), [seen.describe(build_pixels(config)), *range_]
-
-
-def _resolve_pixels(
-    config: PretrainConfig, seen: Look, found: Checkpoint | None
-) -> tuple[PretrainConfig, list[Choice]]:
-    """Settle the depth; a run that goes on keeps what it found out at its start."""
-    if found:
-        before = PretrainConfig.model_validate(found.about["config"], strict=False).data
-        names = [name for name in ("bits", "mean", "std") if getattr(config.data, name) is None]
-        return replace(config, {f"data.{name}": getattr(before, name) for name in names}), []
-    if config.data.bits is not None:
-        return config, []
-    choice = Choice("data.bits", seen.bits, "as the images have")
-    return replace(config, {choice.key: choice.value}), [choice] if seen.bits > 8 else []
-
-
-def _measure(
-    config: PretrainConfig, source: Source, device: torch.device
-) -> tuple[PretrainConfig, list[Choice], list[str]]:
-    """Measure mean and std where they are open, and check that images can be used as they are wanted."""
-    wanted = [name for name in ("mean", "std") if getattr(config.data, name) is None]
-    pixels = build_pixels(config)
-    indices = sample(source, config.seed, MEASURED if wanted else LOOKED_AT)
-    measured = measure(source, indices, pixels)
-    # The first process's, lest others sum up in another order.
-    figures = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()
-    choices = []
-    for name, figure in zip(("mean", "std"), figures, strict=True):
-        values = tuple(float(f"{value:.4g}") for value in figure)
-        if name in wanted:
-            choices.append(Choice(f"data.{name}", values, f"measured on {measured.images} images"))
-            if name == "std" and min(values) <= 0:
-                raise ValueError(
-                    f"channel {values.index(min(values))} is the same everywhere in the {measured.images} "
-                    "images measured, so it has no std; leave it out, or give data.std"
-                )
-    said = []
-    if pixels.bits == 16 and measured.highest < 0.25:
-        said.append(
-            f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
-            "do little; data.range=[low, high] says which values are black and white"
-        )
-    return replace(config, {choice.key: choice.value for choice in choices}), choices, said
-
-
-def _take_architecture(
-    config: PretrainConfig, trained: Mapping[str, Any]
-) -> tuple[PretrainConfig, list[Choice]]:
-    """Set the model's knobs to what the trained weights are; the user's must not say otherwise."""
-    height, width = patch = _pair(trained["patch_size"])
-    if height != width:
-        raise ValueError(f"{config.init and config.init.weights} has patches of {patch}, not square ones")
-    facts = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
-    known = {f"model.{name}": value for name, value in facts.items()}
-    known |= {"model.patch_size": height, "model.registers": trained["registers"]}
-    given = given_keys(config)
-    wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]
-    if "model.arch" in given and config.model.arch and config.model.shape != tuple(facts.values()):
-        wrong.append("model.arch")
-    if wrong:
-        text = ", ".join(f"{key}={get(config, key)}" for key in wrong)
-        raise ValueError(f"{text} is not what the weights of init.weights are; leave it out")
-    return replace(config, known), [
-        Choice(key, value, "as the trained weights are") for key, value in known.items()
-    ]
-
-
-def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _as_before(

@@ -20,7 +20,7 @@ LAYERS = [
     {"checkpoint", "meter", "monitor", "processes", "unreadable"},
     {"eval", "session"},
     {"feeding"},
-    {"placing"},
+    {"placing", "resolving"},
     {"opening"},
     {"inspection", "introduction"},
     {"reporting"},
