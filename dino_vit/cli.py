@@ -149,6 +149,16 @@ JOBS = {
         "network looks, which images it finds alike, and a map of them. With --serve, show it while the run "
         "goes on.\n\n  dino-vit report runs/pretrain\n  dino-vit report runs/pretrain --serve",
     ),
+    "linear": Job(
+        "dino_vit.eval.linear",
+        "dino_vit.eval.linear:LinearConfig",
+        "run",
+        "train linear classifiers on a frozen backbone",
+        "Train linear classifiers on a frozen backbone, and count how often they are right. Without `train`, "
+        "a fifth of the images is held out to be tried on.\n\n"
+        "  dino-vit linear photos/val train=photos/train weights=runs/pretrain\n"
+        "  dino-vit linear photos weights=runs/pretrain method=logistic",
+    ),
 }
 
 

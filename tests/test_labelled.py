@@ -66,14 +66,14 @@ def test_two_folders_meet_by_name(folder):
 
 
 def test_sets_that_teach_nothing_are_refused(folder, tmp_path):
-    one, two = folder("one", "a"), folder("two", "ab")
-    Image.new("RGB", (8, 8)).save(tmp_path / "flat.png")
+    two, same = folder("two", "ab"), tmp_path / "same.csv"
+    same.write_text("".join(f"{label}/{number}.png,a\n" for label in "ab" for number in range(3)))
     (tmp_path / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
     with pytest.raises(ValueError, match="of one class, a: there is nothing to tell apart"):
-        open_sets(two, train=one)
+        open_sets(two, train=two, train_labels=str(same))
     with pytest.raises(ValueError, match="are of one class"):
-        open_sets(one)
+        open_sets(two, labels=str(same))
     with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
         open_sets(str(tmp_path / "flat"))
     with pytest.raises(ValueError, match="not among the 2 that are learned: c"):

@@ -6,15 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dino_vit.data.source import Source
 from dino_vit.data.sources import open_source
 from dino_vit.data.subset import Subset
+from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.features import CLS, Kind
 from dino_vit.randomness import Stream, random_bits
 
 _NAMES_SHOWN = 5
-HELD_OUT = 5  # one of so many images is tried on where there is one set alone
+TRIED_ON = 5  # one of so many images is held out where there is one set alone
+HELD_OUT = 10  # one of so many training images, to choose on
+_DEVICE_SHARE = 0.5  # of the free memory, for features
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def open_sets(
         _refuse_one_class(val, source)
         bits = random_bits(seed, Stream.EVALUATION, val.indices)
         held_out = np.zeros(len(val), dtype=bool)
-        held_out[np.argsort(bits, kind="stable")[: max(1, len(val) // HELD_OUT)]] = True
+        held_out[np.argsort(bits, kind="stable")[: max(1, len(val) // TRIED_ON)]] = True
         return Sets(_rows(val, ~held_out), _rows(val, held_out), tuple(val.source.classes))
     learned = _labelled(train, train_labels, "train_labels")
     _refuse_one_class(learned, train)
@@ -120,3 +126,48 @@ def renumber(
         )
     table = np.array([number.get(name, -1) for name in classes] + [-1], dtype=np.int64)
     return table[labels]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Features of images, (n, D), and their classes, (n,)."""
+
+    features: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def labelled_features(frozen: FrozenBackbone, part: Part, kind: Kind, title: str) -> Labelled:
+    """Return the features of the readable images of a part, on the device if it has room for them."""
+    stored = frozen.features(
+        part.source,
+        kind=kind,
+        indices=None if part.whole else part.indices.tolist(),
+        # The CLS token alone is what k-NN keeps too; more of them at no more digits than they have.
+        dtype="float32" if frozen.autocast is None or kind == CLS else "float16",
+        title=title,
+    )
+    targets = torch.from_numpy(part.targets[np.searchsorted(part.indices, stored.indices)])
+    values = torch.from_numpy(stored.values)
+    if _has_room(frozen.device, values):
+        values, targets = values.to(frozen.device), targets.to(frozen.device)
+    return Labelled(values, targets)
+
+
+def _has_room(device: torch.device, values: Tensor) -> bool:
+    if device.type == "cuda":
+        return values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+    return True
+
+
+def hold_out(train: Labelled, seed: int) -> tuple[Labelled, Labelled]:
+    """Return what is left to learn from, and what is held out to choose on: a function of the seed."""
+    bits = random_bits(seed, Stream.EVALUATION, np.arange(len(train)))
+    order = torch.from_numpy(np.argsort(bits, kind="stable")).to(train.targets.device)
+    held_out, learned = order.tensor_split([max(1, len(order) // HELD_OUT)])
+    return (
+        Labelled(train.features[learned], train.targets[learned]),
+        Labelled(train.features[held_out], train.targets[held_out]),
+    )

@@ -47,6 +47,7 @@ def sweep(
     # A free bias takes up any shift of the features, and a penalty is told apart from the unit that weights
     # are measured in: centred features and, of each weight, as large a unit as its curvature allows leave the
     # optimum where it is, but L-BFGS finds it in far fewer steps.
+    features = features.contiguous()
     variance, middle = torch.var_mean(features, dim=0, correction=0)
     weight, bias = features.new_zeros(classes, features.shape[1]), features.new_zeros(classes)
     for c in sorted(cs):

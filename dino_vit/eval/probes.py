@@ -36,9 +36,16 @@ class Heads:
 
     def scores(self, features: Tensor) -> Tensor:
         """Return what all heads say of all classes, (n, r, c)."""
-        x = features[:, self.columns].to(self.weight.device, self.weight.dtype)
+        return self.score(features[:, self.columns].to(self.weight.device, self.weight.dtype))
+
+    def score(self, x: Tensor) -> Tensor:
+        """Return the same of the columns alone."""
         joined = linear(x, self.weight.flatten(0, 1), self.bias.flatten())
         return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
+
+    def to(self, device: torch.device) -> Heads:
+        """Return the same heads on a device."""
+        return Heads(self.columns, self.weight.to(device), self.bias.to(device))
 
     def only(self, head: int) -> Heads:
         """Return one head alone."""
@@ -68,7 +75,7 @@ def train_heads(
     momenta = [(torch.zeros_like(each.weight), torch.zeros_like(each.bias)) for each in heads]
     rate = torch.tensor(rates, device=device)
     sampler = Sampler(length=len(features), batch_size=batch_size, seed=seed)
-    for step, plan in zip(range(steps), sampler.plans(), strict=False):
+    for step, plan in zip(range(steps if rates else 0), sampler.plans(), strict=False):
         chosen = torch.from_numpy(plan.samples)
         x, truth = (
             values[chosen.to(values.device)].to(device, non_blocking=True) for values in (features, targets)
@@ -93,11 +100,12 @@ def _initial(columns: slice, width: int, rates: int, classes: int, seed: int, de
 
 def _take_step(heads: Heads, momentum: tuple[Tensor, Tensor], x: Tensor, truth: Tensor, rate: Tensor) -> None:
     """Move every head down the gradient of its mean cross-entropy."""
-    errors = heads.scores(x).softmax(dim=-1)
+    # Contiguous, as oneDNN falls back to plain loops for columns of something wider that is transposed.
+    x = x[:, heads.columns].float().contiguous()
+    errors = heads.score(x).softmax(dim=-1)
     errors[torch.arange(len(x), device=x.device), :, truth] -= 1
     errors /= len(x)
-    inputs = x[:, heads.columns].to(errors.dtype)
-    gradient = linear(rearrange(errors, "n r c -> (r c) n"), inputs.t())  # (r·c, d)
+    gradient = linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
     for parameter, speed, slope in (
         (heads.weight, momentum[0], gradient.view_as(heads.weight)),
         (heads.bias, momentum[1], errors.sum(dim=0)),
@@ -126,5 +134,7 @@ def rank_classes(head: Heads, features: Tensor, *, best: int = 5) -> Tensor:
 
 
 def _blocks(heads: Heads, images: int) -> Iterator[slice]:
-    size = max(1, _SCORES // heads.bias.numel())
+    if not heads.bias.numel():  # there are more processes than rates
+        images = 0
+    size = max(1, _SCORES // max(1, heads.bias.numel()))
     return (slice(start, start + size) for start in range(0, images, size))
