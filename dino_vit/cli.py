@@ -159,6 +159,16 @@ JOBS = {
         "  dino-vit linear photos/val train=photos/train weights=runs/pretrain\n"
         "  dino-vit linear photos weights=runs/pretrain method=logistic",
     ),
+    "finetune": Job(
+        "dino_vit.eval.finetune",
+        "dino_vit.eval.tuning:FinetuneConfig",
+        "run",
+        "train a whole network with a classifier on labelled images",
+        "Train a whole network with a classifier on labelled images, from trained weights or at random. The "
+        "same command goes on where its output folder stands.\n\n"
+        "  dino-vit finetune photos/val train=photos/train weights=runs/pretrain\n"
+        "  dino-vit finetune photos arch=vit_small",
+    ),
 }
 
 

@@ -135,6 +135,13 @@ class VisionTransformer(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    def add_classifier(self, classes: int) -> None:
+        """Put a new classifier in the place of the head, if any."""
+        self.head = Linear(self.width, classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+        self.architecture["num_classes"] = classes
+
     def no_weight_decay(self) -> set[str]:
         """Name what supervised recipes leave undecayed beside the biases (DINO's own decays these)."""
         return {"cls_token", "pos_embed"} | ({"register_tokens"} if self.registers else set())
