@@ -7,8 +7,7 @@ DEV := .venv/.dev
 .PHONY: demo test test-slow lint bench
 
 demo: $(RUNTIME)
-	$(BIN)/dino-vit pretrain --config configs/pretrain/demo.yaml
-	$(BIN)/dino-vit attention weights=runs/demo output=runs/demo/attention
+	$(BIN)/dino-vit demo
 
 test: $(DEV)
 	$(BIN)/pytest -q -n auto -m "not slow"
@@ -30,7 +29,7 @@ $(RUNTIME): pyproject.toml
 	       "Name another one: make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing dino-vit and PyTorch into .venv (several GB, some minutes the first time) ..."
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[map]'
 	@touch $@
 
 $(DEV): $(RUNTIME)

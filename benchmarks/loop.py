@@ -30,7 +30,7 @@ from dino_vit.reporting import Reporter
 from dino_vit.session import Session
 from dino_vit.settings_load import load, replace
 
-DEMO = Path(__file__).parents[1] / "configs" / "pretrain" / "demo.yaml"
+DEMO = Path(__file__).parents[1] / "dino_vit" / "demo.yaml"
 REST = "the rest"
 
 

@@ -75,6 +75,15 @@ class Job(NamedTuple):
 
 
 JOBS = {
+    "demo": Job(
+        "dino_vit.demo",
+        "dino_vit.demo:DemoConfig",
+        "run",
+        "see a transformer learn without a label, in minutes on a laptop",
+        "Pretrain a small vision transformer on generated images, evaluate it beside the untrained network "
+        "and raw pixels, draw its attention and write a report. The same command goes on where it was "
+        "interrupted.",
+    ),
     "pretrain": Job(
         "dino_vit.train",
         "dino_vit.config:PretrainConfig",

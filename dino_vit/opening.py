@@ -151,6 +151,19 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
+def build_untrained(
+    config: PretrainConfig, architecture: Mapping[str, Any] | None = None
+) -> tuple[Network, Network]:
+    """Build student and teacher as a run begins, their parameters drawn from the seed."""
+    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK))
+    known = architecture or _architecture(config)
+    return build_networks(
+        backbone={key: value for key, value in known.items() if key != "drop_path"},
+        drop_path=config.model.drop_path,
+        head=config.head.model_dump(),
+    )
+
+
 def _build(
     config: PretrainConfig,
     plan: Plan,
@@ -161,12 +174,7 @@ def _build(
 ) -> Session:
     """Build what a step touches, its parameters drawn from the seed."""
     device, loss = accelerator.device, config.loss
-    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK))
-    student, teacher = build_networks(
-        backbone={key: value for key, value in architecture.items() if key != "drop_path"},
-        drop_path=config.model.drop_path,
-        head=config.head.model_dump(),
-    )
+    student, teacher = build_untrained(config, architecture)
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
     _place(student, teacher, config, accelerator)
     precision = choose_precision(config.run.precision, device)

@@ -100,7 +100,7 @@ class Reporter:
         """Say and write down what is about to run, and evaluate it as it stands if it is new."""
         for line in introduction(self.opened):
             self.notice(line)
-        if self.main:
+        if self.main and self.session.step < self.session.plan.total_steps:
             self._write_start()
         if self.opened.resumed or not self.eval_steps:
             return

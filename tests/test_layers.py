@@ -25,6 +25,7 @@ LAYERS = [
     {"inspection", "introduction"},
     {"reporting"},
     {"report", "train"},
+    {"demo"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,140 @@
+"""`dino-vit demo`: a transformer that learns to see in minutes, and what shows that it did."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dino_vit.config import PretrainConfig
+from dino_vit.data.sources import Source, open_source
+from dino_vit.eval import attention
+from dino_vit.eval.logistic import sweep
+from dino_vit.eval.probes import count_right
+from dino_vit.features import Preparation, extract_features, pixel_features
+from dino_vit.feeding import build_preparation
+from dino_vit.opening import build_untrained
+from dino_vit.report import program as report
+from dino_vit.report.explorer import chosen
+from dino_vit.report.record import read_run
+from dino_vit.settings import Count, CountOrZero, Settings, knob
+from dino_vit.settings_load import load
+from dino_vit.storage import write_bytes
+from dino_vit.train import pretrain
+from dino_vit.vit import VisionTransformer
+from dino_vit.weights import load_backbone
+from dino_vit.weights.reading import find_weights
+
+log = logging.getLogger("dino_vit")
+
+# Of the images of a probe three fifths are learned from, one chooses the penalty, and one is reported on.
+FIFTHS = (3, 1, 1)
+PENALTIES = tuple(10.0**power for power in range(-4, 3))
+Figures = Mapping[str, Mapping[str, float]]
+
+
+class DemoConfig(Settings):
+    """Pretrain a small network on generated images, and show what it learned."""
+
+    output: str = knob("runs/demo", "folder of the run; a second call goes on there, or reuses all of it")
+    seed: CountOrZero = knob(0, "of every random number")
+    steps: Count | None = knob(None, "of the optimiser; null: those of the recipe")
+    images: Count = knob(5000, "images of the linear probe")
+
+
+def run(config: DemoConfig) -> int:
+    """Pretrain, evaluate, draw, report; what is there already is not made again."""
+    settings = recipe(config)
+    code = pretrain(settings)
+    if code:
+        return code
+    folder = Path(settings.output)
+    weights, sheets, page = find_weights(folder), folder / "attention", folder / "report.html"
+    figures = _kept(folder / "demo.json", weights, lambda: evaluate(settings, weights, config.images))
+    if not _newer(sheets, weights):
+        attention.run(load(attention.AttentionConfig, None, [f"weights={folder}", f"output={sheets}"]))
+    if not _newer(page, weights):
+        report.run(load(report.ReportConfig, None, [f"run={folder}"]))
+    Console().print(table(figures), highlight=False)
+    print(f"The report is {page.resolve()}: open it in a browser. Attention maps are in {sheets.resolve()}.")
+    return 0
+
+
+def recipe(config: DemoConfig) -> PretrainConfig:
+    """Return the settings of the demo's pretraining."""
+    given = [f"output={config.output}", f"seed={config.seed}"]
+    if config.steps is not None:
+        given.append(f"budget.steps={config.steps}")
+    with as_file(files("dino_vit") / "demo.yaml") as path:
+        return load(PretrainConfig, path, given)
+
+
+def evaluate(config: PretrainConfig, weights: Path, images: int) -> Figures:
+    """Return accuracies in per cent: of the untrained network, the trained one and raw pixels."""
+    record = read_run(Path(config.output))
+    trained, untrained = load_backbone(weights), build_untrained(config)[1].backbone
+    source, preparation = open_source(config.data.source), build_preparation(record.config)
+    log.info("training linear probes on %d images ...", min(images, len(source)))
+    places = chosen(source, images, config.seed)
+    return {
+        "k-NN": {
+            "untrained": record.baseline["knn"],
+            "trained": record.records[-1]["knn"],
+            "raw pixels": record.baseline["raw_pixels"],
+        },
+        "linear probe": {
+            "untrained": probe(_features(untrained, source, places, preparation), source, places),
+            "trained": probe(_features(trained, source, places, preparation), source, places),
+            "raw pixels": probe(
+                pixel_features(source, places, preparation=preparation).values / 255, source, places
+            ),
+        },
+    }
+
+
+def _features(
+    model: VisionTransformer, source: Source, places: list[int], preparation: Preparation
+) -> Tensor:
+    return extract_features(model, source, places, preparation=preparation, batch_size=256).values
+
+
+def probe(features: Tensor, source: Source, places: list[int]) -> float:
+    """Return the accuracy in per cent of a logistic regression on images that it did not learn from."""
+    targets = torch.tensor([source.label(place) for place in places])
+    sizes = [len(places) * part // sum(FIFTHS) for part in FIFTHS[:-1]]
+    sizes.append(len(places) - sum(sizes))
+    x, t = features.split(sizes), targets.split(sizes)  # type: ignore[no-untyped-call]
+    fits = sweep(x[0], t[0], cs=PENALTIES, classes=len(source.classes), max_iterations=200)
+    best = max(fits, key=lambda fit: int(count_right(fit.head, x[1], t[1])[0]))
+    return 100 * int(count_right(best.head, x[2], t[2])[0]) / len(t[2])
+
+
+def table(figures: Figures) -> Table:
+    """Lay figures out for reading."""
+    columns = list(next(iter(figures.values())))
+    shown = Table(title="accuracy; the network has never seen a label", title_justify="left")
+    shown.add_column()
+    for name in columns:
+        shown.add_column(name, justify="right")
+    for name, row in figures.items():
+        shown.add_row(name, *(f"{row[column]:.1f} %" for column in columns))
+    return shown
+
+
+def _kept(path: Path, weights: Path, make: Callable[[], Figures]) -> Figures:
+    """Return what a file of these weights holds, or make it."""
+    if not _newer(path, weights):
+        write_bytes(path, (json.dumps(make(), indent=2) + "\n").encode())
+    kept: Figures = json.loads(path.read_bytes())
+    return kept
+
+
+def _newer(path: Path, weights: Path) -> bool:
+    return path.exists() and path.stat().st_mtime >= weights.stat().st_mtime
