@@ -178,6 +178,23 @@ def test_the_views_are_those_that_the_network_saw(made):
         ]
 
 
+def test_an_image_that_cannot_be_read_is_said_beside_the_views_of_its_substitute(made, tmp_path):
+    shutil.copytree(made.parent / "images", tmp_path / "images")
+    source, config = open_source(str(tmp_path / "images")), read_run(made).config
+    first = int(Sampler(length=len(source), batch_size=1, seed=config.seed).order(0)[0])
+    (tmp_path / "images" / source.name(first)).write_bytes(b"no image")
+    row = sheets.view_rows(config, source, 0)[0]
+    assert row.name.startswith(f"{source.name(first)}: ")
+    assert row.name.endswith("another image stood in for it")
+    assert [tile.title[:8] for tile in row.tiles] == ["global 1", "global 2", "local 1,", "local 2,"]
+
+
+def test_names_have_room_on_the_page():
+    assert explorer.shortened("short.png") == "short.png"
+    assert explorer.shortened("a" * 300 + ".png") == "…" + "a" * 115 + ".png"
+    assert len(explorer.shortened("a" * 300, 58)) == 58
+
+
 def pixels(uri):
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB"))
 

@@ -28,6 +28,7 @@ if not REQUIRED:
 
 from selenium import webdriver  # noqa: E402
 from selenium.webdriver import ActionChains, Keys  # noqa: E402
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
@@ -173,6 +174,21 @@ def test_the_map_obeys_the_keyboard(page):
     assert page.execute_script("return report.explorer.chosen") is None
 
 
+def test_the_map_follows_the_mouse(page):
+    x, y = where(page, 0)
+    mouse = ActionChains(page, duration=0)
+    mouse.w3c_actions.pointer_action.move_to_location(round(x), round(y)).pointer_down()
+    mouse.w3c_actions.pointer_action.move_to_location(round(x) + 60, round(y) - 40).pointer_up()
+    mouse.perform()
+    moved = where(page, 0)
+    assert moved[0] - x == pytest.approx(60, abs=1.5)
+    assert moved[1] - y == pytest.approx(-40, abs=1.5)
+    assert page.execute_script("return report.explorer.chosen") is None, "a drag is no click"
+    canvas = page.find_element(By.CSS_SELECTOR, "#explorer canvas")
+    ActionChains(page).scroll_from_origin(ScrollOrigin.from_element(canvas), 0, -300).perform()
+    assert page.execute_script("return report.explorer.scale") > 1
+
+
 def test_colours_follow_the_choice_and_can_be_seen_alone(page):
     names = [button.text for button in page.find_elements(By.CSS_SELECTOR, ".classes button")]
     assert [name.split(" (")[0] for name in names[:3]] == ["bricks", "nets", "dots"] or len(names) == 4
@@ -209,33 +225,45 @@ report.explorer = new Explorer(document.getElementById("explorer"), made);
 """
 
 PAN = """
-const done = arguments[arguments.length - 1], map = report.explorer, frames = [];
+const done = arguments[arguments.length - 1], map = report.explorer, pen = map.canvas.getContext("2d");
+const timed = (work) => {
+  const began = performance.now();
+  work();
+  pen.getImageData(0, 0, 1, 1); // waits until all is painted
+  return performance.now() - began;
+};
+const squares = () => {
+  for (let n = 0; n < 5000; n++) {
+    pen.fillStyle = n % 2 ? "#123456" : "#654321";
+    pen.fillRect((n * 37) % 600, (n * 61) % 500, 4, 4);
+  }
+};
 map.scale = arguments[0];
+const frames = [], plain = [];
 function step(count) {
   map.middle[0] += 0.001 / map.scale;
-  const began = performance.now();
-  map.draw();
-  frames.push(performance.now() - began);
+  plain.push(timed(squares));
+  frames.push(timed(() => map.draw()));
   if (count) requestAnimationFrame(() => step(count - 1));
-  else done(frames);
+  else done([frames, plain]);
 }
-requestAnimationFrame(() => step(40));
+requestAnimationFrame(() => step(30));
 """
 
 
 @pytest.mark.parametrize("scale", [1, 6])
-def test_a_map_of_5000_images_moves_fluidly(page, scale, record_property):
-    """Drawing a frame must leave most of a sixtieth of a second; here without any GPU."""
+def test_a_map_of_5000_images_moves_fluidly(page, scale):
+    """A frame costs little more than as many plain squares do, which any machine draws fluidly."""
     page.execute_script(MANY)
     WebDriverWait(page, 30).until(
         lambda b: b.execute_script("return report.explorer.thumbnails.naturalWidth")
     )
     where(page, 0)
-    frames = page.execute_async_script(PAN, scale)
-    record_property("milliseconds", statistics.median(frames))
-    print(f"zoom {scale}: {statistics.median(frames):.1f} ms a frame, {max(frames):.1f} at most")
-    assert statistics.median(frames) < 50, "far beyond what a loaded test machine explains"
+    frames, squares = map(statistics.median, page.execute_async_script(PAN, scale))
+    print(f"zoom {scale}: {frames:.1f} ms a frame; 5000 plain squares {squares:.1f} ms")
+    assert frames < 5 * squares + 5
     assert page.execute_script("return document.querySelectorAll('#explorer *').length") < 120
+    assert all("getImageData" in entry["message"] for entry in page.get_log("browser"))  # of this test's own
 
 
 @pytest.mark.parametrize("dark", [False, True])

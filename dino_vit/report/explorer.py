@@ -29,9 +29,11 @@ from dino_vit.report.pictures import THUMBNAILS, Atlas, atlas, packed, resized, 
 T = TypeVar("T")
 
 NEIGHBOURS = 12
-NAME_LENGTH = 120
-# Bytes of a page of 5 MB: thumbnails as text, and attention before it becomes text, a third longer.
-THUMBNAIL_BYTES, ATTENTION_BYTES = 2_900_000, 450_000
+MOST_IMAGES = 6000
+# What of a page of 5 MB is for all names, for thumbnails as text, and for attention before it becomes text,
+# a third longer. The rest is for curves, sheets, and what each image needs beside.
+NAME_BYTES, THUMBNAIL_BYTES, ATTENTION_BYTES = 350_000, 2_400_000, 400_000
+LONGEST_NAME = 120
 FINEST_ATTENTION = 16  # rows of an attention map in the page
 
 
@@ -81,7 +83,7 @@ def explore(teacher: Teacher, source: Source, indices: list[int]) -> Explored:
     labels = [source.label(index) for index in kept]
     return Explored(
         indices=kept,
-        names=[shortened(source.name(index)) for index in kept],
+        names=[shortened(source.name(index), NAME_BYTES // len(kept)) for index in kept],
         labels=labels,
         classes=label_names(source, labels),
         features=features,
@@ -96,9 +98,10 @@ def explore(teacher: Teacher, source: Source, indices: list[int]) -> Explored:
     )
 
 
-def shortened(name: str) -> str:
+def shortened(name: str, length: int = LONGEST_NAME) -> str:
     """Return a name that a page has room for; its end tells more than its beginning."""
-    return name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"
+    length = min(length, LONGEST_NAME)
+    return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
 def label_names(source: Source, labels: list[int | None]) -> dict[int, str]:

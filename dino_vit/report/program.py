@@ -15,13 +15,13 @@ from dino_vit.checkpoint import Checkpoint
 from dino_vit.data.decode import UnreadableImage
 from dino_vit.data.sources import Source, open_source
 from dino_vit.processes import start_processes
-from dino_vit.report.explorer import chosen, explore, page_data
+from dino_vit.report.explorer import MOST_IMAGES, chosen, explore, page_data
 from dino_vit.report.network import load_teacher
 from dino_vit.report.page import Pictures, render
 from dino_vit.report.record import RunRecord, newest_checkpoint, read_run
 from dino_vit.report.serving import Page, serve
 from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
-from dino_vit.settings import Count, Settings, knob
+from dino_vit.settings import Settings, knob
 from dino_vit.storage import write_bytes
 
 log = logging.getLogger("dino_vit")
@@ -38,7 +38,7 @@ class ReportConfig(Settings):
     run: str = Field(description="folder of the run")
     output: str | None = knob(None, "file to write; null: report.html in that folder")
     source: str | None = knob(None, "where the images lie now; null: where the run found them")
-    images: Count = knob(3000, "images on the map")
+    images: int = Field(3000, ge=3, le=MOST_IMAGES, description="images on the map")
     serve: bool = knob(False, "show the page in a browser instead, and keep it up to date")
     address: str = knob("127.0.0.1", "address to serve on; others than your own machine's let others look")
     port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any that is free")
