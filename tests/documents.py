@@ -1,0 +1,27 @@
+"""What is to be checked in Markdown: its commands, its code, its tables, what stands in backticks."""
+
+import re
+import shlex
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the commands of the shell blocks, continued lines joined, comments dropped."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    return [parts for line in lines if (parts := shlex.split(line, comments=True))]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the rows of all tables, headings left out."""
+    lines = re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE)
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    rules = [place for place, row in enumerate(cells) if set("".join(row)) <= set("-:")]
+    return [row for place, row in enumerate(cells) if not {place, place + 1} & set(rules)]
+
+
+def quoted(text: str) -> list[str]:
+    """Return what stands in backticks, code blocks left out."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
