@@ -1,7 +1,6 @@
 """What the README says is there, and its commands mean something; the long ones are not run here."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -12,28 +11,23 @@ from dino_vit.cli import build_parser
 from dino_vit.config import PretrainConfig
 from dino_vit.settings_load import load
 from dino_vit.settings_text import parse_arguments
+from documents import commands
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def commands():
-    """The commands of the shell blocks, continued lines joined, comments dropped."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [parts for line in lines if (parts := shlex.split(line, comments=True))]
-
-
+COMMANDS = commands(README)
 PRETRAINING = [
     parts[parts.index(name) + 1 :]
-    for parts in commands()
+    for parts in COMMANDS
     for name in ("pretrain", "launch/pretrain.py", "launch/slurm/pretrain.sbatch")
     if name in parts
 ]
 
 
 def test_there_are_commands_to_check():
-    assert len(commands()) >= 8
+    assert len(COMMANDS) >= 8
     assert len(PRETRAINING) >= 4
 
 
@@ -43,12 +37,12 @@ def test_every_pretraining_command_has_good_settings(arguments):
     assert load(PretrainConfig, args.config and ROOT / args.config, args.settings).data.source == "photos"
 
 
-@pytest.mark.parametrize("parts", [p for p in commands() if p[0] == "dino-vit"], ids=" ".join)
+@pytest.mark.parametrize("parts", [p for p in COMMANDS if p[0] == "dino-vit"], ids=" ".join)
 def test_every_console_command_parses(parts):
     parse_arguments(build_parser(parts[1:]), parts[1:])
 
 
-@pytest.mark.parametrize("target", [parts[1] for parts in commands() if parts[0] == "make"])
+@pytest.mark.parametrize("target", [parts[1] for parts in COMMANDS if parts[0] == "make"])
 def test_every_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
