@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_vit.noise import add_noise_
 from dino_vit.views import Column
 
 Factor = float | Tensor
@@ -41,6 +42,9 @@ class Augment(nn.Module):
     meant for, and an accelerator is never waited for. With rows on the device, and in a compiled module, each
     operation computes all images and masks select: more work, but one graph whose shapes depend on no value.
 
+    Noise comes last, for jitter would scale it and blur wipe it out; it is a function of the row's key and of
+    the pixel. Without `noise` the graphs, which cannot see that no row asks for any, leave it out.
+
     On a CPU an image comes out the same, to the last bit, whatever its batch, the process and the threads.
     """
 
@@ -49,7 +53,13 @@ class Augment(nn.Module):
     orders: Tensor
 
     def __init__(
-        self, *, mean: Sequence[float], std: Sequence[float], sigma_max: float = 2.0, hue_max: float = 0.5
+        self,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        sigma_max: float = 2.0,
+        hue_max: float = 0.5,
+        noise: bool = True,
     ) -> None:
         super().__init__()
         if len(mean) != len(std) or min(std) <= 0:
@@ -63,6 +73,7 @@ class Augment(nn.Module):
             hue = partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))
             self.jitter += [(_saturation_, Column.SATURATION), (hue, Column.HUE)]
         self.blur = partial(_blur_, sigma_max=sigma_max)
+        self.noise = noise
         levels = 255 * rearrange(torch.tensor([mean, std]), "two c -> two c 1 1")
         self.register_buffer("mean", levels[0], persistent=False)
         self.register_buffer("std", levels[1], persistent=False)
@@ -77,7 +88,7 @@ class Augment(nn.Module):
                 f"its mean; got {images.dtype} {tuple(images.shape)}."
             )
         if torch.compiler.is_compiling() or not rows.is_cpu:
-            x = _by_masks(_levels(images), self._steps(rows))
+            x = _by_masks(_levels(images), self._steps(rows)[: None if self.noise else -1])
         elif not images.is_cpu:
             steps = self._steps(rows)
             x = _by_rows_(_levels(images), steps, _flags(steps))
@@ -89,7 +100,7 @@ class Augment(nn.Module):
 
     def _one_by_one(self, images: Tensor, rows: Tensor) -> Tensor:
         out, orders = torch.empty(images.shape), _ORDERS.tolist()
-        for image, row, place in zip(images, rows.tolist(), out, strict=True):
+        for image, own, row, place in zip(images, rows, rows.tolist(), out, strict=True):
             x = _levels(image[None].flip(-1) if row[Column.FLIP] else image[None])
             if row[Column.JITTER]:
                 for number in orders[int(row[Column.ORDER])]:
@@ -102,6 +113,8 @@ class Augment(nn.Module):
                 self.blur(x, row[Column.SIGMA])
             if row[Column.SOLARISE]:
                 _solarise_(x, row[Column.SOLARISE])
+            if row[Column.NOISE]:
+                _noise_(x, _noise_factor(own[None]))
             torch.div(x[0].sub_(self.mean), self.std, out=place)
         return out
 
@@ -111,9 +124,9 @@ class Augment(nn.Module):
         orders, sigmas = rows[:, Column.JITTER] * (1 + rows[:, Column.ORDER]), rows[:, Column.SIGMA]
         for places, steps, flags, start in self._chunks(images, rows, orders):
             x = _levels(images.index_select(0, places))
-            out.index_copy_(0, places, _by_rows_(x, steps[:-2], flags[:-2], start))
+            out.index_copy_(0, places, _by_rows_(x, steps[:-3], flags[:-3], start))
         for places, steps, flags, start in self._chunks(images, rows, sigmas):
-            x = _by_rows_(out.index_select(0, places), steps[-2:], flags[-2:], start)
+            x = _by_rows_(out.index_select(0, places), steps[-3:], flags[-3:], start)
             out.index_copy_(0, places, x.sub_(self.mean).div_(self.std))
         return out
 
@@ -139,6 +152,7 @@ class Augment(nn.Module):
             steps.append((_grey_, on[Column.GREY], factor[Column.GREY]))
         steps.append((self.blur, on[Column.SIGMA], factor[Column.SIGMA]))
         steps.append((_solarise_, on[Column.SOLARISE], factor[Column.SOLARISE]))
+        steps.append((_noise_, on[Column.NOISE], _noise_factor(rows)))
         return steps
 
 
@@ -244,6 +258,16 @@ def _hue_(x: Tensor, turn: Factor, *, turns: int) -> None:
 def _solarise_(x: Tensor, _: Factor) -> None:
     """Invert what is brighter than one half: on 8-bit levels the same as the threshold 128."""
     x.copy_(torch.minimum(x, 255 - x))
+
+
+def _noise_factor(rows: Tensor) -> Tensor:
+    return rearrange(rows[:, Column.NOISE :], "n f -> n f 1 1")
+
+
+def _noise_(x: Tensor, factor: Factor) -> None:
+    assert isinstance(factor, Tensor), "noise needs its key"
+    std, high, low = factor.unbind(1)
+    add_noise_(x, rearrange(255 * std, "n 1 1 -> n 1 1 1"), (high.long() * 2**24 + low.long()).flatten())
 
 
 def _blur_(x: Tensor, sigma: Factor, *, sigma_max: float) -> None:

@@ -33,6 +33,7 @@ WIDTH_DEPTH_HEADS = {
 }
 AtLeastTwo = Annotated[int, Field(ge=2), BeforeValidator(whole)]
 Size = Count | tuple[Count, Count]
+PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[Probability, Probability]
 Triple = tuple[Probability, Probability, Probability]
 
@@ -135,6 +136,8 @@ class Photometry(Settings):
     blur: Triple = knob((1.0, 0.1, 0.5), "probability of a Gaussian blur")
     blur_sigma: tuple[Positive, Positive] = knob((0.1, 2.0), "in pixels, from and to")
     solarise: Triple = knob((0.0, 0.2, 0.0), "probability of inverting the bright half")
+    noise: Probability = knob(0.0, "probability of noise in every pixel and channel, added last")
+    noise_std: tuple[PositiveShare, PositiveShare] = knob((0.01, 0.1), "of values from 0 to 1, from and to")
 
 
 class Loss(Settings):
@@ -238,6 +241,8 @@ ALSO_KNOWN_AS = {
     "photometry.grey": "gray grayscale",
     "photometry.blur_sigma": "blur_radius",
     "photometry.solarise": "solarize solarization",
+    "photometry.noise": "gaussian_noise",
+    "photometry.noise_std": "noise_sigma",
     "optim.name": "optimizer",
     "optim.lr": "learning_rate base_lr",
     "optim.min_lr": "final_lr",

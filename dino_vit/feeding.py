@@ -67,7 +67,13 @@ def build_augment(config: PretrainConfig) -> Augment:
     """Return the photometry of views, on the host."""
     mean, std = normalisation(config)
     photometry = config.photometry
-    return Augment(mean=mean, std=std, sigma_max=photometry.blur_sigma[1], hue_max=photometry.hue)
+    return Augment(
+        mean=mean,
+        std=std,
+        sigma_max=photometry.blur_sigma[1],
+        hue_max=photometry.hue,
+        noise=photometry.noise > 0,
+    )
 
 
 def build_preparation(config: PretrainConfig) -> Preparation:

@@ -26,6 +26,7 @@ class Stream(IntEnum):
     REPLACEMENT = 6
     EVALUATION = 7
     LOOK = 8
+    NOISE = 9
 
 
 def random_bits(seed: int, stream: Stream, *keys: Key) -> NDArray[np.uint64]:

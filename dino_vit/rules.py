@@ -65,7 +65,8 @@ def view_rules(config: PretrainConfig) -> Iterator[Problem]:
         text = "one view makes no pair to learn from; set views.local_count or views.global_count=2"
         yield Problem(text, ("views.global_count", "views.local_count"))
     spans = {f"views.{name}": getattr(views, name) for name in ("global_scale", "local_scale", "ratio")}
-    for key, (low, high) in {**spans, "photometry.blur_sigma": config.photometry.blur_sigma}.items():
+    spans |= {f"photometry.{name}": getattr(config.photometry, name) for name in ("blur_sigma", "noise_std")}
+    for key, (low, high) in spans.items():
         if low > high or not high:
             yield Problem(f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]", (key,))
 

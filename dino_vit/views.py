@@ -36,9 +36,12 @@ class Column:
     GREY = 7
     SIGMA = 8
     SOLARISE = 9
+    NOISE = 10  # its standard deviation, of values from 0 to 1
+    KEY_HIGH = 11  # the noise's key of 48 bits, in halves that a float32 holds exactly
+    KEY_LOW = 12
 
 
-COLUMNS = 10
+COLUMNS = 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,11 @@ class Photometry:
     blur: float = 0.5
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     solarise: float = 0.0
+    noise: float = 0.0
+    noise_std: tuple[float, float] = (0.01, 0.1)
 
     def __post_init__(self) -> None:
-        for name in ("flip", "jitter", "grey", "blur", "solarise"):
+        for name in ("flip", "jitter", "grey", "blur", "solarise", "noise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"{name} is a probability, but {getattr(self, name)} is not between 0 and 1."
@@ -67,6 +72,8 @@ class Photometry:
                 raise ValueError(f"{name} must lie between 0 and {limit}, but is {getattr(self, name)}.")
         if not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
             raise ValueError(f"blur_sigma must be a pair 0 < low <= high, but is {self.blur_sigma}.")
+        if not 0 < self.noise_std[0] <= self.noise_std[1] <= 1:
+            raise ValueError(f"noise_std must be a pair 0 < low <= high <= 1, but is {self.noise_std}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,4 +180,12 @@ def draw_photometry(
     rows[..., Column.GREY] = u[7] < setting("grey")
     rows[..., Column.SIGMA] = (u[8] < setting("blur")) * (low + (high - low) * u[9])
     rows[..., Column.SOLARISE] = u[10] < setting("solarise")
+    rows[..., Column.NOISE :] = 0  # to the last
+    if setting("noise").any():
+        low, high = setting("noise_std").T
+        chance, std, key = np.moveaxis(random_uniform(seed, Stream.NOISE, *keys[:-1], np.arange(3)), -1, 0)
+        noisy = chance < setting("noise")
+        rows[..., Column.NOISE] = noisy * (low + (high - low) * std)
+        rows[..., Column.KEY_HIGH] = noisy * np.floor(2.0**24 * key)
+        rows[..., Column.KEY_LOW] = noisy * (np.floor(2.0**48 * key) % 2**24)
     return rows

@@ -8,7 +8,9 @@ from torchvision.transforms.v2 import functional as V
 
 from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
-from dino_vit.feeding import build_views
+from dino_vit.feeding import build_augment, build_views
+from dino_vit.noise import noise_like
+from dino_vit.settings_load import load
 from dino_vit.views import COLUMNS, Column, draw_photometry
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -27,8 +29,9 @@ def rows(count=6, **columns):
     return made
 
 
-def drawn_rows(count):
-    rows = draw_photometry(build_views(PretrainConfig()), seed=0, epoch=0, samples=np.arange(count))
+def drawn_rows(count, noise=0.0):
+    views = build_views(load(PretrainConfig, None, [f"photometry.noise={noise}"]))
+    rows = draw_photometry(views, seed=0, epoch=0, samples=np.arange(count))
     return torch.from_numpy(rows).flatten(0, 1)
 
 
@@ -63,6 +66,9 @@ def naive(image, row):
         x = V.gaussian_blur(x, [size, size], [row[Column.SIGMA]] * 2)
     if row[Column.SOLARISE]:
         x = V.solarize(x, 0.5)
+    if row[Column.NOISE]:
+        key = torch.tensor([int(row[Column.KEY_HIGH]) << 24 | int(row[Column.KEY_LOW])])
+        x = (x + row[Column.NOISE] * noise_like(x[None], key)[0]).clamp(0, 1)
     return x
 
 
@@ -115,7 +121,7 @@ def test_blur_of_a_view_smaller_than_the_kernel_keeps_flat_areas():
 @pytest.mark.parametrize("size", [(24, 20), (225, 223)])
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
 def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels, size):
-    row = drawn_rows(4)
+    row = drawn_rows(4, noise=0.5)
     assert matches(images(len(row), channels, *size), row)
 
 
@@ -134,6 +140,27 @@ def test_what_is_off_is_untouched_bit_for_bit():
     assert not torch.equal(plain()(x, row)[1::2], (x / 255)[1::2])
 
 
+@pytest.mark.parametrize("size", [(24, 20), (225, 223)])
+def test_noise_is_of_its_image_channel_and_pixel(size):
+    grey = torch.full((2, 5, *size), 128, dtype=torch.uint8)
+    row = rows(2, noise=torch.tensor([0.02, 0.1]), key_high=2**24 - 1, key_low=torch.tensor([5, 6]))
+    added = plain(5)(grey, row) - 128 / 255
+    for image, std in zip(added, (0.02, 0.1), strict=True):
+        assert image.std().item() == pytest.approx(std, rel=0.05)
+        assert abs(torch.corrcoef(image.flatten(1)) - torch.eye(5)).max() < 4 / math.sqrt(math.prod(size))
+    assert abs(torch.corrcoef(added.flatten(1))[0, 1]) < 4 / math.sqrt(added[0].numel())
+    black_and_white = plain(5)(torch.tensor([0, 255], dtype=torch.uint8).repeat(2, 5, *size), row)
+    assert (black_and_white.min(), black_and_white.max()) == (0, 1)
+
+
+def test_graphs_have_noise_only_if_the_config_has(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    row = rows(noise=0.1, key_low=7)
+    for probability in (0, 0.5):
+        augment = build_augment(load(PretrainConfig, None, [f"photometry.noise={probability}"]))
+        assert torch.equal(augment(images(), row), augment(images(), rows())) == (probability == 0)
+
+
 def test_normalises_with_mean_and_std():
     x = images()
     assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
@@ -142,7 +169,7 @@ def test_normalises_with_mean_and_std():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(23, 19), (97, 61), (181, 187)])
 def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
-    row = drawn_rows(4)
+    row = drawn_rows(4, noise=0.5)
     x = images(len(row), channels, *size)
     augment = Augment(mean=MEAN[:channels], std=STD[:channels])
     before = torch.get_num_threads()
@@ -160,7 +187,7 @@ def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
 
 @pytest.mark.parametrize(("backend", "channels"), [("eager", 1), ("aot_eager", 3)])
 def test_compiles_to_one_graph_that_selects_by_masks(backend, channels):
-    row = drawn_rows(3)
+    row = drawn_rows(3, noise=0.5)
     x = images(len(row), channels)
     torch.compiler.reset()
     compiled = torch.compile(plain(channels), backend=backend, fullgraph=True)

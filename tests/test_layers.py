@@ -14,7 +14,7 @@ LAYERS = [
     {"settings_text"},
     {"config", "rules"},
     {"recipes"},
-    {"block", "head", "loss", "optim", "stems", "views"},
+    {"block", "head", "loss", "noise", "optim", "stems", "views"},
     {"augment", "data", "vit"},
     {"dino", "features", "weights"},
     {"checkpoint", "meter", "monitor", "processes", "unreadable"},

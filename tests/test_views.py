@@ -169,12 +169,42 @@ def test_photometry_follows_the_recipe():
     assert abs(np.corrcoef(flat.T) - np.eye(8)).max() < 0.02
 
 
+def test_noise_is_drawn_as_asked_and_changes_no_other_draw():
+    count = 4000
+    views = [View(size=(8, 8), scale=(0.4, 1.0), photometry=Photometry(noise=p)) for p in (0.0, 0.3, 1.0)]
+    rows = draw_photometry(views, seed=0, epoch=3, samples=np.arange(count))
+    without = [View(size=(8, 8), scale=(0.4, 1.0))] * 3
+    silent = draw_photometry(without, seed=0, epoch=3, samples=np.arange(count))
+    assert (rows[..., : Column.NOISE] == silent[..., : Column.NOISE]).all()
+    assert not silent[..., Column.NOISE :].any()
+    assert not rows[:, 0, Column.NOISE :].any()
+    noisy = rows[:, 1, Column.NOISE] > 0
+    assert abs(noisy.mean() - 0.3) < 3.3 * math.sqrt(0.3 * 0.7 / count)
+    assert not rows[~noisy, 1, Column.NOISE :].any()
+    assert (rows[:, 2, Column.NOISE] > 0).all()
+    for column, low, high in (
+        (Column.NOISE, 0.01, 0.1),
+        (Column.KEY_HIGH, 0, 2**24),
+        (Column.KEY_LOW, 0, 2**24),
+    ):
+        drawn = rows[:, 2, column]
+        assert ks_distance(drawn, np.linspace(low, high, 100_001)) < 1.95 / math.sqrt(count)
+        assert column == Column.NOISE or (drawn == np.floor(drawn)).all()
+    flat = rows[:, 2, [Column.FLIP, Column.NOISE, Column.KEY_HIGH, Column.KEY_LOW]]
+    assert abs(np.corrcoef(flat.T) - np.eye(4)).max() < 4 / math.sqrt(count)
+    alone = draw_photometry(views, seed=0, epoch=3, samples=np.array([77]))
+    assert (alone[0] == rows[77]).all()
+    assert (draw_photometry(views, seed=0, epoch=4, samples=np.array([77]))[0, 2] != rows[77, 2])[-3:].all()
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: Photometry(blur=1.5), "blur is a probability"),
         (lambda: Photometry(hue=0.6), "hue must lie between 0 and 0.5"),
         (lambda: Photometry(blur_sigma=(0.0, 1.0)), "blur_sigma"),
+        (lambda: Photometry(noise=-0.1), "noise is a probability"),
+        (lambda: Photometry(noise_std=(1.0, 10.0)), "noise_std must be a pair"),
         (lambda: View(size=(0, 4), scale=(0.1, 1.0)), "at least one pixel"),
         (lambda: View(size=(4, 4), scale=(0.5, 0.2)), "scale must be"),
         (lambda: View(size=(4, 4), scale=(0.1, 1.0), ratio=(2.0, 1.0)), "ratio must be"),
