@@ -220,7 +220,7 @@ ALSO_KNOWN_AS = {
     "data.workers": "num_workers",
     "data.channels": "in_chans in_channels",
     "data.bits": "bit_depth depth dtype",
-    "data.range": "value_range min_max scale",
+    "data.range": "value_range min_max",
     "model.arch": "model backbone",
     "model.width": "embed_dim dim hidden_size",
     "model.depth": "num_layers layers",

@@ -10,6 +10,7 @@ from dino_vit.settings import C, Knob, Settings, knobs, section_of, values
 from dino_vit.settings_load import load
 
 _COLUMN = 34
+_LONGEST = 64  # a default in a help text; `dino-vit config` prints them whole
 
 
 def to_yaml(config: Settings, comments: bool = True) -> str:
@@ -63,7 +64,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
 
 
 def _shown(one: Knob) -> str:
-    return f"{one.key}={'...' if one.required else yaml12.write(one.default)}"
+    default = "..." if one.required else yaml12.write(one.default)
+    return f"{one.key}={default if len(default) <= _LONGEST else f'{default[: _LONGEST - 4]} ...'}"
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:

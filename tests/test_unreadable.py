@@ -81,6 +81,7 @@ def batch(unreadable=0, images=10, failure=None):
         epoch=0,
         step=0,
         samples=torch.zeros(images, dtype=torch.long),
+        read=torch.zeros(images, dtype=torch.long),
         views={},
         photometry={},
         unreadable=failures,
