@@ -226,7 +226,8 @@ def test_features_and_embeddings_hold_what_the_page_says(trained):
         <= set(quoted(page))
     )
     schema = pq.read_schema(trained / "photos.parquet")
-    assert schema.names == ["name", "label", "index", "embedding"]
+    (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
+    assert columns == [*schema.names, "dino_vit"]
     said = page.split("The provenance:")[1].split("With `index")[0]
     about = json.loads(schema.metadata[b"dino_vit"])
     assert about.keys() == set(quoted(said))
