@@ -38,7 +38,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a run in it, evaluated, one image unreadable, and its images embedded."""
+    """A folder with a run in it, evaluated, one of its images unreadable, the others embedded."""
     folder = tmp_path_factory.mktemp("docs")
     photos = {f"{name}-{number}.png": FILES[NAMES[0]] for name in ("cat/1", "dog/2") for number in range(20)}
     write_folder(folder / "photos", {**photos, "dog/bad.png": b"no image"})
@@ -53,6 +53,7 @@ def trained(tmp_path_factory):
     ]
     for suffix, index in (("parquet", "flat"), ("npy", "null"), ("safetensors", "null")):
         command(folder / "log", *embed, f"output={folder / 'photos'}.{suffix}", f"index={index}")
+    command(folder / "log", "knn", *embed[1:])
     return folder
 
 
@@ -172,6 +173,7 @@ def test_sources_open(tmp_path, monkeypatch):
 
 def test_a_run_folder_holds_what_the_page_says(trained):
     table = PAGES["checkpoints"].split("## A run folder")[1].split("\n\n")[1]
+    assert (trained / "runs/pretrain/eval/knn.json").exists()
     said = {quoted(what)[0].rstrip("/") for what, _ in rows(table)}
     assert {path.name for path in (trained / "runs/pretrain").iterdir()} == said - {"report.html"}
 
