@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dino_vit.diagnosis import STARTING, Diagnosis, Reading, Record
-from dino_vit.storage import sync
+from dino_vit.storage import write_bytes
 
 # Seconds between two looks of the bar, and readings over whose time the end is estimated.
 REFRESH = 0.5
@@ -39,7 +38,7 @@ class MetricsFile:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         kept = [line for line in lines if (record := _parse(line)) and record["step"] <= step]
         if kept != lines:
-            self._replace(b"".join(kept))
+            write_bytes(self.path, b"".join(kept))
 
     def append(self, reading: Reading, state: str) -> None:
         """Write one line, whole or, if the process dies in the middle, to be dropped at the next start."""
@@ -48,16 +47,6 @@ class MetricsFile:
     def read(self) -> list[Record]:
         """Return all records; what is not a whole line is left out."""
         return read_records(self.path)
-
-    def _replace(self, content: bytes) -> None:
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(content)
-            sync(partial)
-            os.replace(partial, self.path)
-            sync(self.path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def append_record(path: Path, record: Record) -> None:

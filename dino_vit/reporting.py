@@ -82,7 +82,7 @@ class Reporter:
         """Lay down the settings; on a disk that is full by now, a file that has them must stay untouched."""
         path = self.session.folder / "config.yaml"
         if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+            write_bytes(path, text.encode())
 
     def _write_start(self) -> None:
         """Add this start to those of the run; on a disk that is full by now, the run goes on all the same."""
