@@ -18,9 +18,10 @@ from dino_vit.data.sources import Source, open_source
 from dino_vit.eval import attention
 from dino_vit.eval.logistic import sweep
 from dino_vit.eval.probes import count_right
-from dino_vit.features import Preparation, extract_features, pixel_features
+from dino_vit.features import extract_features, pixel_features
 from dino_vit.feeding import build_preparation
 from dino_vit.opening import build_untrained
+from dino_vit.preparation import Preparation
 from dino_vit.report import program as report
 from dino_vit.report.explorer import chosen
 from dino_vit.report.record import read_run

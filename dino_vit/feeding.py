@@ -15,7 +15,7 @@ from dino_vit.data.loader import Loader
 from dino_vit.data.pixels import Pixels
 from dino_vit.data.sampler import Plan, Sampler
 from dino_vit.data.sources import Source
-from dino_vit.features import Preparation
+from dino_vit.preparation import Preparation
 from dino_vit.processes import cores_of_a_process
 from dino_vit.rules import Plan as RunPlan
 from dino_vit.views import Photometry, View

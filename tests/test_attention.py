@@ -11,7 +11,7 @@ from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval import maps
 from dino_vit.eval.attention import FileNames, pad, resized, spread
-from dino_vit.features import preparation_of
+from dino_vit.preparation import preparation_of
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}

@@ -11,9 +11,9 @@ from dino_vit.cli import main
 from dino_vit.config import PretrainConfig
 from dino_vit.data.synthetic import SyntheticSource
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.features import preparation_of
 from dino_vit.monitor import read_records
 from dino_vit.opening import build_untrained
+from dino_vit.preparation import preparation_of
 from dino_vit.settings_load import load
 from dino_vit.weights import load_backbone
 from runs import arguments

@@ -21,7 +21,8 @@ from dino_vit.cli import main
 from dino_vit.data.sources import FolderSource, SyntheticSource
 from dino_vit.eval.duplicates import find_duplicates, unite
 from dino_vit.eval.embeddings import normalised, read_embeddings
-from dino_vit.features import Kind, extract_features, preparation_of
+from dino_vit.features import Kind, extract_features
+from dino_vit.preparation import preparation_of
 from runs import command, run
 
 ROOT = Path(__file__).parent.parent

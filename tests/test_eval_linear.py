@@ -17,7 +17,8 @@ from dino_vit.data.sources import SyntheticSource
 from dino_vit.eval.labelled import Labelled, hold_out, open_sets
 from dino_vit.eval.linear import columns_of
 from dino_vit.eval.published import interleave
-from dino_vit.features import Kind, extract_features, preparation_of
+from dino_vit.features import Kind, extract_features
+from dino_vit.preparation import preparation_of
 from runs import Command, command, run
 from test_distributed_run import CPU, free_port, torchrun_environ
 

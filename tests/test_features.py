@@ -13,15 +13,8 @@ from torchvision.transforms.v2 import functional as tv
 from dino_vit.data.pixels import Pixels
 from dino_vit.data.sources import FolderSource
 from dino_vit.data.synthetic import SyntheticSource
-from dino_vit.features import (
-    Kind,
-    Preparation,
-    evaluating,
-    extract_features,
-    fit,
-    pixel_features,
-    preparation_of,
-)
+from dino_vit.features import Kind, evaluating, extract_features, pixel_features
+from dino_vit.preparation import Preparation, fit, preparation_of
 from dino_vit.vit import Provenance, VisionTransformer
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

@@ -6,7 +6,7 @@ from PIL import Image
 
 from dino_vit.eval.feed import Feed
 from dino_vit.eval.labelled import open_sets
-from dino_vit.features import Preparation
+from dino_vit.preparation import Preparation
 from dino_vit.views import Photometry, View
 
 

@@ -16,7 +16,8 @@ from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.eval.finetune import mix
 from dino_vit.eval.labelled import open_sets
-from dino_vit.features import extract_features, preparation_of
+from dino_vit.features import extract_features
+from dino_vit.preparation import preparation_of
 from dino_vit.randomness import Stream, derive_seed
 from dino_vit.storage import read_tensors
 from runs import Command, command, run

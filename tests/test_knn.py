@@ -17,7 +17,8 @@ from dino_vit.cli import main
 from dino_vit.data.sources import SyntheticSource, open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.voting import few_shot_rows
-from dino_vit.features import extract_features, preparation_of
+from dino_vit.features import extract_features
+from dino_vit.preparation import preparation_of
 from dino_vit.weights import load_backbone
 from runs import Command, command, run
 from test_distributed_run import CPU, free_port, torchrun_environ

@@ -7,7 +7,17 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dino_vit"
 LAYERS = [
-    {"diagnosis", "distributed", "linear", "positions", "randomness", "schedules", "storage", "yaml12"},
+    {
+        "diagnosis",
+        "distributed",
+        "jobs",
+        "linear",
+        "positions",
+        "randomness",
+        "schedules",
+        "storage",
+        "yaml12",
+    },
     {"spelling"},
     {"settings"},
     {"settings_load"},
@@ -16,7 +26,7 @@ LAYERS = [
     {"recipes"},
     {"block", "head", "loss", "noise", "optim", "stems", "views"},
     {"augment", "data", "vit"},
-    {"dino", "features", "weights"},
+    {"dino", "features", "preparation", "weights"},
     {"checkpoint", "meter", "monitor", "processes", "unreadable"},
     {"eval", "session"},
     {"feeding"},

@@ -17,7 +17,8 @@ from dino_vit.data.synthetic import SyntheticSource
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.eval.rankme import rankme
 from dino_vit.eval.voting import weighted_knn
-from dino_vit.features import Preparation, extract_features, pixel_features
+from dino_vit.features import extract_features, pixel_features
+from dino_vit.preparation import Preparation
 from dino_vit.vit import VisionTransformer
 
 PREPARATION = Preparation(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)

@@ -11,7 +11,7 @@ from PIL import Image
 from dino_vit import load_backbone
 from dino_vit.data.pixels import Pixels
 from dino_vit.data.synthetic import SyntheticSource
-from dino_vit.features import preparation_of
+from dino_vit.preparation import preparation_of
 from dino_vit.storage import read_metadata
 from runs import readings, run
 

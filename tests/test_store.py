@@ -15,7 +15,8 @@ import dino_vit.eval.store as store
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.data.sources import FolderSource, SyntheticSource
 from dino_vit.eval.store import shard_length, stored_features
-from dino_vit.features import Kind, Preparation, extract_features
+from dino_vit.features import Kind, extract_features
+from dino_vit.preparation import Preparation
 from runs import Command, command
 
 PREPARATION = Preparation(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)

@@ -17,9 +17,9 @@ from dino_vit.checkpoint import NotFinite
 from dino_vit.config import PretrainConfig
 from dino_vit.data.sources import open_source
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.features import Preparation
 from dino_vit.introduction import introduction
 from dino_vit.opening import open_session
+from dino_vit.preparation import Preparation
 from dino_vit.processes import Interruption
 from dino_vit.reporting import Reporter
 from dino_vit.settings_load import load

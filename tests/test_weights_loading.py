@@ -14,7 +14,7 @@ import torch
 
 from dino_vit import VisionTransformer, WeightsError, load_backbone, save_backbone
 from dino_vit.data.pixels import Pixels
-from dino_vit.features import preparation_of
+from dino_vit.preparation import preparation_of
 from dino_vit.storage import read_metadata, write_tensors
 
 KEYWORDS = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}

@@ -33,7 +33,7 @@ from dino_vit.eval.pictures import (
     write_png,
     write_sheet,
 )
-from dino_vit.features import Preparation, preparation_of, squeeze
+from dino_vit.preparation import Preparation, preparation_of, squeeze
 from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.storage import write_bytes
 from dino_vit.vit import VisionTransformer

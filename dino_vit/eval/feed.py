@@ -13,7 +13,7 @@ from dino_vit.data.loader import Loader
 from dino_vit.data.sampler import Sampler
 from dino_vit.distributed import rank, world_size
 from dino_vit.eval.labelled import Part
-from dino_vit.features import Preparation
+from dino_vit.preparation import Preparation
 from dino_vit.processes import cores_of_a_process
 from dino_vit.views import View
 

@@ -16,7 +16,8 @@ from dino_vit.data.index import cache_folder
 from dino_vit.data.sources import Source
 from dino_vit.distributed import all_or_none
 from dino_vit.eval.store import Dtype, Stored, stored_features
-from dino_vit.features import CLS, Fit, Kind, Preparation, preparation_of
+from dino_vit.features import CLS, Kind
+from dino_vit.preparation import Fit, Preparation, preparation_of
 from dino_vit.processes import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.settings import Count, Settings, knob
 from dino_vit.vit import VisionTransformer

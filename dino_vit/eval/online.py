@@ -12,7 +12,8 @@ from dino_vit.data.sources import Source
 from dino_vit.distributed import all_gather, rank, world_size
 from dino_vit.eval.rankme import rankme
 from dino_vit.eval.voting import weighted_knn
-from dino_vit.features import Features, Preparation, extract_features, pixel_features
+from dino_vit.features import Features, extract_features, pixel_features
+from dino_vit.preparation import Preparation
 from dino_vit.randomness import Stream, random_bits
 from dino_vit.vit import VisionTransformer
 

@@ -17,7 +17,8 @@ from dino_vit.eval.embeddings import Embeddings, printable, read_embeddings
 from dino_vit.eval.gallery import Cell, Images, picture_of, write_gallery
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.store import weights_digest
-from dino_vit.features import Kind, Preparation, extract_features
+from dino_vit.features import Kind, extract_features
+from dino_vit.preparation import Preparation
 from dino_vit.processes import start_processes
 from dino_vit.settings import Count, Settings, knob
 from dino_vit.storage import write_bytes

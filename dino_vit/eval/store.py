@@ -32,7 +32,8 @@ from dino_vit.data.decode import UnreadableImage
 from dino_vit.data.progress import Advance, progress
 from dino_vit.data.sources import Source
 from dino_vit.distributed import all_or_none, any_process, rank, world_size
-from dino_vit.features import CLS, Extraction, Features, Kind, Preparation, in_batches
+from dino_vit.features import CLS, Extraction, Features, Kind, in_batches
+from dino_vit.preparation import Preparation
 from dino_vit.storage import (
     OWN_KEY,
     StorageError,

@@ -19,11 +19,11 @@ from dino_vit.config import Arch
 from dino_vit.distributed import all_gather, rank, world_size
 from dino_vit.eval.feed import Feed
 from dino_vit.eval.labelled import Sets, open_sets
-from dino_vit.features import Preparation, preparation_of
 from dino_vit.optim import (
     build_optimizer,
     parameter_groups,
 )
+from dino_vit.preparation import Preparation, preparation_of
 from dino_vit.processes import choose_precision
 from dino_vit.randomness import Stream, derive_seed
 from dino_vit.settings import (

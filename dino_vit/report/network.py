@@ -10,8 +10,8 @@ from torch import Tensor
 from dino_vit.checkpoint import Checkpoint
 from dino_vit.config import PretrainConfig
 from dino_vit.eval.maps import cls_attention
-from dino_vit.features import Preparation, preparation_of
 from dino_vit.head import DINOHead
+from dino_vit.preparation import Preparation, preparation_of
 from dino_vit.vit import VisionTransformer
 from dino_vit.weights import load_backbone
 
