@@ -111,6 +111,17 @@ def test_curves_are_drawn_with_axes_levels_and_words(page):
     assert "raw pixels" in text_of(page, "#chart-knn svg")
 
 
+def test_names_of_levels_do_not_overlap(page):
+    boxes = page.execute_script(
+        "const knn = report.charts.knn; knn.update({...knn.data, levels: [16.9, 17.8, 17.2].map((value, n) =>"
+        "({name: `level ${n}`, value}))}); return [...knn.svg.querySelectorAll('.name')].map((name) =>"
+        "{ const box = name.getBoundingClientRect(); return [box.top, box.bottom]; })"
+    )
+    assert len(boxes) == 3
+    for (_, bottom), (top, _) in pairwise(sorted(boxes)):
+        assert top >= bottom - 3
+
+
 def test_a_curve_tells_its_values_to_the_keyboard_and_as_a_table(page):
     drawing = page.find_element(By.CSS_SELECTOR, "#chart-loss svg")
     drawing.send_keys(Keys.HOME)

@@ -98,7 +98,7 @@ def neighbour_rows(teacher: Teacher, source: Source, explored: Explored) -> list
         cosines = explored.similarities[row].tolist()
         tiles = [_framed(teacher, source, explored, row, "image")]
         for place, cosine in zip(near, cosines, strict=False):
-            tiles.append(_framed(teacher, source, explored, place, f"{cosine:.3f}"))
+            tiles.append(_framed(teacher, source, explored, place, f"{cosine:.4f}"))
         found.append(Row(explored.names[row], tiles))
     return found
 

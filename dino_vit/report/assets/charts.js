@@ -106,7 +106,7 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", height);
     this.drawAxes(width, height, [low, high], [first, last]);
-    for (const level of this.data.levels) this.drawLevel(level, width);
+    this.drawLevels(width);
     this.data.series.forEach((one, n) => this.drawSeries(one, n));
     this.cursor = shape(this.svg, "g", { "aria-hidden": "true" });
   }
@@ -126,11 +126,16 @@ class Chart {
     }
   }
 
-  drawLevel(level, width) {
-    const y = this.y(level.value);
-    shape(this.svg, "line", { class: "level", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y });
-    const text = `${level.name} ${written(level.value)}`;
-    shape(this.svg, "text", { x: width - MARGIN.right, y: y - 5, "text-anchor": "end" }, text);
+  // Names stand above their lines, or below where two lines are close.
+  drawLevels(width) {
+    let above = -Infinity;
+    for (const level of [...this.data.levels].sort((one, other) => other.value - one.value)) {
+      const y = this.y(level.value), name = y - 5 - above < 13 ? Math.max(y + 13, above + 13) : y - 5;
+      shape(this.svg, "line", { class: "level", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y });
+      const text = `${level.name} ${written(level.value)}`;
+      shape(this.svg, "text", { class: "name", x: width - MARGIN.right, y: name, "text-anchor": "end" }, text);
+      above = name;
+    }
   }
 
   drawSeries(one, n) {

@@ -274,7 +274,7 @@ class Explorer {
     element(this.panel, "h3", {}, "Nearest neighbours").style.marginTop = "1.2rem";
     const list = element(this.panel, "ul", { class: "near" });
     near.forEach((other, place) => {
-      const cosine = (this.similarities[n * this.data.k + place] / 65535).toFixed(3);
+      const cosine = (this.similarities[n * this.data.k + place] / 65535).toFixed(4);
       const button = element(element(list, "li"), "button", { type: "button", title: this.data.names[other],
         "aria-label": `${this.describe(other).join(", ")}, cosine ${cosine}` });
       this.paint(element(button, "canvas", { width: 96, height: 96 }), other);
