@@ -45,6 +45,9 @@ class Data(Settings):
     labels: str | None = knob(
         None, "file of labels by name, for evaluation only; null: the source's own", may_change=True
     )
+    weights: str | None = knob(
+        None, "file of (name, weight): how often images are drawn; null: all equally", may_change=True
+    )
     batch_size: Count = knob(64, "images per process and forward pass", may_change=True)
     workers: CountOrZero | None = knob(None, "loader processes; null: by the cores", may_change=True)
     channels: Count = knob(3, "of an image; grey is repeated to make 3, transparency counts in 2 and 4")
@@ -243,6 +246,7 @@ ALSO_KNOWN_AS = {
     "photometry.solarise": "solarize solarization",
     "photometry.noise": "gaussian_noise",
     "photometry.noise_std": "noise_sigma",
+    "data.weights": "sample_weights sampling_weights",
     "optim.name": "optimizer",
     "optim.lr": "learning_rate base_lr",
     "optim.min_lr": "final_lr",

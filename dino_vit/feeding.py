@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from accelerate import Accelerator
 from einops import rearrange
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.augment import Augment
@@ -21,7 +22,13 @@ from dino_vit.rules import Plan as RunPlan
 from dino_vit.views import Photometry, View
 
 
-def build_loader(config: PretrainConfig, plan: RunPlan, source: Source, accelerator: Accelerator) -> Loader:
+def build_loader(
+    config: PretrainConfig,
+    plan: RunPlan,
+    source: Source,
+    weights: NDArray[np.float64] | None,
+    accelerator: Accelerator,
+) -> Loader:
     sampler = Sampler(
         length=len(source),
         batch_size=plan.global_batch,
@@ -29,6 +36,7 @@ def build_loader(config: PretrainConfig, plan: RunPlan, source: Source, accelera
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         accumulate=config.optim.accumulate,
+        weights=weights,
     )
     return Loader(
         source=source,
@@ -83,13 +91,17 @@ def build_preparation(config: PretrainConfig) -> Preparation:
 
 
 def make_views(
-    config: PretrainConfig, source: Source, samples: Sequence[int], epoch: int
+    config: PretrainConfig,
+    source: Source,
+    samples: Sequence[int],
+    epoch: int,
+    weights: NDArray[np.float64] | None = None,
 ) -> list[list[Tensor]]:
     """Make the views of samples in an epoch again, as the networks see them but for normalisation.
 
     For each sample its views, global ones first, with values from 0 to 1.
     """
-    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed)
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
     loader = Loader(source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config))
     batch = loader.make(Plan(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels

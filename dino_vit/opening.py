@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 
 from dino_vit.checkpoint import Checkpoint, Checkpoints
 from dino_vit.config import PretrainConfig
 from dino_vit.data.sources import Source, open_source
+from dino_vit.data.weighting import describe, fingerprint, read_weights
 from dino_vit.dino import Network, build_networks
 from dino_vit.distributed import all_gather
 from dino_vit.feeding import build_augment, build_loader, choose_workers
@@ -45,6 +48,7 @@ class Opened(NamedTuple):
 def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     """Build a session; one whose output folder holds a run goes on with it."""
     source = open_source(config.data.source, config.data.labels)
+    weights = read_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     found = _find(checkpoints, config)
     _agree(found.step if found else 0, config, accelerator.device)
@@ -62,16 +66,18 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
         device=accelerator.device,
     )
     if found:
-        config = _as_before(config, found, source, accelerator)
+        config = _as_before(config, found, source, weights, accelerator)
     plan = check_run(config, len(source), accelerator.num_processes)
     # A run from trained weights has their architecture, which may have more to it than the config can say.
     architecture = architecture if config.init and architecture else _architecture(config)
-    session = _build(config, plan, source, accelerator, checkpoints, architecture)
+    session = _build(config, plan, source, weights, accelerator, checkpoints, architecture)
     if trained:
         for network in (session.student, session.teacher):
             network.backbone.load_state_dict(trained.state_dict())
     if found:
         session.restore(found)
+    if weights is not None:
+        images.append(describe(weights))
     return Opened(session, [*choices, *placed], images, found)
 
 
@@ -108,7 +114,11 @@ def _load_trained(config: PretrainConfig) -> VisionTransformer:
 
 
 def _as_before(
-    config: PretrainConfig, found: Checkpoint, source: Source, accelerator: Accelerator
+    config: PretrainConfig,
+    found: Checkpoint,
+    source: Source,
+    weights: NDArray[np.float64] | None,
+    accelerator: Accelerator,
 ) -> PretrainConfig:
     """Check that a run goes on as it began, and keep its global batch on another number of processes."""
     before = PretrainConfig.model_validate(found.about["config"], strict=False)  # JSON has lists for tuples
@@ -120,6 +130,8 @@ def _as_before(
         )
     if found.about["source"] != source.fingerprint:
         said.append(f"the images of {config.data.source} are not those that it began with")
+    if found.about["weights"] != fingerprint(weights):
+        said.append(f"data.weights={config.data.weights} does not weigh the images as it began")
     batch, share = found.about["global_batch"], config.data.batch_size * int(accelerator.num_processes)
     if batch % share:
         said.append(
@@ -168,6 +180,7 @@ def _build(
     config: PretrainConfig,
     plan: Plan,
     source: Source,
+    weights: NDArray[np.float64] | None,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
     architecture: Mapping[str, Any],
@@ -185,7 +198,7 @@ def _build(
         accelerator=accelerator,
         precision=precision,
         source=source,
-        loader=build_loader(config, plan, source, accelerator),
+        loader=build_loader(config, plan, source, weights, accelerator),
         augment=build_augment(config).to(device),
         student=student,
         wrapped=accelerator.prepare_model(student) if accelerator.num_processes > 1 else student,

@@ -16,6 +16,7 @@ from dino_vit.checkpoint import Checkpoint, Checkpoints, collect, optimizer_name
 from dino_vit.config import PretrainConfig
 from dino_vit.data.loader import Batch, Loader
 from dino_vit.data.sources import Source
+from dino_vit.data.weighting import fingerprint
 from dino_vit.dino import Network
 from dino_vit.loss import Center
 from dino_vit.processes import DTYPES, Precision
@@ -118,6 +119,7 @@ class Session:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
+            "weights": fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.nonfinite_steps,

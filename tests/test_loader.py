@@ -1,6 +1,7 @@
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +21,13 @@ VIEWS = build_views(
     load(
         PretrainConfig,
         None,
-        ["model.patch_size=8", "views.global_size=[32, 24]", "views.local_size=16", "views.local_count=3"],
+        [
+            "model.patch_size=8",
+            "views.global_size=[32, 24]",
+            "views.local_size=16",
+            "views.local_count=3",
+            "photometry.noise=0.5",
+        ],
     )
 )
 
@@ -159,6 +166,13 @@ def test_a_source_out_of_reach_is_an_error_and_no_hang(damaged, workers):
         Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"^11 images .* Check that the source is complete"):
         take(1, source=damaged, workers=workers)
+
+
+def test_an_image_of_weight_0_is_never_read(damaged):
+    weights = np.where(np.arange(30) < 15, 1.0, 0.0)
+    batches = take(10, source=damaged, batch_size=6, weights=weights)
+    assert any(batch.unreadable for batch in batches)
+    assert all((batch.read < 15).all() for batch in batches)
 
 
 def test_a_sampler_of_another_length_is_refused():

@@ -87,13 +87,16 @@ class Entry(NamedTuple):
     label: str | None
 
 
-def read_entries(path: str, data: bytes) -> Iterator[Entry]:
-    """Read a list: CSV or TSV with or without a header, or text with a path a line and perhaps a label."""
+def read_entries(path: str, data: bytes, words: Sequence[str] = LABEL_WORDS) -> Iterator[Entry]:
+    """Read a list: CSV or TSV with or without a header, or text with a path a line and perhaps a label.
+
+    `words` are what a column of labels may be called where there are more than two.
+    """
     text = data.decode("utf-8-sig", errors="surrogateescape")
     suffix = os.path.splitext(path)[1].lower()
     if suffix in (".csv", ".tsv"):
         table = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",")
-        return _entries(path, [row for row in table if any(row)])
+        return _entries(path, [row for row in table if any(row)], words)
     return (_line_entry(line) for line in text.split("\n") if line.strip())
 
 
@@ -105,7 +108,7 @@ def _line_entry(line: str) -> Entry:
     return Entry(name, label or None)
 
 
-def _entries(path: str, rows: list[list[str]]) -> Iterator[Entry]:
+def _entries(path: str, rows: list[list[str]], words: Sequence[str]) -> Iterator[Entry]:
     if not rows:
         return
     header = _header(rows)
@@ -113,11 +116,11 @@ def _entries(path: str, rows: list[list[str]]) -> Iterator[Entry]:
     if name is None:
         sample = rows[1 if header and len(rows) > 1 else 0]
         name = next((place for place, cell in enumerate(sample) if _is_path(cell)), 0)
-    label = _column(header, LABEL_WORDS) if header else None
+    label = _column(header, words) if header else None
     if label is None and len(rows[0]) == 2:
         label = 1 - name
     if label is None and len(rows[0]) > 2:
-        log.warning("%s has no column that is called one of %s: no labels", path, ", ".join(LABEL_WORDS))
+        log.warning("%s has no column that is called one of %s: no %ss", path, ", ".join(words), words[0])
     for number, row in enumerate(rows[1 if header else 0 :], start=2 if header else 1):
         if len(row) <= max(name, label or 0):
             raise ValueError(
@@ -175,7 +178,7 @@ class LabelledSource:
 
 def join_labels(source: Source, path: str | Path) -> LabelledSource:
     """Give items the labels that a file has for their names, and say how many names did not meet."""
-    table = _read_labels(str(path))
+    table = read_table(str(path))
     values = [table.get(source.name(index)) for index in range(len(source))]
     names = {source.name(index) for index in range(len(source))}
     known, surplus = len(table.keys() & names), [name for name in table if name not in names]
@@ -194,10 +197,11 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
     return LabelledSource(source, number_labels(values))
 
 
-def _read_labels(path: str) -> dict[str, object]:
+def read_table(path: str, words: Sequence[str] = LABEL_WORDS) -> dict[str, object]:
+    """Read what a file says of each name: a JSON object, or a list as for `read_entries`."""
     data = Path(path).read_bytes()
     if os.path.splitext(path)[1].lower() != ".json":
-        return {name: label for name, label in read_entries(path, data)}
+        return _without_contradictions(path, read_entries(path, data, words))
     try:
         table = json.loads(data)
     except ValueError as error:
@@ -205,3 +209,11 @@ def _read_labels(path: str) -> dict[str, object]:
     if not isinstance(table, dict):
         raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
     return table
+
+
+def _without_contradictions(path: str, entries: Iterable[Entry]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, label in entries:
+        if found.setdefault(name, label) != label:
+            raise ValueError(f"{path} says two things of {name!r}: {found[name]!r} and {label!r}.")
+    return found

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -17,7 +16,6 @@ from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.pixels import RGB, Pixels
 from dino_vit.data.sampler import Plan, Sampler
 from dino_vit.data.sources import Source
-from dino_vit.randomness import Stream, random_bits
 from dino_vit.views import Size, View, choose_boxes, cut_views, draw_photometry, draw_tries, interleave
 
 # More unreadable images than this in a row are no accident: the set is broken, or out of reach.
@@ -67,7 +65,7 @@ class Loader:
     ) -> None:
         if len(source) != sampler.length:
             raise ValueError(f"The sampler orders {sampler.length} images, but the source has {len(source)}.")
-        self.dataset = _Steps(source, tuple(views), pixels, augment, sampler.seed)
+        self.dataset = _Steps(source, tuple(views), pixels, augment, sampler)
         self.sampler, self.in_step = sampler, in_step
         self.workers, self.prefetch, self.pin = workers, prefetch, pin
 
@@ -135,9 +133,15 @@ class _Steps(Dataset[Batch | ValueError]):
     """Map a plan to its batch, in the workers; returns the user's errors, so that they arrive unwrapped."""
 
     def __init__(
-        self, source: Source, views: tuple[View, ...], pixels: Pixels, augment: Augment | None, seed: int
+        self,
+        source: Source,
+        views: tuple[View, ...],
+        pixels: Pixels,
+        augment: Augment | None,
+        sampler: Sampler,
     ) -> None:
-        self.source, self.views, self.pixels, self.augment, self.seed = source, views, pixels, augment, seed
+        self.source, self.views, self.pixels, self.augment = source, views, pixels, augment
+        self.sampler, self.seed = sampler, sampler.seed
         self.by_size: dict[Size, list[int]] = {}
         for number, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(number)
@@ -196,13 +200,9 @@ class _Steps(Dataset[Batch | ValueError]):
 
         Return which one it was, and its image.
         """
-        for index in chain([sample], self._others(sample)):
+        for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
             try:
                 return index, read_image(self.source, index, self.pixels)
             except UnreadableImage as error:
                 unreadable.append(error)
         return None
-
-    def _others(self, sample: int) -> Iterator[int]:
-        bits = random_bits(self.seed, Stream.REPLACEMENT, sample, np.arange(REPLACEMENTS))
-        yield from (bits % np.uint64(len(self.source))).tolist()

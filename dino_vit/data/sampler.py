@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.randomness import Stream, random_bits
+from dino_vit.randomness import Stream, random_bits, random_uniform
 
 
 class Plan(NamedTuple):
@@ -23,7 +23,8 @@ class Sampler:
     """Split each epoch's order into global batches, those into passes, and those into a part a process.
 
     The images of a step do not depend on the number of processes or of passes (`accumulate`). A rest that
-    fills no batch is left out.
+    fills no batch is left out. With `weights`, an epoch draws as many images as there are, each time any of
+    them by its weight: some come often, others not at all.
     """
 
     length: int
@@ -32,6 +33,7 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     accumulate: int = 1
+    weights: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         parts = self.world_size * self.accumulate
@@ -45,6 +47,8 @@ class Sampler:
                 f"{self.length} images do not fill one global batch of {self.batch_size}; "
                 f"make the batch smaller or add images."
             )
+        if self.weights is not None and len(self.weights) != self.length:
+            raise ValueError(f"{len(self.weights)} weights are not one for each of {self.length} images.")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be from 0 to {self.world_size - 1}, but is {self.rank}.")
 
@@ -53,9 +57,20 @@ class Sampler:
         return self.length // self.batch_size
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of all images in an epoch."""
+        """Return the order of all images in an epoch, or what it draws by weight."""
+        if self.weights is not None:
+            uniform = random_uniform(self.seed, Stream.ORDER, epoch, np.arange(self.length))
+            return _draw_by_weight(self.weights, uniform)
         bits = random_bits(self.seed, Stream.ORDER, epoch, np.arange(self.length))
         return np.argsort(bits, kind="stable")
+
+    def others(self, sample: int, count: int) -> Iterator[int]:
+        """Draw images that may stand in for one, as a function of that one alone, once one is wanted."""
+        keys = self.seed, Stream.REPLACEMENT, sample, np.arange(count)
+        if self.weights is not None:
+            yield from _draw_by_weight(self.weights, random_uniform(*keys)).tolist()
+        else:
+            yield from (random_bits(*keys) % np.uint64(self.length)).tolist()
 
     def plans(self, position: int = 0) -> Iterator[Plan]:
         """Yield this process's part of each pass of each step from a position (in steps) on, without end."""
@@ -68,3 +83,10 @@ class Sampler:
                     start = step * self.batch_size + (micro * self.world_size + self.rank) * share
                     yield Plan(epoch, step, order[start : start + share])
             epoch, first = epoch + 1, 0
+
+
+def _draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Turn numbers from [0, 1) into places, each as probable as its share of the weights."""
+    upper = np.cumsum(weights)  # one after the other, so with the same rounding everywhere
+    # From the right, a weight of 0 is stepped over; u · sum is below the sum, even when rounded.
+    return np.searchsorted(upper, uniform * upper[-1], side="right")

@@ -12,6 +12,7 @@ from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.pixels import Pixels
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import Source
+from dino_vit.data.weighting import read_weights
 from dino_vit.eval.pictures import as_picture, heat
 from dino_vit.feeding import build_pixels, make_views
 from dino_vit.report.explorer import Explored, shortened
@@ -42,7 +43,9 @@ class Row:
 
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     """Make the views of a few images of an epoch again, as the networks saw them."""
-    samples = Sampler(length=len(source), batch_size=1, seed=config.seed).order(epoch)[:ROWS].tolist()
+    weights = read_weights(source, config.data.weights) if config.data.weights else None
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    samples = sampler.order(epoch)[:ROWS].tolist()
     titles = [f"global {n + 1}" for n in range(config.views.global_count)]
     titles += [f"local {n + 1}" for n in range(config.views.local_count)]
     return [
@@ -52,7 +55,7 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
             [_tile(view, f"{title}, {_size(view)}") for view, title in zip(views, titles, strict=True)],
             build_pixels(config),
         )
-        for sample, views in zip(samples, make_views(config, source, samples, epoch), strict=True)
+        for sample, views in zip(samples, make_views(config, source, samples, epoch, weights), strict=True)
     ]
 
 
