@@ -3,7 +3,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dino_vit.data.sampler import Sampler
+from dino_vit.data.sampler import Sampler, _draw_by_weight
 from dino_vit.randomness import Stream, random_uniform
 
 
@@ -123,3 +123,10 @@ def test_an_image_of_weight_0_stands_in_for_no_other():
     assert {other for sample in range(20) for other in plain.others(sample, 10)} == {0, 1, 2, 3}
     assert {other for sample in range(20) for other in weighted.others(sample, 10)} == {1, 3}
     assert list(weighted.others(7, 10)) == list(weighted.others(7, 10)) != list(weighted.others(8, 10))
+
+
+def test_numbers_on_the_edge_of_a_share_fall_to_what_can_be_drawn():
+    edges = np.array([0.0, 0.5, 1 - 2.0**-53])
+    assert _draw_by_weight(np.array([0.0, 1, 0, 1, 0]), edges).tolist() == [1, 3, 3]
+    for total in (1.0, 1 + 2.0**-52, 1.1, 2 - 2.0**-52, 3.0, 1e-299, 1e308):
+        assert _draw_by_weight(np.array([total]), edges).tolist() == [0, 0, 0]
