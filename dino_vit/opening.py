@@ -130,7 +130,7 @@ def _as_before(
         )
     if found.about["source"] != source.fingerprint:
         said.append(f"the images of {config.data.source} are not those that it began with")
-    if found.about["weights"] != fingerprint(weights):
+    if found.about.get("weights") != fingerprint(weights):
         said.append(f"data.weights={config.data.weights} does not weigh the images as it began")
     batch, share = found.about["global_batch"], config.data.batch_size * int(accelerator.num_processes)
     if batch % share:

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from dino_vit.config import PretrainConfig
 from dino_vit.data.sources import open_source
 from dino_vit.data.synthetic import SyntheticSource
 from dino_vit.data.weighting import describe, fingerprint, read_weights
+from dino_vit.report.explorer import shortened
+from dino_vit.report.sheets import view_rows
+from dino_vit.settings_load import load
 from dino_vit.storage import read_metadata
 from runs import Run, before_step, readings, run, tensors
 
@@ -129,6 +133,14 @@ def test_two_processes_draw_what_one_draws(tmp_path):
     assert [one.wait() for one in pair] == [0, 0], pair[0].said
     for ours, theirs in zip(readings(tmp_path / "two"), readings(tmp_path / "one"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+def test_the_report_shows_images_that_were_drawn(tmp_path):
+    wanted = NAMES[40]
+    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES, 0) | {wanted: 1})
+    small = ["model.patch_size=8", "views.global_size=16", "views.local_size=8"]
+    config = load(PretrainConfig, None, [*small, f"data.weights={path}"])
+    assert {row.name for row in view_rows(config, SOURCE, epoch=1)} == {shortened(wanted)}
 
 
 def test_a_run_says_what_is_wrong_with_its_weights(tmp_path):
