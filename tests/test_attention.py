@@ -12,6 +12,7 @@ from dino_vit.cli import main
 from dino_vit.eval import maps
 from dino_vit.eval.attention import FileNames, pad, resized, spread
 from dino_vit.preparation import preparation_of
+from runs import run
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
@@ -45,7 +46,7 @@ def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplo
     out = tmp_path / "out"
     assert main(["attention", str(photos), f"weights={weights}", f"output={out}", "rollout=true"]) == 0
     assert "left out: broken.png" in caplog.text
-    assert "sheet-1.png: where block 1 looks" in capsys.readouterr().out
+    assert "where block 1 looks, 4 images on 1 sheet" in capsys.readouterr().out
     found = {path.name for path in out.iterdir()}
     stems = {"a": (31, 50), "deep-a": (8, 8), "deep-b-c": (77, 9), "e": (40, 40)}
     endings = ("png", "overlay.png", "mask.png", "attention.npy", "rollout.npy")
@@ -108,14 +109,30 @@ def test_file_names_are_safe_and_their_own():
     assert found[:4] == ["etc-passwd", "a-b", "a-b-2", "A-B-3"]
 
 
-@pytest.mark.parametrize("command", [["-m", "dino_vit", "attention"], ["eval/attention.py"]])
-def test_the_programs_are_the_same(weights, tmp_path, command):
-    arguments = [f"weights={weights}", f"output={tmp_path / 'out'}", "count=3", "block=0"]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained") / "run"
+    run(output, {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0})
+    return output
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ["-m", "dino_vit", "attention"],
+        ["eval/attention.py"],
+        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "eval/attention.py"],
+    ],
+)
+def test_a_checkpoint_of_the_loop_by_every_way_to_start(trained, tmp_path, launch):
+    arguments = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
     done = subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, *launch, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert "where block 0 looks" in done.stdout
-    assert (tmp_path / "out" / "sheet-1.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.count("14 images on 2 sheets") == 1
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"sheet-1.png", "sheet-2.png"} < found
+    assert sum(name.endswith(".attention.npy") for name in found) == 14
 
 
 def test_mistakes_are_said(weights, tmp_path, capsys):

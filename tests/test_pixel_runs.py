@@ -1,6 +1,7 @@
 """Images of every kind through pretraining and the online evaluation, by the real command."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,10 @@ import torch
 from PIL import Image
 
 from dino_vit import load_backbone
+from dino_vit.cli import main
+from dino_vit.data.decode import read_image
 from dino_vit.data.pixels import Pixels
+from dino_vit.data.sources import open_source
 from dino_vit.data.synthetic import SyntheticSource
 from dino_vit.preparation import preparation_of
 from dino_vit.storage import read_metadata
@@ -66,6 +70,40 @@ def mixed(number, path, plane):
 
 def described(output):
     return json.loads(read_metadata(output / "checkpoints" / "step-00000003.safetensors")["dino_vit"])
+
+
+CIFAR = Path(__file__).parent.parent.parent / "shared" / "data" / "cifar10" / "test.parquet"
+OF_CIFAR = pytest.mark.skipif(
+    not CIFAR.exists(), reason="needs CIFAR-10 as Parquet in ../shared/data/cifar10"
+)
+
+
+@pytest.mark.parametrize(
+    ("write", "settings", "said"),
+    [
+        (sixteen_bits, {**MEASURED, **NO_COLOUR, "data.channels": 1}, "grey (uint16) 32"),
+        (five_channels, {**MEASURED, **NO_COLOUR, "data.channels": 5}, "of 5 channels (uint16) 32"),
+        (mixed, {"data.bits": 8}, "RGB (uint8) "),
+        pytest.param(None, {"data.batch_size": 64}, "RGB (uint8) 200", marks=OF_CIFAR),
+    ],
+)
+def test_inspection_pretraining_and_knn(tmp_path, planes, capsys, write, settings, said):
+    source = fill(tmp_path / "images", planes, write) if write else CIFAR
+    assert main(["inspect-data", str(source), f"sheet={tmp_path / 'views.png'}", "count=200"]) == 0
+    assert said in capsys.readouterr().out
+    evaluation = {"run.eval_every": 1 if write else "null"}
+    run(tmp_path / "run", {**SETTINGS, **settings, **evaluation, "data.source": source})
+    if write is None:
+        source = open_source(str(source))
+        some = range(0, len(source), len(source) // 100)  # the set is in the order of its classes
+        np.save(tmp_path / "images.npy", np.stack([read_image(source, i).numpy() for i in some]))
+        rows = [f"{n:09d},{source.classes[source.label(i)]}\n" for n, i in enumerate(some)]
+        (tmp_path / "labels.csv").write_text("".join(rows))
+        source = tmp_path / "images.npy"
+    labels = [] if write else [f"labels={tmp_path / 'labels.csv'}"]
+    assert main(["knn", str(source), f"weights={tmp_path / 'run'}", "precision=no", *labels]) == 0
+    found = json.loads((tmp_path / "run" / "eval" / "knn.json").read_text())
+    assert found
 
 
 def test_sixteen_bit_grey_keeps_its_bits_from_the_file_to_the_weights(tmp_path, planes):

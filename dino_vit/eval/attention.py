@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from dino_vit.data.decode import UnreadableImage, read_image
 from dino_vit.data.sources import Source, open_source
+from dino_vit.distributed import all_gather, all_or_none, rank, world_size
 from dino_vit.eval import maps, video
 from dino_vit.eval.pictures import (
     Panels,
@@ -34,6 +35,7 @@ from dino_vit.eval.pictures import (
     write_sheet,
 )
 from dino_vit.preparation import Preparation, preparation_of, squeeze
+from dino_vit.processes import start_processes
 from dino_vit.settings import Count, CountOrZero, Settings, knob
 from dino_vit.storage import write_bytes
 from dino_vit.vit import VisionTransformer
@@ -78,6 +80,7 @@ class Seen(NamedTuple):
     """What a backbone makes of one image."""
 
     name: str
+    file: str  # what its files are called
     picture: Tensor  # uint8 (3, H, W)
     heads: Tensor  # (heads, y, x)
     rolled: Tensor | None  # (y, x)
@@ -85,36 +88,50 @@ class Seen(NamedTuple):
 
 
 def run(config: AttentionConfig) -> int:
-    """Write pictures and maps of every image, and say where they are."""
-    model = load_backbone(config.weights, network=config.network).to(best_device())
+    """Write pictures and maps of every image, and say where they are; processes share the sheets."""
+    accelerator = start_processes(trackers=(), folder=Path())
+    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     if video.is_video(config.source):
-        return draw_video(model, config)
-    heads, source = chosen_heads(config, model), open_source(config.source)
-    preparation = preparation_of(model)
+        return draw_video(model, config) if rank() == 0 else 0
+    with all_or_none():
+        sheets, images = draw_sheets(model, open_source(config.source), config)
+    if rank() == 0:
+        folder, block = Path(config.output), config.block % model.depth
+        many = "1 sheet" if sheets == 1 else f"{sheets} sheets"
+        print(f"{folder}/sheet-*.png: where block {block} looks, {images} images on {many}")
+        print(f"{folder}/*.png: every image beside its maps; *.overlay.png and *.mask.png of its own size")
+        print(f"{folder}/*.attention.npy: the raw maps, heads × rows × columns of patches")
+    accelerator.end_training()
+    return 0
+
+
+def draw_sheets(model: VisionTransformer, source: Source, config: AttentionConfig) -> tuple[int, int]:
+    """Draw this process's share of the sheets; return how many sheets and images there are of all."""
+    heads, preparation = chosen_heads(config, model), preparation_of(model)
     places = range(len(source)) if config.count is None else spread(len(source), config.count)
-    folder, names = Path(config.output), FileNames()
-    sheets: list[Path] = []
-    for start in range(0, len(places), SHEET_ROWS):
-        seen = list(see_all(model, preparation, source, places[start : start + SHEET_ROWS], config))
+    names = FileNames()
+    files = [names.of(source.name(place)) for place in places]
+    pages = range(0, len(places), SHEET_ROWS)
+    drawn = torch.zeros(1, 2, dtype=torch.long, device=model.cls_token.device)
+    for number in range(rank(), len(pages), world_size()):
+        page = slice(pages[number], pages[number] + SHEET_ROWS)
+        seen = list(see_all(model, preparation, source, places[page], files[page], config))
         if seen:
-            sheets.append(folder / f"sheet-{len(sheets) + 1}.png")
-            write_page(seen, [names.of(one.name) for one in seen], sheets[-1], model, heads, config.mass)
-        if len(places) > SHEET_ROWS:
-            log.info("%d of %d images", min(start + SHEET_ROWS, len(places)), len(places))
+            sheet = Path(config.output) / f"sheet-{number + 1}.png"
+            write_page(seen, sheet, model, heads, config.mass)
+            drawn += torch.tensor([1, len(seen)], device=drawn.device)
+        if len(pages) > 1:
+            log.info("sheet %d of %d", number + 1, len(pages))
+    sheets, images = all_gather(drawn).sum(0).tolist()
     if not sheets:
         raise ValueError(f"none of the {len(places)} images that were tried can be read; see the lines above")
-    print(f"{', '.join(map(str, sheets))}: where block {config.block % model.depth} looks, an image a row")
-    print(
-        f"{folder}/*.png: every image beside its maps; *.overlay.png and *.mask.png of the image's own size"
-    )
-    print(f"{folder}/*.attention.npy: the raw maps, heads × rows × columns of patches")
-    return 0
+    return sheets, images
 
 
 def draw_video(model: VisionTransformer, config: AttentionConfig) -> int:
     """Write the video with the mean attention of the heads beside it."""
     heads = chosen_heads(config, model)
-    normalise = preparation_of(model).normaliser(best_device())
+    normalise = preparation_of(model).normaliser(model.cls_token.device)
 
     def beside(frame: Tensor) -> Tensor:
         image = resized(frame, config.size, config.longest)
@@ -127,11 +144,6 @@ def draw_video(model: VisionTransformer, config: AttentionConfig) -> int:
     frames = video.redraw(Path(config.source), target, beside)
     print(f"{target}: {frames} frames beside where block {config.block % model.depth} looks")
     return 0
-
-
-def best_device() -> torch.device:
-    """Return an accelerator where there is one."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]:
@@ -160,29 +172,27 @@ def see_all(
     preparation: Preparation,
     source: Source,
     places: Iterable[int],
+    files: Iterable[str],
     config: AttentionConfig,
 ) -> Iterator[Seen]:
     """Yield what the backbone makes of each image; one that cannot be read is left out with a line."""
-    normalise = preparation.normaliser(best_device())
-    for place in places:
+    normalise = preparation.normaliser(model.cls_token.device)
+    for place, file in zip(places, files, strict=True):
         try:
             image = read_image(source, place, preparation.pixels)
         except UnreadableImage as error:
             log.warning("left out: %s", error)
         else:
             image = resized(image, config.size, config.longest)
-            yield see(model, pad(normalise(image[None]), model.patch_size), image, source.name(place), config)
-
-
-def see(model: VisionTransformer, padded: Tensor, image: Tensor, name: str, config: AttentionConfig) -> Seen:
-    """Send an image, normalised and padded to whole patches (1, C, H, W), through the backbone."""
-    return Seen(
-        name=name,
-        picture=as_picture(image),
-        heads=maps.cls_attention(model, padded, config.block)[0].cpu(),
-        rolled=maps.rollout(model, padded)[0].cpu() if config.rollout else None,
-        tokens=maps.patch_tokens(model, padded)[0].cpu() if config.pca else None,
-    )
+            padded = pad(normalise(image[None]), model.patch_size)
+            yield Seen(
+                name=source.name(place),
+                file=file,
+                picture=as_picture(image),
+                heads=maps.cls_attention(model, padded, config.block)[0].cpu(),
+                rolled=maps.rollout(model, padded)[0].cpu() if config.rollout else None,
+                tokens=maps.patch_tokens(model, padded)[0].cpu() if config.pca else None,
+            )
 
 
 def resized(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
@@ -202,27 +212,22 @@ def pad(images: Tensor, patch: tuple[int, int]) -> Tensor:
 
 
 def write_page(
-    seen: Sequence[Seen],
-    names: Sequence[str],
-    sheet: Path,
-    model: VisionTransformer,
-    heads: Sequence[int],
-    mass: float,
+    seen: Sequence[Seen], sheet: Path, model: VisionTransformer, heads: Sequence[int], mass: float
 ) -> None:
     """Write the files of some images, and the sheet that shows them together."""
     tokens = [one.tokens for one in seen if one.tokens is not None]
     colours = maps.principal_colours(tokens) if tokens else [None] * len(seen)
     rows = []
-    for one, name, colour in zip(seen, names, colours, strict=True):
+    for one, colour in zip(seen, colours, strict=True):
         panels = draw(one, colour, model.patch_size, heads, mass)
         rows.append(Panels(one.name, list(panels.values())))
         titles = list(panels)
-        write_png(side_by_side(panels.values()), sheet.with_name(f"{name}.png"))
-        write_png(panels["mean of heads"], sheet.with_name(f"{name}.overlay.png"))
-        write_png(panels["mask"], sheet.with_name(f"{name}.mask.png"))
-        write_array(one.heads, sheet.with_name(f"{name}.attention.npy"))
+        write_png(side_by_side(panels.values()), sheet.with_name(f"{one.file}.png"))
+        write_png(panels["mean of heads"], sheet.with_name(f"{one.file}.overlay.png"))
+        write_png(panels["mask"], sheet.with_name(f"{one.file}.mask.png"))
+        write_array(one.heads, sheet.with_name(f"{one.file}.attention.npy"))
         if one.rolled is not None:
-            write_array(one.rolled, sheet.with_name(f"{name}.rollout.npy"))
+            write_array(one.rolled, sheet.with_name(f"{one.file}.rollout.npy"))
     write_sheet(rows, titles, sheet)
 
 
