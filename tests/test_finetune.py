@@ -157,12 +157,20 @@ def test_mixup_blends_pairs_by_one_share():
     assert torch.equal(shares, F.one_hot(targets, 3).float())
 
 
-def test_accelerate_launch_finetunes_a_checkpoint_of_the_loop(tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_finetunes_a_checkpoint_of_the_loop(tmp_path, processes):
     run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CPU)]
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CPU),
+        "--main_process_port",
+        free_port(),
+    ]
     argv = arguments(tmp_path / "tuned", f"weights={tmp_path / 'run'}", "epochs=2", source="synthetic:50:32")
     done = subprocess.run(
-        [*launch, "--main_process_port", free_port(), "eval/finetune.py", *argv[1:]],
+        [sys.executable, *(launch if processes == 2 else []), "eval/finetune.py", *argv[1:]],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
