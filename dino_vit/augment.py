@@ -124,10 +124,11 @@ class Augment(nn.Module):
         orders, sigmas = rows[:, Column.JITTER] * (1 + rows[:, Column.ORDER]), rows[:, Column.SIGMA]
         for places, steps, flags, start in self._chunks(images, rows, orders):
             x = _levels(images.index_select(0, places))
-            out.index_copy_(0, places, _by_rows_(x, steps[:-3], flags[:-3], start))
+            _put_(out, places, _by_rows_(x, steps[:-3], flags[:-3], start))
         for places, steps, flags, start in self._chunks(images, rows, sigmas):
             x = _by_rows_(out.index_select(0, places), steps[-3:], flags[-3:], start)
-            out.index_copy_(0, places, x.sub_(self.mean).div_(self.std))
+            for image, place in zip(x.sub_(self.mean), places.tolist(), strict=True):
+                torch.div(image, self.std, out=out[place])
         return out
 
     def _chunks(
@@ -189,8 +190,16 @@ def _by_rows_(x: Tensor, steps: list[Step], flags: list[list[bool]], start: int 
             index = index.to(x.device, non_blocking=True)
             own = x.index_select(0, index)
             operation(own, part)
-            x.index_copy_(0, index, own)
+            _put_(x, index, own)
     return x
+
+
+def _put_(x: Tensor, places: Tensor, images: Tensor) -> None:
+    if not x.is_cpu:
+        x.index_copy_(0, places, images)
+        return
+    for image, place in zip(images, places.tolist(), strict=True):  # half the time of index_copy_ there
+        x[place].copy_(image)
 
 
 def _scale_and_add_(x: Tensor, factor: Factor, other: Tensor) -> Tensor:

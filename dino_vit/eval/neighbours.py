@@ -22,6 +22,7 @@ Matrix = Tensor | NDArray[Any]  # an array may be a memory map
 
 _BANK = 2**26  # numbers of the bank that are held at a time, as float32
 _FEWEST_ROWS = 4096  # of a chunk
+_ROUNDING = 2**-20  # how far a length in float32 may be off
 _PRODUCTS = 2**24  # that are held at a time
 _NOTHING = torch.iinfo(torch.int64).min
 _LAST_ROW = 2**32 - 1
@@ -46,8 +47,10 @@ def nearest(
     for start in range(0, len(bank) if best.numel() else 0, chunk_rows):
         chunk = unit(torch.as_tensor(bank[start : start + chunk_rows], device=device))
         finder = open_finder(search, chunk, found)
-        for first in range(0, len(queries), finder.queries):
-            part = slice(first, first + finder.queries)
+        parts = -(-len(queries) // finder.queries)
+        size = -(-len(queries) // max(1, parts))  # even, so that one buffer serves all of them
+        for first in range(0, len(queries), max(1, size)):
+            part = slice(first, first + size)
             itself = None if own is None else torch.arange(len(queries), device=device)[part] + own - start
             for some, rows in finder.shortlist(queries[part], _cosines(best[part, -1]), itself):
                 places = some + first
@@ -101,9 +104,12 @@ def _cosines(keys: Tensor) -> Tensor:
 
 
 def unit(features: Tensor) -> Tensor:
-    """Return features of length 1 in float32; zeros stay."""
+    """Return features of length 1 in float32; zeros stay, and so do rows that are of length 1 already."""
     features = features.float()
     lengths = features.norm(dim=1, keepdim=True)
     if not lengths.isfinite().all():
         raise ValueError("some features are not finite, so they have no neighbours; is the network broken?")
+    lengths = torch.where((lengths - 1).abs() < _ROUNDING, 1.0, lengths)
+    if (lengths == 1).all():
+        return features.contiguous()
     return (features / lengths.clamp(min=1e-12)).contiguous()

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from einops import rearrange, reduce
 from torch import Tensor
@@ -27,9 +28,9 @@ Search = Literal["auto", "faiss", "torch"]
 # On macOS FAISS and torch each bring an OpenMP, and a process with two of them is ended.
 FAISS = sys.platform != "darwin"
 _CACHED = 2048  # rows that are prepared at a time, and
-_COLUMNS = 2048  # of scores that one product computes: few enough to stay in the cache
+_COLUMNS = 4096  # of scores that one product computes: few enough to stay in the cache
 _GROUP = 16  # scores that are passed over at once if the greatest of them is too low
-_SCORES = {"cpu": 2**24, "cuda": 2**29}  # that are held at a time
+_SCORES = {"cpu": 2**25, "cuda": 2**29}  # that are held at a time
 _LISTED = 2**24  # rows that are looked at together
 _MARGIN = 16  # neighbours beyond the k-th that FAISS is asked for
 _FAISS_GPU_NEIGHBOURS = 2048  # it finds no more
@@ -101,14 +102,14 @@ class TorchFinder:
         scores, greatest = self._score(queries, own)
         limit = self._limit(queries, floor, greatest).to(scores.dtype)
         promising = greatest >= rearrange(limit, "q -> q 1 1")
+        apart = self.columns // self.group  # are the members of a group
+        groups = scores.as_strided((scores.numel() - apart * (self.group - 1), self.group), (1, apart))
         for part in _parts(promising.flatten(1).sum(1), _LISTED // self.group):
             query, block, column = promising[part].nonzero(as_tuple=True)
-            members = torch.arange(self.group, device=scores.device) * (self.columns // self.group)
-            columns = rearrange(column, "p -> p 1") + members
-            place = rearrange((block * len(queries) + query + part.start) * self.columns, "p -> p 1")
-            reached = scores.flatten()[place + columns] >= rearrange(limit[part][query], "p -> p 1")
+            first = (block * len(queries) + query + part.start) * self.columns + column
+            reached = groups[first] >= rearrange(limit[part][query], "p -> p 1")
             of, member = reached.nonzero(as_tuple=True)
-            rows = block[of] * self.columns + columns[of, member]
+            rows = block[of] * self.columns + column[of] + member * apart
             places = torch.arange(part.start, part.stop, device=rows.device)
             yield places, _padded(query[of], rows, len(places))
 
@@ -134,7 +135,7 @@ class TorchFinder:
         error = self.error_of(queries)
         limit = floor - (queries * self.mean).sum(1) - error
         if greatest[0].numel() >= self.k:
-            reached = greatest.flatten(1).topk(self.k, sorted=False).values.amin(1).float()
+            reached = _kth_greatest(greatest.flatten(1).float(), self.k)
             rounding = torch.finfo(self.scores.dtype).eps  # twice what one rounding can change
             limit = torch.maximum(limit, reached - rounding * reached.abs() - 2 * error)
         return limit.clamp(min=torch.finfo(self.scores.dtype).min)  # what is left out has -inf
@@ -188,6 +189,14 @@ class FaissFinder:
             own = None if own is None else own[unclear]
             for places, rows in other.shortlist(queries[unclear], floor[unclear], own):
                 yield unclear[places], rows
+
+
+def _kth_greatest(scores: Tensor, k: int) -> Tensor:
+    """Return of each row the score that k reach."""
+    if scores.is_cuda:
+        return scores.topk(k, sorted=False).values.amin(1)
+    place = scores.shape[1] - k  # NumPy's partition is several times as fast as topk on a CPU
+    return torch.from_numpy(np.partition(scores.numpy(), place, axis=1)[:, place])
 
 
 def _leave_out(scores: Tensor, columns: Tensor) -> None:
