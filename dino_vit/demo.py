@@ -94,7 +94,7 @@ def evaluate(config: PretrainConfig, weights: Path, images: int) -> Figures:
             "untrained": probe(_features(untrained, source, places, preparation), source, places),
             "trained": probe(_features(trained, source, places, preparation), source, places),
             "raw pixels": probe(
-                pixel_features(source, places, preparation=preparation).values / 255, source, places
+                pixel_features(source, places, preparation=preparation).values, source, places
             ),
         },
     }

@@ -174,10 +174,11 @@ def extract_features(
 
 
 def pixel_features(source: Source, indices: Sequence[int], *, preparation: Preparation) -> Features:
-    """Return the pixels themselves, in a row: what any features must be better than."""
+    """Return the pixels themselves, normalised and in a row: what any features must be better than."""
+    normalise = preparation.normaliser(torch.device("cpu"))
     batches = list(_read_batches(source, preparation, in_batches(indices, 256)))
     return Features(
-        torch.cat([batch.images.flatten(1).float() for batch in batches]),
+        torch.cat([normalise(batch.images).flatten(1) for batch in batches]),
         torch.tensor([index for batch in batches for index in batch.indices], dtype=torch.long),
         tuple(image for batch in batches for image in batch.unreadable),
     )

@@ -261,4 +261,6 @@ def test_no_more_than_the_next_batch_is_read_ahead():
 def test_pixels_are_features_too():
     source = SyntheticSource(length=5)
     features = pixel_features(source, [4, 1], preparation=PREPARATION)
-    assert torch.equal(features.values, torch.stack([source.read(4), source.read(1)]).flatten(1).float())
+    pixels = torch.stack([source.read(4), source.read(1)]) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (PREPARATION.mean, PREPARATION.std))
+    torch.testing.assert_close(features.values, ((pixels - mean) / std).flatten(1))
