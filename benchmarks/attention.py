@@ -82,4 +82,4 @@ def run(*, repeats: int, threads: int) -> list[Table]:
 
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0]).parse_args()
-    report(run(repeats=options.repeats, threads=options.threads), options.out)
+    report(run(repeats=options.repeats, threads=options.threads), options)

@@ -112,4 +112,4 @@ if __name__ == "__main__":
         "--batch", type=int, default=8, help="images of 224 px on the CPU (default %(default)s)"
     )
     options = parser.parse_args()
-    report(run(repeats=options.repeats, threads=options.threads, batch=options.batch), options.out)
+    report(run(repeats=options.repeats, threads=options.threads, batch=options.batch), options)

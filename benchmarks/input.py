@@ -33,8 +33,8 @@ class Photos:
     fingerprint = "photos"
     classes = ()
 
-    def __init__(self, count: int) -> None:
-        self.files = [self._jpeg(torch.Generator().manual_seed(seed)) for seed in range(count)]
+    def __init__(self, count: int, side: int = 500) -> None:
+        self.files = [self._jpeg(torch.Generator().manual_seed(seed), side) for seed in range(count)]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -49,14 +49,15 @@ class Photos:
         return str(index)
 
     @staticmethod
-    def _jpeg(generator: torch.Generator) -> bytes:
-        image = 6 * torch.randn(1, 3, 375, 500, generator=generator)
+    def _jpeg(generator: torch.Generator, side: int) -> bytes:
+        levels = 6 * torch.randn(1, 3, 375, 500, generator=generator)
         for cells in (3, 6, 12, 25, 50):
             noise = torch.randn(1, 3, cells, math.ceil(cells * 4 / 3), generator=generator)
-            image += 60 / math.sqrt(cells) * F.interpolate(noise, size=(375, 500), mode="bicubic")
-        pixels = (image[0] + 128).clamp(0, 255).byte().permute(1, 2, 0).numpy()
+            levels += 60 / math.sqrt(cells) * F.interpolate(noise, size=(375, 500), mode="bicubic")
+        pixels = (levels[0] + 128).clamp(0, 255).byte().permute(1, 2, 0).numpy()
         buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=90)
+        image = Image.fromarray(pixels).resize((side, side * 3 // 4))
+        image.save(buffer, "JPEG", quality=90)
         return buffer.getvalue()
 
 
@@ -78,8 +79,8 @@ class Solarise:
         return ImageOps.solarize(image) if random.random() < self.probability else image
 
 
-def reference() -> Callable[[bytes], list[Tensor]]:
-    """Return the published pipeline as a function from a file to its ten views."""
+def published_views(config: PretrainConfig) -> Callable[[Image.Image], list[Tensor]]:
+    """Return the published pipeline as a function from an image to its views."""
 
     def view(size: int, scale: tuple[float, float], *rest: object) -> Callable[[Image.Image], Tensor]:
         bicubic = transforms.InterpolationMode.BICUBIC
@@ -90,15 +91,12 @@ def reference() -> Callable[[bytes], list[Tensor]]:
         composed: Callable[[Image.Image], Tensor] = transforms.Compose([crop, *colour, *rest, *last])
         return composed
 
-    first = view(224, (0.4, 1.0), Blur(1.0))
-    second = view(224, (0.4, 1.0), Blur(0.1), Solarise(0.2))
-    local = view(96, (0.05, 0.4), Blur(0.5))
-
-    def views(data: bytes) -> list[Tensor]:
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        return [make(image) for make in (first, second, *[local] * 8)]
-
-    return views
+    views = config.views
+    side = views.global_shape[0]
+    first = view(side, views.global_scale, Blur(1.0))
+    second = view(side, views.global_scale, Blur(0.1), Solarise(0.2))
+    local = view(views.local_shape[0], views.local_scale, Blur(0.5))
+    return lambda image: [make(image) for make in (first, second, *[local] * views.local_count)]
 
 
 def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
@@ -117,7 +115,7 @@ def _table(repeats: int, images: int) -> Table:
     sampler = Sampler(length=images, batch_size=images, seed=0)
     batches = Loader(source=photos, views=views, sampler=sampler).batches()
     augment = build_augment(PretrainConfig())
-    published = reference()
+    published = published_views(PretrainConfig())
 
     def worker() -> Batch:
         return next(batches)
@@ -127,7 +125,7 @@ def _table(repeats: int, images: int) -> Table:
         return [augment(cut, batch.photometry[size]) for size, cut in batch.views.items()]
 
     def pil() -> list[list[Tensor]]:
-        return [published(data) for data in photos.files]
+        return [published(Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.files]
 
     boxes = [
         draw_boxes(views, seed=0, epoch=0, sample=index, height=375, width=500).tolist()
@@ -188,7 +186,7 @@ def _all_next(loaders: Sequence[Iterator[Batch]]) -> list[Batch]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     options = parser.parse_args()
-    report(run(repeats=options.repeats, threads=options.threads), options.out)
+    report(run(repeats=options.repeats, threads=options.threads), options)
 
 
 if __name__ == "__main__":

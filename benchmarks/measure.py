@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +27,7 @@ from statistics import median
 import torch
 
 from dino_vit.processes import device_name
+from dino_vit.storage import write_bytes
 
 Work = Callable[[], object]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -49,6 +51,7 @@ class Table:
     unit: str
     rows: list[Row]
     note: str = ""
+    ratio: str = ""  # what the last column is, if not ours beside the fastest other
 
     def markdown(self) -> str:
         """Write the table, memory in brackets."""
@@ -56,7 +59,8 @@ class Table:
         if self.rows:
             names = list(self.rows[0].speed)
             unit = f"{self.unit} (peak MiB)" if self.rows[0].memory else self.unit
-            lines.append(f"| {unit} | {' | '.join(names)} | {names[0]} / fastest other |")
+            ratio = self.ratio or f"{names[0]} / fastest other"
+            lines.append(f"| {unit} | {' | '.join(names)} | {ratio} |")
             lines.append("|---" + "|--:" * (len(names) + 1) + "|")
             lines += [_line(row) for row in self.rows]
             lines.append("")
@@ -159,9 +163,39 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def report(tables: Sequence[Table], out: Path | None) -> None:
+@dataclass(frozen=True)
+class Result:
+    """What a program measured, when, on what, and how often."""
+
+    tables: list[Table]
+    repeats: int
+    machine: str
+    day: str
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, all or nothing."""
+        write_bytes(path, (json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Read it again."""
+        record = json.loads(path.read_bytes())
+        tables = [
+            Table(**{**table, "rows": [Row(**row) for row in table["rows"]]})
+            for table in record.pop("tables")
+        ]
+        return cls(tables=tables, **record)
+
+    def markdown(self, name: str) -> str:
+        """Write the part of the page that a program has."""
+        head = f"## {name}\n\n`python -m benchmarks {name}`, {self.day}, on {self.machine}; "
+        head += f"medians of {self.repeats} interleaved repeats.\n" if self.repeats else "one run.\n"
+        return "\n".join([head, *(table.markdown() for table in self.tables)])
+
+
+def report(tables: Sequence[Table], options: argparse.Namespace) -> None:
     """Print the tables, and write them as JSON where that is asked for."""
-    print(machine(), *(table.markdown() for table in tables), sep="\n\n")
-    if out is not None:
-        record = {"machine": machine(), "tables": [asdict(table) for table in tables]}
-        out.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    result = Result(list(tables), options.repeats, machine(), date.today().isoformat())
+    print(result.machine, *(table.markdown() for table in tables), sep="\n\n")
+    if options.out is not None:
+        result.write(options.out)

@@ -201,7 +201,7 @@ def _read_all(source: Source, order: list[int]) -> int:
 def main() -> None:
     parser = arguments(__doc__ or "")
     options = parser.parse_args()
-    report(run(repeats=options.repeats, threads=options.threads), options.out)
+    report(run(repeats=options.repeats, threads=options.threads), options)
 
 
 if __name__ == "__main__":

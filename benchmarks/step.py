@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import reference
@@ -98,8 +99,7 @@ class Ours:
 class Reference:
     """The other's step on the same views; with a session's first weights and its rates, if one is given."""
 
-    def __init__(self, case: Case, device: torch.device, session: Session | None = None) -> None:
-        config = case.config
+    def __init__(self, config: PretrainConfig, device: torch.device, session: Session | None = None) -> None:
         student, teacher = (build_network(config, rate) for rate in (config.model.drop_path, 0.0))
         if session is not None:
             reference.load(student, session.student.state_dict())
@@ -112,13 +112,17 @@ class Reference:
         )
         self.trainer = reference.Trainer(student, teacher, loss, clip=config.optim.clip, device=device)
         views = make_batch(config, device).views.values()
-        self.views = [view for of_a_size in views for view in torch.split(of_a_size, case.batch)]
+        self.views = [view for of_a_size in views for view in torch.split(of_a_size, config.data.batch_size)]
         self.session, self.step = session, 0
 
     def __call__(self) -> float:
+        return self.take(self.views)
+
+    def take(self, views: Sequence[Tensor]) -> float:
+        """Take the next step on some views and return its loss."""
         rates = self.session.rates(self.step) if self.session else Rates(1e-5, 0.04, 0.996, 0.04)
         self.step += 1
-        return self.trainer.step(self.views, **rates._asdict())
+        return self.trainer.step(views, **rates._asdict())
 
 
 def build_network(config: PretrainConfig, drop_path: float) -> reference.Network:
@@ -163,7 +167,7 @@ def build_run(name: str, case: Case, device: torch.device) -> Work:
     """Return what memory is measured of: building everything, and two steps."""
 
     def run() -> None:
-        step = Ours(case) if name == "dino_vit" else Reference(case, device)
+        step = Ours(case) if name == "dino_vit" else Reference(case.config, device)
         step()
         step()
 
@@ -175,9 +179,11 @@ def measure(case: Case, repeats: int) -> tuple[Row, str]:
     print(f"{case.name} ...", file=sys.stderr, flush=True)
     ours = Ours(case)
     device = ours.session.device
-    works: dict[str, Work] = {"dino_vit": ours, "reference": Reference(case, device, ours.session)}
+    works: dict[str, Work] = {"dino_vit": ours, "reference": Reference(case.config, device, ours.session)}
     row = compare(case.name, works, items=case.batch, repeats=repeats, device=device.type)
-    share = "" if case.compile or case.precision == "no" else f", {matrix_share(ours, row)}"
+    share = ""
+    if case.precision == "bf16" and not case.compile:
+        share = f", {matrix_share(ours, ours.session.device, row.speed['dino_vit'] / case.batch)}"
     del ours, works  # the peak on CUDA is that of the process
     memory = {name: peak_memory(build_run, name, case, device, device=device.type) for name in CONTENDERS}
     row.memory.update(memory)
@@ -186,12 +192,11 @@ def measure(case: Case, repeats: int) -> tuple[Row, str]:
     return row, f"{case.name}: {row.advantage:.2f} times the reference's speed{compared}{share}."
 
 
-def matrix_share(ours: Ours, row: Row) -> str:
-    """Set the matrix products of a step beside the fastest that the device does in bfloat16."""
+def matrix_share(step: Work, device: torch.device, rate: float) -> str:
+    """Set the matrix products of so many steps a second beside the fastest that the device does in bf16."""
     with FlopCounterMode(display=False) as counter:
-        ours()
-    config, device = ours.session.config, ours.session.device
-    reached = counter.get_total_flops() * row.speed["dino_vit"] / config.data.batch_size
+        step()
+    reached = counter.get_total_flops() * rate
     side, seconds = (8192 if device.type == "cuda" else 2048), []
     square = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     for _ in range(8):
@@ -232,4 +237,4 @@ if __name__ == "__main__":
         batch=options.batch,
         compiled=options.compile,
     )
-    report(tables, options.out)
+    report(tables, options)

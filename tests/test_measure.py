@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.__main__ import results
+from benchmarks import __main__ as program
+from benchmarks import measure
 from benchmarks.backbone import CONTENDERS, Case, build_work
-from benchmarks.measure import CLEAR_REFS, Table, compare, peak_memory
+from benchmarks.measure import CLEAR_REFS, Result, Table, compare, peak_memory
 
 MEBIBYTES = 64
 
@@ -40,14 +43,44 @@ def test_peak_memory_is_what_the_work_allocates() -> None:
     assert MEBIBYTES <= peak < MEBIBYTES + 32
 
 
-def test_page_has_every_number_and_says_what_was_not_measured() -> None:
+def test_page_has_every_number_and_says_what_was_not_measured(tmp_path: Path) -> None:
     row = compare("a row", {"ours": lambda: None, "peer": lambda: None}, items=1, repeats=1)
     row.memory.update({"ours": 12.0, "peer": None})
-    page = results(
-        [Table("CPU", "images a second", [row]), Table("CUDA", "x", [], "Not measured.")], repeats=1
-    )
+    tables = [Table("CPU", "images a second", [row]), Table("CUDA", "x", [], "Not measured.")]
+    Result(tables, 3, "some machine", "2026-01-31").write(tmp_path / "toy.json")
+    page = Result.read(tmp_path / "toy.json").markdown("toy")
+    assert "`python -m benchmarks toy`, 2026-01-31, on some machine; medians of 3" in page
     assert f"| a row | {row.speed['ours']:.1f} (12) | {row.speed['peer']:.1f} | {row.advantage:.2f} |" in page
     assert "### CUDA\n\nNot measured." in page
+
+
+def test_programs_run_one_by_one_and_one_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "FOLDER", tmp_path)
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    package = tmp_path / "benchmarks"
+    package.mkdir()
+    for name in ("good", "bad"):
+        (tmp_path / f"{name}.py").touch()
+    own = "from benchmarks.measure import Table, arguments, report\n"
+    own += "report([Table('A table', '', [], 'A note.')], arguments('').parse_args())\n"
+    monkeypatch.chdir(tmp_path)
+    (package / "__init__.py").touch()
+    (package / "good.py").write_text(own)
+    (package / "bad.py").write_text("raise SystemExit(3)")
+    (package / "measure.py").symlink_to(Path(measure.__file__))
+    (tmp_path / "results").mkdir()
+    before = Result([Table("Older", "", [], "Measured before.")], 5, "a machine", "2025-12-31")
+    before.write(tmp_path / "results" / "bad.json")
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--repeats", "1"])
+    assert program.main() == 1
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "## bad" in page
+    assert "Measured before." in page
+    assert "## good" in page
+    assert "A note." in page
 
 
 @pytest.mark.parametrize("size", [224, 96])

@@ -1,0 +1,174 @@
+"""The whole program: JPEG files on a disk to the next teacher, images a second.
+
+    python -m benchmarks.end_to_end --repeats 3
+
+`dino_vit` is the training loop with its loader, on a session made from a config; `reference` is the 2021
+code's pipeline (PIL, one view after the other) and its step; `lightly` is that library's transform, head and
+loss around a timm backbone. Each reads the same files with as many loader processes, started for each round.
+It runs on CUDA where there is such a device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks import step
+from benchmarks.input import Photos, published_views
+from benchmarks.measure import Row, Table, Work, arguments, compare, report
+from dino_vit.config import PretrainConfig
+from dino_vit.opening import open_session
+from dino_vit.processes import start_processes
+from dino_vit.reporting import Reporter
+from dino_vit.settings_load import replace
+from dino_vit.train import take_step
+
+Views = Callable[[Image.Image], list[Tensor]]
+SMALL: dict[str, Any] = {
+    "model.arch": "vit_tiny",
+    "model.patch_size": 4,
+    "head.prototypes": 2048,
+    "views.global_size": 32,
+    "views.local_size": 16,
+    "views.local_count": 4,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, on images of what width, how many at once, and how many steps a round takes."""
+
+    name: str
+    width: int
+    batch: int
+    steps: int
+    changes: Mapping[str, Any]
+
+
+class Files(Dataset[Sequence[Tensor]]):
+    """The views of image files, as the others' loaders make them."""
+
+    def __init__(self, folder: Path, views: Views) -> None:
+        self.paths, self.views = sorted(folder.iterdir()), views
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Sequence[Tensor]:
+        with Image.open(self.paths[index]) as image:
+            return self.views(image.convert("RGB"))
+
+
+class Ours:
+    """Our loop: its loader and its steps; no evaluation, no checkpoint."""
+
+    def __init__(self, config: PretrainConfig, steps: int) -> None:
+        self.opened = open_session(config, start_processes(trackers=(), folder=Path(config.output)))
+        self.session, self.steps = self.opened.session, steps
+        self.reporter = Reporter(self.opened)
+        self.waits: list[float] = []
+
+    def __call__(self, steps: int | None = None) -> None:
+        self.reporter.meter.restart()
+        with closing(self.session.loader.batches(self.session.step)) as batches:
+            for _ in range(steps or self.steps):
+                take_step(self.session, self.reporter, batches)
+        self.waits.append(self.reporter.meter.read().data_wait)
+
+
+class Theirs:
+    """A loader of PyTorch's and somebody's step."""
+
+    def __init__(
+        self, files: Files, config: PretrainConfig, steps: int, take: Callable[[list[Tensor]], object]
+    ) -> None:
+        self.loader: DataLoader[Sequence[Tensor]] = DataLoader(
+            files,
+            batch_size=config.data.batch_size,
+            shuffle=True,
+            num_workers=config.data.workers or 0,
+            pin_memory=torch.cuda.is_available(),
+            drop_last=True,
+        )
+        self.steps, self.take = steps, take
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def __call__(self) -> None:
+        batches = self.forever()
+        for _ in range(self.steps):
+            self.take([view.to(self.device, non_blocking=True) for view in next(batches)])
+        batches.close()
+
+    def forever(self) -> Generator[Any]:
+        while True:
+            yield from self.loader
+
+
+def contenders(config: PretrainConfig, steps: int) -> dict[str, Work]:
+    """Return those that can be had here, our own first."""
+    ours, folder = Ours(config, steps), Path(config.data.source)
+    device = ours.session.device
+    published = step.Reference(config, device, ours.session)
+    files = Files(folder, published_views(config))
+    works: dict[str, Work] = {"dino_vit": ours, "reference": Theirs(files, config, steps, published.take)}
+    try:
+        from benchmarks import peer
+    except ImportError:
+        print("lightly is not installed (pip install lightly): no row of it", file=sys.stderr)
+    else:
+        theirs = Files(folder, peer.transform(config))
+        works["lightly"] = Theirs(theirs, config, steps, peer.Peer(config, device).step)
+    return works
+
+
+def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
+    """Measure one row, and say how ours spent its time."""
+    with TemporaryDirectory() as folder:
+        photos = Path(folder) / "photos"
+        photos.mkdir()
+        for number, data in enumerate(Photos(max(64, case.batch), case.width).files):
+            (photos / f"{number:03}.jpg").write_bytes(data)
+        own = {"data.source": str(photos), "data.batch_size": case.batch, "data.workers": workers}
+        own |= {"output": str(Path(folder) / "run"), "run.precision": "bf16"}
+        works = contenders(replace(PretrainConfig(), {**step.FIXED, **own, **case.changes}), case.steps)
+        row = compare(case.name, works, items=case.batch * case.steps, repeats=repeats)
+        ours = works["dino_vit"]
+        assert isinstance(ours, Ours)
+        rate = row.speed["dino_vit"] / case.batch
+        share = step.matrix_share(partial(ours, 1), ours.session.device, rate)
+        waited = median(ours.waits[1:-1])
+    return row, f"{case.name}: ours waits for data {waited:.1%} of its time and does {share}."
+
+
+def run(*, repeats: int, threads: int) -> list[Table]:
+    """Measure both sizes, on CUDA where there is such a device."""
+    torch.set_num_threads(threads)
+    cuda = torch.cuda.is_available()
+    workers = max(1, (os.cpu_count() or 1) - 2)
+    large, small = ((64, 20), (512, 20)) if cuda else ((8, 8), (64, 8))
+    cases = (
+        Case("ViT-S/16, 2 × 224 + 8 × 96 px of JPEGs of 500 × 375", 500, *large, {}),
+        Case("ViT-Ti/4, 2 × 32 + 4 × 16 px of JPEGs of 40 × 30", 40, *small, SMALL),
+    )
+    rows, notes = zip(*(measure(case, repeats, workers) for case in cases), strict=True)
+    where = "CUDA, reference in fp16" if cuda else f"CPU, {threads} threads, reference in float32"
+    title = f"The whole program, {where}, lightly in bf16, loader processes: {workers}"
+    return [Table(title, "images a second", list(rows), "\n".join(notes))]
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    report(run(repeats=options.repeats, threads=options.threads), options)
