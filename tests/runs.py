@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -15,6 +16,9 @@ from dino_vit.storage import read_tensors
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["dino_vit.train", "dino_vit.settings_text"])
+
+ROOT = Path(__file__).parent.parent
+CPU = ROOT / "launch" / "accelerate_configs" / "cpu.yaml"  # two processes
 
 TINY = {
     "data.source": "synthetic:64:32",
@@ -114,6 +118,21 @@ def run(output: Path, settings: Mapping[str, object] = {}, *, code: int = 0, **o
     started = Run(output, settings, **options)
     assert started.wait() == code, started.said
     return started.said
+
+
+def program(name: str, *words: object, processes: int = 1) -> str:
+    """Run a program of eval/ as users do, by `accelerate launch` on several processes; return its output."""
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CPU)] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, f"eval/{name}.py", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[], None] | None) -> None:

@@ -12,7 +12,7 @@ from dino_vit.cli import main
 from dino_vit.eval import maps
 from dino_vit.eval.attention import FileNames, pad, resized, spread
 from dino_vit.preparation import preparation_of
-from runs import run
+from runs import command, program, run
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
@@ -116,20 +116,14 @@ def trained(tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        ["-m", "dino_vit", "attention"],
-        ["eval/attention.py"],
-        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "eval/attention.py"],
-    ],
-)
-def test_a_checkpoint_of_the_loop_by_every_way_to_start(trained, tmp_path, launch):
-    arguments = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
-    done = subprocess.run(
-        [sys.executable, *launch, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.count("14 images on 2 sheets") == 1
+@pytest.mark.parametrize("processes", [0, 1, 2])
+def test_a_checkpoint_of_the_loop_by_every_way_to_start(trained, tmp_path, processes):
+    words = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
+    if processes:
+        said = program("attention", *words, processes=processes)
+    else:
+        said = command(tmp_path / "log", "attention", *words)
+    assert said.count("14 images on 2 sheets") == 1
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"sheet-1.png", "sheet-2.png"} < found
     assert sum(name.endswith(".attention.npy") for name in found) == 14

@@ -5,19 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from runs import Run, arguments, before_step, readings, run, steps, tensors
+from runs import CPU, Run, arguments, before_step, readings, run, steps, tensors
 
 # Stochastic depth is drawn on each process for its own images.
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
 ONE = {**SETTINGS, "data.batch_size": 16}
 TWO = {**SETTINGS, "data.batch_size": 8}
-CPU = Path(__file__).parent.parent / "launch" / "accelerate_configs" / "cpu.yaml"
 LAUNCHERS = {
     "accelerate": ["accelerate.commands.launch", "--config_file", str(CPU), "--main_process_port"],
     "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],

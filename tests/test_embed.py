@@ -3,8 +3,6 @@
 import csv
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import faiss
@@ -23,7 +21,7 @@ from dino_vit.eval.duplicates import find_duplicates, unite
 from dino_vit.eval.embeddings import normalised, read_embeddings
 from dino_vit.features import Kind, extract_features
 from dino_vit.preparation import preparation_of
-from runs import command, run
+from runs import command, program, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -298,44 +296,13 @@ def test_an_output_that_cannot_be_written_is_a_sentence(tmp_path, weights):
     )
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        [],
-        [
-            "-m",
-            "accelerate.commands.launch",
-            "--num_processes",
-            "2",
-            "--config_file",
-            ROOT / "launch/accelerate_configs/cpu.yaml",
-        ],
-    ],
-)
-def test_the_program_embeds_by_a_checkpoint_of_the_loop(tmp_path, launch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_embeds_by_a_checkpoint_of_the_loop(tmp_path, processes):
     run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
-    words = [
-        "eval/embed.py",
-        "synthetic:100:32",
-        f"weights={tmp_path / 'run'}",
-        f"output={tmp_path / 'e.parquet'}",
-    ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            *map(str, launch),
-            *words,
-            f"cache={tmp_path / 'cache'}",
-            "precision=no",
-            "batch_size=16",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("100 × 32 in float32") == 1
+    words = [f"weights={tmp_path / 'run'}", f"output={tmp_path / 'e.parquet'}", f"cache={tmp_path / 'cache'}"]
+    fixed = ["precision=no", "batch_size=16"]
+    said = program("embed", "synthetic:100:32", *words, *fixed, processes=processes)
+    assert said.count("100 × 32 in float32") == 1
     found, model = read_embeddings(tmp_path / "e.parquet"), load_backbone(tmp_path / "run")
     assert (found.about["weights"]["step"], found.about["weights"]["network"]) == (5, "teacher")
     known = extract_features(

@@ -1,9 +1,6 @@
 """The linear evaluations as programs: from kept features, and by the protocol of 2021."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,8 @@ from dino_vit.eval.linear import columns_of
 from dino_vit.eval.published import interleave
 from dino_vit.features import Kind, extract_features
 from dino_vit.preparation import preparation_of
-from runs import Command, command, run
-from test_distributed_run import CPU, free_port, torchrun_environ
+from runs import Command, command, program, run
+from test_distributed_run import free_port, torchrun_environ
 
 ROOT = Path(__file__).parent.parent
 FAST = ["grid.rates=[0.001, 0.01, 0.1]", "grid.steps=40", "grid.batch=32", "grid.blocks=[1, 2]"]
@@ -188,24 +185,13 @@ def test_interleaving_is_by_turns():
     assert interleave(features, mean=False) is features
 
 
-@pytest.mark.parametrize(
-    "launch", [[], ["-m", "accelerate.commands.launch", "--config_file", str(CPU), "--main_process_port"]]
-)
-def test_the_program_judges_a_checkpoint_of_the_loop(tmp_path, launch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_judges_a_checkpoint_of_the_loop(tmp_path, processes):
     run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
     words = ["synthetic:60:32", f"weights={tmp_path / 'run'}", *FAST, "precision=no"]
-    port = [free_port()] if launch else []
-    done = subprocess.run(
-        [sys.executable, *launch, *port, "eval/linear.py", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    said = program("linear", *words, processes=processes)
     path = tmp_path / "run" / "eval" / "linear.json"
-    assert done.stdout.splitlines()[-1] == str(path)
+    assert said.splitlines()[-1] == str(path)
     found = json.loads(path.read_text())
     assert (found["weights"]["step"], found["weights"]["network"]) == (5, "teacher")
     command(tmp_path / "log", "linear", *words)

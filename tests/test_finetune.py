@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,8 @@ from dino_vit.features import extract_features
 from dino_vit.preparation import preparation_of
 from dino_vit.randomness import Stream, derive_seed
 from dino_vit.storage import read_tensors
-from runs import Command, command, run
-from test_distributed_run import CPU, free_port, torchrun_environ
+from runs import Command, command, program, run
+from test_distributed_run import free_port, torchrun_environ
 
 ROOT = Path(__file__).parent.parent
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
@@ -160,25 +158,9 @@ def test_mixup_blends_pairs_by_one_share():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_program_finetunes_a_checkpoint_of_the_loop(tmp_path, processes):
     run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
-    launch = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CPU),
-        "--main_process_port",
-        free_port(),
-    ]
     argv = arguments(tmp_path / "tuned", f"weights={tmp_path / 'run'}", "epochs=2", source="synthetic:50:32")
-    done = subprocess.run(
-        [sys.executable, *(launch if processes == 2 else []), "eval/finetune.py", *argv[1:]],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("after 2 epochs") == 1
+    said = program("finetune", *argv[1:], processes=processes)
+    assert said.count("after 2 epochs") == 1
     assert load_backbone(tmp_path / "tuned", num_classes=10).image_size == (32, 32)
 
 

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +17,8 @@ from dino_vit.eval.voting import few_shot_rows
 from dino_vit.features import extract_features
 from dino_vit.preparation import preparation_of
 from dino_vit.weights import load_backbone
-from runs import Command, command, run
-from test_distributed_run import CPU, free_port, torchrun_environ
+from runs import Command, command, program, run
+from test_distributed_run import free_port, torchrun_environ
 
 PROGRAM = Path(__file__).parent.parent / "eval" / "knn.py"
 
@@ -144,17 +141,9 @@ def test_two_launched_programs_judge_a_run_as_the_command_does(tmp_path):
     """Leave-one-out, where a share of the queries must know which rows of the bank they are."""
     run(tmp_path / "run", {"budget.steps": 10})
     settings = ["synthetic:61:32", "k=[5]", "precision=no", f"weights={tmp_path / 'run'}"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CPU)]
-    done = subprocess.run(
-        [*launch, "--main_process_port", free_port(), str(PROGRAM), *settings],
-        env={**os.environ, "PYTHONPATH": str(PROGRAM.parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    said = program("knn", *settings, processes=2)
     path = tmp_path / "run" / "eval" / "knn.json"
-    assert done.stdout.splitlines()[-1] == str(path)
+    assert said.splitlines()[-1] == str(path)
     two = json.loads(path.read_text())
     command(tmp_path / "log", "knn", *settings)
     assert json.loads(path.read_text()) == two

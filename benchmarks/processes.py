@@ -1,0 +1,152 @@
+"""One process and two of one thread each: images a second, and what of a step is spent on each other.
+
+    python -m benchmarks.processes --repeats 5
+
+The demo's network and recipe, without batch norm (gloo has none over processes); the processes are started
+by `accelerate launch` and talk by gloo. The exchange of gradients is what a step takes longer with it than
+without; the other collectives and the parts of a step are timed by a stopwatch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import dino_vit.train
+from benchmarks.loop import DEMO, REST, Stopwatch
+from benchmarks.measure import Row, Table, arguments, report
+from dino_vit.config import PretrainConfig
+from dino_vit.distributed import all_reduce_mean
+from dino_vit.opening import open_session
+from dino_vit.processes import start_processes
+from dino_vit.reporting import Reporter
+from dino_vit.session import Session
+from dino_vit.settings_load import load, replace
+
+LAUNCH = DEMO.parents[1] / "launch" / "accelerate_configs" / "cpu.yaml"
+STEPS = 40  # of a round
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
+Found = dict[str, Any]
+
+
+def child(out: Path, repeats: int, batch: int) -> None:
+    """Measure in one of the processes; the first writes what was found."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        changes = {
+            "output": folder,
+            "data.workers": 0,
+            "data.photometry": "device",
+            "run.trackers": (),
+            "head.batch_norm": False,
+        }
+        phases = {"budget.steps": None, "budget.epochs": 100, "data.batch_size": batch}
+        config = replace(load(PretrainConfig, DEMO), {**changes, **phases})
+        accelerator = start_processes(trackers=(), folder=Path(folder))
+        opened = open_session(config, accelerator)
+        session, reporter = opened.session, stack.enter_context(Reporter(opened))
+        batches = stack.enter_context(closing(session.loader.batches()))
+        rounds = [round_of(session, reporter, batches, exchange=True) for _ in range(2 * (repeats + 1))]
+        found = taken_apart(session, reporter, batches)
+        if accelerator.num_processes > 1:
+            pairs = [
+                [round_of(session, reporter, batches, exchange=on) for on in (True, False)]
+                for _ in range(repeats)
+            ]
+            found["gradients"] = median(1 - without / with_ for with_, without in pairs)
+        found["seconds"] = median(rounds[2:])
+        assert reporter.evaluation is not None
+        began = time.perf_counter()
+        reporter.evaluation(session.teacher.backbone)
+        found["evaluation"] = time.perf_counter() - began
+        if accelerator.is_main_process:
+            out.write_text(json.dumps(found))
+        accelerator.end_training()
+
+
+def round_of(session: Session, reporter: Reporter, batches: Iterator[Any], *, exchange: bool) -> float:
+    """Return the seconds of some steps, on average over the processes."""
+    session.accelerator.wait_for_everyone()
+    began = time.perf_counter()
+    wrapped = session.wrapped
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.require_backward_grad_sync = exchange
+    for _ in range(STEPS):
+        dino_vit.train.take_step(session, reporter, batches)
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.require_backward_grad_sync = True
+    return float(all_reduce_mean(torch.tensor(time.perf_counter() - began)))
+
+
+def taken_apart(session: Session, reporter: Reporter, batches: Iterator[Any]) -> Found:
+    """Return the shares of a step that are the teacher's average, the centre, and collectives."""
+    watch = Stopwatch()
+    with ExitStack() as stack:
+        for name, owner, attribute in (
+            ("average", dino_vit.train, "ema_update"),
+            ("centre", session.center, "update"),
+            *(("collectives", dist, one) for one in COLLECTIVES),
+        ):
+            stack.enter_context(watch.wrap(name, owner, attribute))
+        with watch.part(REST):
+            for _ in range(STEPS):
+                dino_vit.train.take_step(session, reporter, batches)
+    whole = sum(watch.seconds.values())
+    return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
+
+
+def launch(processes: int, repeats: int, batch: int) -> Found:
+    """Start processes, and return what they found."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)]
+        command += ["--num_processes", str(processes), "--module", "benchmarks.processes"]
+        command += ["--repeats", str(repeats)]
+        command += ["--child", str(out), "--batch", str(batch)]
+        with patch.dict("os.environ", {"OMP_NUM_THREADS": "1"}):
+            subprocess.run(command, check=True)
+        found: Found = json.loads(out.read_text())
+        return found
+
+
+def run(*, repeats: int, threads: int) -> list[Table]:
+    """Measure one process and two, in turn."""
+    del threads
+    one, two = launch(1, repeats, 64), launch(2, repeats, 64)
+    speeds = [count * 64 * STEPS / found["seconds"] for count, found in ((1, one), (2, two))]
+    gain = speeds[1] / speeds[0]
+    row = Row("64 images each", {"1 process": speeds[0], "2 processes": speeds[1]}, gain)
+    note = (
+        f"Two processes do {gain:.2f} times the work of one: {gain / 2:.0%} of what two could. In a step of "
+        f"two the exchange of gradients takes {two['gradients']:.1%}, the other collectives "
+        f"{two['collectives']:.1%}; the teacher's average takes {two['average']:.1%} (one process: "
+        f"{one['average']:.1%}), the centre without its collective {two['centre']:.1%} "
+        f"({one['centre']:.1%}). "
+        f"The evaluation (k-NN of 5,000 images) takes {two['evaluation']:.1f} s, in one process "
+        f"{one['evaluation']:.1f} s."
+    )
+    return [Table("Processes of one thread, CPU, gloo", "images a second", [row], note, ratio="gain")]
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--child", type=Path, help="for the processes that are started: where to write")
+    parser.add_argument("--batch", type=int, default=64)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child, options.repeats, options.batch)
+    else:
+        report(run(repeats=options.repeats, threads=options.threads), options)

@@ -1,0 +1,89 @@
+"""What a step costs as views, images and prototypes grow, and a start as the data set does.
+
+    python -m benchmarks.scaling --repeats 3
+
+A ViT-Ti/4 on small images, 16 at a time, our step beside the 2021 code's (`benchmarks/step.py` says how they
+are compared). A resume is timed from the middle of an epoch to the names of its next images, beside PyTorch's
+DistributedSampler, which lists the epoch and steps over what has been. It runs on CUDA where there is such a
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from benchmarks import step
+from benchmarks.measure import Row, Table, Work, arguments, compare, report
+from dino_vit.data.sampler import Sampler
+
+IMAGES = 16
+SMALL: Mapping[str, Any] = {
+    "model.arch": "vit_tiny",
+    "model.patch_size": 4,
+    "head.prototypes": 4096,
+    "views.global_size": 32,
+    "views.local_size": 16,
+    "views.local_count": 4,
+}
+GROWTH: tuple[tuple[str, tuple[tuple[str, Mapping[str, Any]], ...]], ...] = (
+    ("Local views", tuple((f"{n} of 16 px", {"views.local_count": n}) for n in (0, 2, 4, 8, 16))),
+    (
+        "Size of the views",
+        tuple(
+            (f"{side} and {side // 2} px", {"views.global_size": side, "views.local_size": side // 2})
+            for side in (32, 48, 64, 96)
+        ),
+    ),
+    ("Prototypes", tuple((f"{n:,}", {"head.prototypes": n}) for n in (1024, 4096, 16384, 65536))),
+)
+
+
+def measure_step(name: str, changes: Mapping[str, Any], repeats: int) -> Row:
+    """Measure our step and the other's."""
+    case = step.Case(IMAGES, "bf16", changes={**SMALL, **changes})
+    ours = step.Ours(case)
+    device = ours.session.device
+    works: dict[str, Work] = {
+        "dino_vit": ours,
+        "reference": step.Reference(case.config, device, ours.session),
+    }
+    return compare(name, works, items=IMAGES, repeats=repeats, device=device.type)
+
+
+def measure_resume(images: int, repeats: int) -> Row:
+    """Measure how long it takes to know the next images in the middle of an epoch."""
+    sampler = Sampler(length=images, batch_size=64, seed=0)
+    middle = sampler.steps_per_epoch // 2
+    other: DistributedSampler[int] = DistributedSampler(range(images), num_replicas=1, rank=0)  # type: ignore[arg-type]
+    works: dict[str, Work] = {
+        "dino_vit": lambda: next(sampler.plans(middle)),
+        "DistributedSampler": lambda: list(islice(iter(other), middle * 64, middle * 64 + 64)),
+    }
+    return compare(f"{images:,} images", works, items=1, repeats=repeats)
+
+
+def run(*, repeats: int, threads: int) -> list[Table]:
+    """Measure all of it."""
+    torch.set_num_threads(threads)
+    where = "CUDA" if torch.cuda.is_available() else f"CPU, {threads} threads"
+    tables = []
+    for title, cases in GROWTH:
+        rows = [measure_step(name, changes, repeats) for name, changes in cases]
+        slower = rows[0].speed["dino_vit"] / rows[-1].speed["dino_vit"]
+        others = rows[0].speed["reference"] / rows[-1].speed["reference"]
+        note = (
+            f"From the first row to the last ours takes {slower:.1f} times as long, the other {others:.1f}."
+        )
+        tables.append(Table(f"{title}, {where}", "images a second", rows, note))
+    rows = [measure_resume(images, repeats) for images in (10_000, 100_000, 1_000_000, 10_000_000)]
+    return [*tables, Table("Resuming in the middle of an epoch", "resumes a second", rows)]
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    report(run(repeats=options.repeats, threads=options.threads), options)
