@@ -1,7 +1,10 @@
 """Run the programs of this folder, each in a process of its own, and put RESULTS.md together.
 
     python -m benchmarks              all but those that take an hour
-    python -m benchmarks knn soak     these; what the others measured before stays on the page
+    python -m benchmarks knn input    these; what the others measured before stays on the page
+    python -m benchmarks --page       none: only put the page together
+
+Those that take an hour want to be told where and on what: `python -m benchmarks.soak --help`.
 
 Each leaves `results/NAME.json`; a program that fails leaves the one of before as it is.
 """
@@ -30,11 +33,12 @@ def main() -> int:
     programs = [module.name for module in iter_modules([str(FOLDER)]) if module.name not in NO_PROGRAMS]
     parser = measure.arguments("Run benchmarks and write benchmarks/RESULTS.md.")
     parser.add_argument("programs", nargs="*", metavar="NAME", help=f"of {', '.join(programs)}")
+    parser.add_argument("--page", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if unknown := set(options.programs) - set(programs):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
     RESULTS.mkdir(exist_ok=True)
-    chosen = options.programs or [name for name in programs if name not in LONG]
+    chosen = [] if options.page else options.programs or [name for name in programs if name not in LONG]
     failed = [name for name in chosen if not measured(name, options.repeats, options.threads)]
     page = HEAD + "\n" + (measure.__doc__ or "").strip() + "\n"
     for name in programs:

@@ -272,6 +272,7 @@ AUTO_KEYS = frozenset(
         *("data.channels", "data.mean", "data.std", "model.patch_size", "head.prototypes", "budget.epochs"),
         *("views.global_size", "views.local_size", "photometry.blur_sigma"),
         *("photometry.saturation", "photometry.hue", "photometry.grey"),
+        *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
     )
 )

@@ -19,6 +19,7 @@ IMAGENET = 1_280_000  # images
 PUBLISHED_STEPS = 125_000  # 100 epochs of ImageNet at batch 1024
 PUBLISHED_HALF_LIFE = 173  # steps; an EMA of 0.996
 PUBLISHED_WIDTH = 384  # ViT-S
+SHORT = 30_000  # steps; so few leave no time to leave the uniform state, so the head's layers are normalised
 
 
 class Choice(NamedTuple):
@@ -55,8 +56,12 @@ def resolve_auto(
     images: int,
     channels: int,
     global_batch: int,
+    batch_norm: bool = True,
 ) -> tuple[PretrainConfig, list[Choice]]:
-    """Fill the open settings of `recipe: auto`; `image_size` is the shorter side of a typical image."""
+    """Fill the open settings of `recipe: auto`; `image_size` is the shorter side of a typical image.
+
+    Without `batch_norm` the processes cannot take its statistics over all of them.
+    """
     if config.recipe != "auto":
         return config, []
     chosen = _Open(config, given)
@@ -66,7 +71,9 @@ def resolve_auto(
     reason = f"a power of two near {images} images / 20, as in ImageNet's 65536, from 256 on"
     chosen.fill("head.prototypes", min(max(prototypes, 256), 65536), reason)
     epochs = _fill_epochs(chosen, images, global_batch)
-    _fill_rates(chosen, steps=round(epochs * images / global_batch), batch=global_batch)
+    steps = round(epochs * images / global_batch)
+    _fill_head(chosen, steps, batch_norm)
+    _fill_rates(chosen, steps=steps, batch=global_batch)
     return chosen.resolved()
 
 
@@ -117,9 +124,29 @@ def _fill_epochs(chosen: _Open, images: int, global_batch: int) -> float:
     return epochs
 
 
+def _fill_head(chosen: _Open, steps: int, batch_norm: bool) -> None:
+    """Make the head of a narrow network narrow too, and keep that of a short run from the uniform state."""
+    narrow = min(1.0, chosen.config.model.shape[0] / PUBLISHED_WIDTH)
+    for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
+        size = max(2 ** round(log2(published * narrow)), least)
+        chosen.fill(f"head.{key}", size, f"{published} at width 384, less below, from {least} on")
+    if steps < SHORT and batch_norm:
+        chosen.fill("head.batch_norm", True, f"without it runs of fewer than {SHORT} steps often collapse")
+    if {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & set(chosen.given):
+        return
+    sharp = max(0.02, 0.04 / _shortness(steps) ** (1 / 9))
+    reason = "sharper in a short run: 0.04 x (steps / 125000) ^ 1/9, from 0.02 on"
+    chosen.fill("loss.teacher_temp", _round(sharp), reason)
+
+
+def _shortness(steps: int) -> float:
+    """Return how many times shorter than the published run so many steps are; 1 if they are not."""
+    return max(1.0, PUBLISHED_STEPS / max(steps, 1))
+
+
 def _fill_rates(chosen: _Open, steps: int, batch: int) -> None:
     """Let a short run move fast: the teacher's half-life and the rate follow the number of steps."""
-    shortness = max(1.0, PUBLISHED_STEPS / max(steps, 1))
+    shortness = _shortness(steps)
     half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
     formula = "173 x (steps / 125000) ^ 0.4, from 20 to 173"
     reason = f"half-life of {half_life:.0f} steps for a run of {steps}: {formula}"

@@ -11,7 +11,7 @@ from dino_vit.checkpoint import Checkpoint
 from dino_vit.config import PretrainConfig
 from dino_vit.data.look import LOOKED_AT, MEASURED, Look, look, measure, sample
 from dino_vit.data.sources import Source
-from dino_vit.distributed import all_gather
+from dino_vit.distributed import all_gather, world_size
 from dino_vit.feeding import build_pixels
 from dino_vit.recipes import Choice, resolve_auto, resolve_init
 from dino_vit.settings import ConfigError, Problem, get, given_keys
@@ -33,7 +33,9 @@ def resolve(
     if trained is not None:
         config, choices = _take_architecture(config, trained)
     config, for_init = resolve_init(config, given_keys(config))
-    config, for_data = fit_to(seen, config, source, global_batch)
+    # Over several processes its statistics need the collectives that torch has on CUDA alone.
+    batch_norm = device.type == "cuda" or world_size() == 1
+    config, for_data = fit_to(seen, config, source, global_batch, batch_norm=batch_norm)
     if not any(sight.fits(config.data.channels) for sight in seen.sights):
         said = f"not data.channels={config.data.channels}"
         text = f"the images of {config.data.source} have {seen.channels} channels, {said}"
@@ -46,7 +48,7 @@ def resolve(
 
 
 def fit_to(
-    seen: Look, config: PretrainConfig, source: Source, global_batch: int
+    seen: Look, config: PretrainConfig, source: Source, global_batch: int, *, batch_norm: bool = True
 ) -> tuple[PretrainConfig, list[Choice]]:
     """Fill in what `recipe: auto` decides from the images."""
     return resolve_auto(
@@ -56,6 +58,7 @@ def fit_to(
         images=len(source),
         channels=seen.channels,
         global_batch=global_batch,
+        batch_norm=batch_norm,
     )
 
 

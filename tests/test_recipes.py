@@ -38,6 +38,23 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     assert 1.5e-3 <= plan.lr <= 2.5e-3
     assert 0 < plan.freeze_steps < plan.warmup_steps < plan.total_steps / 5
     assert "budget.epochs" not in choices
+    assert (config.head.hidden_dim, config.head.bottleneck_dim, config.head.batch_norm) == (256, 64, True)
+    assert (
+        0.02 <= config.loss.teacher_temp <= 0.028
+    )  # at 0.04 320 images end in the uniform state
+
+
+def test_a_short_run_on_processors_does_without_batch_norm() -> None:
+    config, choices = auto("budget.steps=1800", **CIFAR, batch_norm=False)
+    assert not config.head.batch_norm
+    assert "head.batch_norm" not in choices
+
+
+def test_a_given_warm_up_of_the_temperature_is_kept() -> None:
+    config, _ = auto("loss.warmup_teacher_temp_epochs=5", "loss.teacher_temp=0.07", **CIFAR)
+    assert config.loss.teacher_temp == 0.07
+    config, choices = auto("loss.warmup_teacher_temp=0.03", "loss.warmup_teacher_temp_epochs=5", **CIFAR)
+    assert "loss.teacher_temp" not in choices
 
 
 def test_cifar_gets_tens_of_epochs() -> None:
@@ -70,6 +87,7 @@ def test_the_choices_change_gradually_with_the_number_of_images() -> None:
     configs = [auto(**IMAGENET | {"images": n, "image_size": 224})[0] for n in sizes]
     for before, after in pairwise(configs):
         assert after.teacher.momentum >= before.teacher.momentum
+        assert after.loss.teacher_temp >= before.loss.teacher_temp
         assert 0.9 < after.optim.lr / before.optim.lr <= 1
         assert after.head.prototypes / before.head.prototypes in (1, 2)
         assert (after.budget.epochs or 0) <= (before.budget.epochs or 0)
