@@ -10,12 +10,12 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from benchmarks import step
 from benchmarks.measure import Row, Table, Work, arguments, compare, report
@@ -55,16 +55,16 @@ def measure_step(name: str, changes: Mapping[str, Any], repeats: int) -> Row:
     return compare(name, works, items=IMAGES, repeats=repeats, device=device.type)
 
 
-def measure_resume(images: int, repeats: int) -> Row:
-    """Measure how long it takes to know the next images in the middle of an epoch."""
+def resumes(images: int) -> dict[str, Callable[[], Iterable[int]]]:
+    """Return what finds the next images in the middle of an epoch."""
     sampler = Sampler(length=images, batch_size=64, seed=0)
     middle = sampler.steps_per_epoch // 2
-    other: DistributedSampler[int] = DistributedSampler(range(images), num_replicas=1, rank=0)  # type: ignore[arg-type]
-    works: dict[str, Work] = {
-        "dino_vit": lambda: next(sampler.plans(middle)),
+    numbers = cast("Dataset[int]", range(images))
+    other: DistributedSampler[int] = DistributedSampler(numbers, num_replicas=1, rank=0)
+    return {
+        "dino_vit": lambda: next(sampler.plans(middle)).samples,
         "DistributedSampler": lambda: list(islice(iter(other), middle * 64, middle * 64 + 64)),
     }
-    return compare(f"{images:,} images", works, items=1, repeats=repeats)
 
 
 def run(*, repeats: int, threads: int) -> list[Table]:
@@ -80,7 +80,10 @@ def run(*, repeats: int, threads: int) -> list[Table]:
             f"From the first row to the last ours takes {slower:.1f} times as long, the other {others:.1f}."
         )
         tables.append(Table(f"{title}, {where}", "images a second", rows, note))
-    rows = [measure_resume(images, repeats) for images in (10_000, 100_000, 1_000_000, 10_000_000)]
+    rows = [
+        compare(f"{images:,} images", resumes(images), items=1, repeats=repeats)
+        for images in (10_000, 100_000, 1_000_000, 10_000_000)
+    ]
     return [*tables, Table("Resuming in the middle of an epoch", "resumes a second", rows)]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
@@ -8,8 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import knn, loop, sources
-from benchmarks.step import Case, Ours, Reference, build_run, measure
+from benchmarks import cifar10, end_to_end, knn, loop, processes, scaling, soak, sources
+from benchmarks.input import Photos
+from benchmarks.step import FIXED, Case, Ours, Reference, build_run, measure
+from dino_vit.checkpoint import Checkpoints
+from dino_vit.config import PretrainConfig
+from dino_vit.data.sources import open_source
+from dino_vit.settings_load import load, replace
+from runs import arguments, run
 
 TINY = {
     "model.arch": None,
@@ -111,3 +118,81 @@ def test_files_are_read_from_every_kind(tmp_path: Path) -> None:
 
 def test_neighbours_vote_as_in_the_published_loop() -> None:
     assert "for 60 of 60 queries" in knn.check(knn.make_case(4000, 60, CPU))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # lightly's head
+def test_the_whole_program_of_everybody_takes_steps(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number, data in enumerate(Photos(8, 40).files):
+        (photos / f"{number}.jpg").write_bytes(data)
+    own = {"data.source": str(photos), "data.batch_size": 4, "output": str(tmp_path / "run")}
+    config = replace(PretrainConfig(), {**FIXED, **TINY, **own, "run.precision": "bf16"})
+    works = end_to_end.contenders(config, steps=2)
+    assert set(works) >= {"dino_vit", "reference"}
+    before = {
+        name: [p.clone() for p in network_of(work).parameters() if p.requires_grad]
+        for name, work in works.items()
+    }
+    for name, work in works.items():
+        work()
+        after = [p for p in network_of(work).parameters() if p.requires_grad]
+        assert not all(map(torch.equal, before[name], after)), name
+
+
+def network_of(work: object) -> torch.nn.Module:
+    if isinstance(work, end_to_end.Ours):
+        return work.session.student
+    assert isinstance(work, end_to_end.Theirs)
+    owner = work.take.__self__  # type: ignore[attr-defined]
+    network = owner.student if hasattr(owner, "student") else owner.trainer.student
+    assert isinstance(network, torch.nn.Module)
+    return network
+
+
+def test_both_samplers_find_the_next_batch() -> None:
+    works = scaling.resumes(1000)
+    assert [len(set(map(int, work()))) for work in works.values()] == [64, 64]
+
+
+def test_a_process_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STEPS", 2)
+    processes.child(tmp_path / "found.json", repeats=1, batch=8)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {"average", "centre", "collectives", "seconds", "evaluation"}
+    assert found["collectives"] == 0  # there is no other process
+    assert 0 < found["average"] + found["centre"] < 1
+
+
+def test_a_soak_tells_two_ends_apart_and_growth_from_none(tmp_path: Path) -> None:
+    for name, value in (("one", 0.0), ("same", 0.0), ("other", 1.0)):
+        tensors = {"weight": torch.tensor([value]), "bias": torch.ones(2)}
+        Checkpoints(tmp_path / name).save(7, tensors, {})
+    assert "All 2 tensors" in soak.compared(tmp_path / "one", tmp_path / "same")
+    assert "1 of 2 tensors of the last checkpoint DIFFER" in soak.compared(
+        tmp_path / "one", tmp_path / "other"
+    )
+    said = soak.memory([(500.0 + second, 100.0) for second in range(100)])
+    assert "process 514 MiB, then 594, at most 599" in said
+    assert "loader processes 100 MiB, then 100, at most 100" in said
+
+
+def test_a_run_is_killed_and_comes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "EVERY", 0.2)
+    settings = [word for word in arguments(tmp_path, {"budget.steps": 60})[1:] if "output" not in word]
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}")
+    said = soak.soak(tmp_path / "runs", empty, settings, kills=1)
+    assert "are the same after 1 kills" in said
+
+
+def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> None:
+    phases = {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+    run(tmp_path / "run", {"data.source": "synthetic:200:32", "run.eval_every": 1, **phases})
+    config = load(PretrainConfig, tmp_path / "run" / "config.yaml")
+    train, test = open_source("synthetic:200:32"), open_source("synthetic:90:32")
+    (row, same) = cifar10.judge(config, train, test)
+    assert row.speed == same.speed  # the bank is smaller than what it could hold
+    assert row.speed.keys() == {"trained", "untrained", "raw pixels"}
+    assert row.speed["raw pixels"] == 100  # each query is in the bank, and is its own nearest neighbour
+    assert "epochs of 200 images" in cifar10.story(config, 200)

@@ -39,9 +39,7 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     assert 0 < plan.freeze_steps < plan.warmup_steps < plan.total_steps / 5
     assert "budget.epochs" not in choices
     assert (config.head.hidden_dim, config.head.bottleneck_dim, config.head.batch_norm) == (256, 64, True)
-    assert (
-        0.02 <= config.loss.teacher_temp <= 0.028
-    )  # at 0.04 320 images end in the uniform state
+    assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
 
 
 def test_a_short_run_on_processors_does_without_batch_norm() -> None:
