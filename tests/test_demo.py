@@ -15,6 +15,7 @@ from dino_vit.monitor import read_records
 from dino_vit.opening import build_untrained
 from dino_vit.preparation import preparation_of
 from dino_vit.settings_load import load
+from dino_vit.settings_text import to_yaml
 from dino_vit.weights import load_backbone
 from runs import arguments
 
@@ -36,6 +37,19 @@ def test_the_recipe_comes_with_the_package():
     assert (config.output, config.seed, config.data.source) == ("elsewhere", 3, "synthetic")
     assert config.run.eval_every is not None
     assert demo.recipe(demo.DemoConfig(steps=777)).budget.steps == 777
+
+
+def test_without_native_bf16_it_is_bounded_in_time_and_keeps_to_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "choose_precision", lambda *_: "no")
+    config = demo.DemoConfig(output=str(tmp_path))
+    for seconds, low, high in ((0.01, 400, 400), (1e6, 1400, 1400)):
+        monkeypatch.setattr(demo, "SECONDS", seconds)
+        steps = demo.recipe(config).budget.steps
+        assert low <= steps <= high
+    begun = load(PretrainConfig, None, ["budget.steps=567"])
+    (tmp_path / "config.yaml").write_text(to_yaml(begun))
+    assert demo.recipe(config).budget.steps == 567
+    assert demo.recipe(config.model_copy(update={"steps": 777})).budget.steps == 777
 
 
 def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, capsys):
