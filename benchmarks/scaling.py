@@ -18,18 +18,11 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from benchmarks import step
+from benchmarks.end_to_end import SMALL
 from benchmarks.measure import Row, Table, Work, arguments, compare, report
 from dino_vit.data.sampler import Sampler
 
 IMAGES = 16
-SMALL: Mapping[str, Any] = {
-    "model.arch": "vit_tiny",
-    "model.patch_size": 4,
-    "head.prototypes": 4096,
-    "views.global_size": 32,
-    "views.local_size": 16,
-    "views.local_count": 4,
-}
 GROWTH: tuple[tuple[str, tuple[tuple[str, Mapping[str, Any]], ...]], ...] = (
     ("Local views", tuple((f"{n} of 16 px", {"views.local_count": n}) for n in (0, 2, 4, 8, 16))),
     (

@@ -85,9 +85,9 @@ class Pretraining:
         return int(json.loads(lines[0])["total_steps"]) if lines else sys.maxsize
 
     def memory(self) -> tuple[float, float]:
-        """Return the MiB that the process and its loader processes hold; what they share counts once."""
-        own = _proportional_set(self.process.pid)
-        return own / 2**10, sum(map(_proportional_set, _children(self.process.pid))) / 2**10
+        """Return the MiB that the process and its loader processes have of their own, and no file's."""
+        own = _anonymous(self.process.pid)
+        return own / 2**10, sum(map(_anonymous, _children(self.process.pid))) / 2**10
 
 
 def _children(pid: int) -> list[int]:
@@ -98,12 +98,13 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _proportional_set(pid: int) -> int:
+def _anonymous(pid: int) -> int:
+    """Return the kB of a process that are no file's; those of libraries depend on who else maps them."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def soak(folder: Path, config: Path, settings: Sequence[str], kills: int) -> str:
