@@ -230,6 +230,14 @@ def test_an_animation_gives_its_first_frame():
         assert torch.equal(decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8))
 
 
+def test_wherever_a_jpeg_is_cut_it_is_said_in_words():
+    whole = saved(smooth(), "JPEG")
+    for end in range(3, len(whole) - 20):
+        with pytest.raises(UnreadableImage) as caught:
+            decode(whole[:end], "cut")
+        assert "unpack" not in str(caught.value), end
+
+
 def test_what_is_no_image_is_said_in_a_line():
     whole = saved(smooth(), "JPEG")
     broken = {

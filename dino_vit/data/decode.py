@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 
 from torch import Tensor
@@ -86,5 +87,7 @@ def _known(data: bytes) -> tuple[str, Reader] | None:
 
 def _reason(error: Exception) -> str:
     """Return what an error says, in a line, without the place in torchvision's sources."""
+    if isinstance(error.__cause__ or error, struct.error):  # a reader asked for more bytes than there are
+        return "it is truncated"
     said = _PLACE.sub("", str(error).partition("\n")[0])
     return said if " " in said else f"{type(error).__name__} {said}".strip()
