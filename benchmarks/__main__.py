@@ -43,8 +43,8 @@ def main() -> int:
     page = HEAD + "\n" + (measure.__doc__ or "").strip() + "\n"
     for name in programs:
         path = RESULTS / f"{name}.json"
-        if path.exists():
-            page += "\n" + measure.Result.read(path).markdown(name)
+        unmeasured = f"## {name}\n\nNot measured yet: `python -m benchmarks.{name} --help`.\n"
+        page += "\n" + (measure.Result.read(path).markdown(name) if path.exists() else unmeasured)
     (FOLDER / "RESULTS.md").write_text(page, encoding="utf-8")
     if failed:
         print(f"failed, and left as before: {', '.join(failed)}", file=sys.stderr)
