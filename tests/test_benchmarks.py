@@ -75,14 +75,17 @@ def test_memory_is_measured_of_two_whole_steps(name: str) -> None:
     build_run(name, Case(2, "no", changes=TINY), CPU)()
 
 
-def test_a_moment_counts_to_the_innermost_part() -> None:
+def test_a_moment_counts_to_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
     watch = loop.Stopwatch()
     with watch.part("outer"):
-        time.sleep(0.02)
+        clock[0] += 2
         with watch.part("inner"):
-            time.sleep(0.1)
-    assert 0.1 <= watch.seconds["inner"] < 0.2
-    assert 0.02 <= watch.seconds["outer"] < 0.1
+            clock[0] += 10
+        clock[0] += 3
+    assert watch.seconds["inner"] == 10
+    assert watch.seconds["outer"] == 5
 
 
 def test_the_loop_is_taken_apart() -> None:
