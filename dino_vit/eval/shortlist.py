@@ -28,7 +28,9 @@ Search = Literal["auto", "faiss", "torch"]
 # On macOS FAISS and torch each bring an OpenMP, and a process with two of them is ended.
 FAISS = sys.platform != "darwin"
 _CACHED = 2048  # rows that are prepared at a time, and
-_COLUMNS = 4096  # of scores that one product computes: few enough to stay in the cache
+_COLUMNS = 16384  # of scores that one product computes: few enough to stay in the cache
+_LINE = 32  # of them begin where the cache's lines do
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _GROUP = 16  # scores that are passed over at once if the greatest of them is too low
 _SCORES = {"cpu": 2**25, "cuda": 2**29}  # that are held at a time
 _LISTED = 2**24  # rows that are looked at together
@@ -78,8 +80,9 @@ class TorchFinder:
         self.queries = max(1, _SCORES[chunk.device.type] // len(chunk))
         # Of every group at least one score reaches the greatest, so k groups stand for k rows.
         self.group = max(g for g in (1, 2, 4, 8, _GROUP) if g == 1 or len(chunk) >= 4 * g * k)
-        self.columns = min(_COLUMNS, -(-len(chunk) // self.group) * self.group)
-        blocks = -(-len(chunk) // self.columns)
+        blocks, whole = -(-len(chunk) // _COLUMNS), self.group * _LINE
+        self.columns = -(-len(chunk) // (blocks * whole)) * whole
+        blocks = -(-len(chunk) // self.columns)  # the last of them is not empty
         self.bank = torch.empty(blocks * self.columns, chunk.shape[1], dtype=dtype, device=chunk.device)
         self.bank[len(chunk) :] = 0
         self.mean = chunk.mean(0)
@@ -99,8 +102,12 @@ class TorchFinder:
     def shortlist(
         self, queries: Tensor, floor: Tensor, own: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        scores, greatest = self._score(queries, own)
-        limit = self._limit(queries, floor, greatest).to(scores.dtype)
+        scores, bits = self._score(queries, own)
+        greatest = bits.view(scores.dtype)
+        limit = self._limit(queries, floor, bits)
+        if not (limit > 0).all():
+            greatest = reduce(scores, "b q (g c) -> q b c", "max", g=self.group)
+            limit = self._limit(queries, floor, greatest.float())
         promising = greatest >= rearrange(limit, "q -> q 1 1")
         apart = self.columns // self.group  # are the members of a group
         groups = scores.as_strided((scores.numel() - apart * (self.group - 1), self.group), (1, apart))
@@ -114,31 +121,40 @@ class TorchFinder:
             yield places, _padded(query[of], rows, len(places))
 
     def _score(self, queries: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the scores (blocks, queries, columns) and the groups' greatest (queries, blocks, groups)."""
+        """Return the scores (blocks, queries, columns) and the groups' greatest (queries, blocks, groups).
+
+        The greatest are of the scores' bits as integers, whose maxima are found in half the time: theirs are
+        in order down to 0, and where all scores of a group are below it, so is what stands for it.
+        """
         blocks = len(self.bank) // self.columns
         shape = blocks, len(queries), self.columns
         if self.scores.shape != shape:
             self.scores = self.scores.new_empty(shape)
         scores, low = self.scores, queries.to(self.dtype)
-        greatest = scores.new_empty(len(queries), blocks, self.columns // self.group)
+        bits = scores.view(_BITS[scores.dtype])
+        greatest = bits.new_empty(len(queries), blocks, self.columns // self.group)
         for block in range(blocks):
             start = block * self.columns
             _multiply(low, self.bank[start : start + self.columns], scores[block])
             scores[block, :, self.rows - start :] = -torch.inf
             if own is not None:
                 _leave_out(scores[block], own - start)
-            greatest[:, block] = reduce(scores[block], "q (g c) -> q c", "max", g=self.group)
+            members = rearrange(bits[block], "q (g c) -> q g c", g=self.group)
+            torch.amax(members, 1, out=greatest[:, block])
         return scores, greatest
 
     def _limit(self, queries: Tensor, floor: Tensor, greatest: Tensor) -> Tensor:
-        """Return what the score of a listed row is at least, before it is rounded as scores are."""
-        error = self.error_of(queries)
+        """Return what the score of a listed row is at least, going by the groups' greatest or their bits."""
+        error, number = self.error_of(queries), torch.finfo(self.scores.dtype)
         limit = floor - (queries * self.mean).sum(1) - error
         if greatest[0].numel() >= self.k:
-            reached = _kth_greatest(greatest.flatten(1).float(), self.k)
-            rounding = torch.finfo(self.scores.dtype).eps  # twice what one rounding can change
-            limit = torch.maximum(limit, reached - rounding * reached.abs() - 2 * error)
-        return limit.clamp(min=torch.finfo(self.scores.dtype).min)  # what is left out has -inf
+            reached = _kth_greatest(greatest.flatten(1), self.k)
+            if not greatest.is_floating_point():
+                reached = reached.view(self.scores.dtype)
+            reached = reached.float()
+            # Epsilon is twice what one rounding can change.
+            limit = torch.maximum(limit, reached - number.eps * reached.abs() - 2 * error)
+        return limit.clamp(min=number.min).to(self.scores.dtype)  # what is left out has -inf
 
     def error_of(self, queries: Tensor) -> Tensor:
         """Return how far scores can be off, before they are rounded: from the exact ones less the mean's."""
