@@ -54,6 +54,9 @@ def _words(key: Key) -> NDArray[np.uint64]:
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    state = state ^ (state >> np.uint64(30))
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return state

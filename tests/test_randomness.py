@@ -43,6 +43,12 @@ def test_another_process_draws_the_same():
     assert int(said) == derive_seed(3, Stream.ORDER, 4)
 
 
+def test_no_two_of_one_key_are_equal():
+    """An order of images is that of their numbers, which any sort finds if none are equal."""
+    for seed in range(3):
+        assert len(np.unique(random_bits(seed, Stream.ORDER, 5, np.arange(100_000)))) == 100_000
+
+
 def test_seeds_streams_and_keys_give_unrelated_numbers():
     seeds = {
         derive_seed(seed, stream, key, other)

@@ -62,7 +62,7 @@ class Sampler:
             uniform = random_uniform(self.seed, Stream.ORDER, epoch, np.arange(self.length))
             return _draw_by_weight(self.weights, uniform)
         bits = random_bits(self.seed, Stream.ORDER, epoch, np.arange(self.length))
-        return np.argsort(bits, kind="stable")
+        return np.argsort(bits)  # no two are equal: one-to-one functions made them, so any sort will do
 
     def others(self, sample: int, count: int) -> Iterator[int]:
         """Draw images that may stand in for one, as a function of that one alone, once one is wanted."""
