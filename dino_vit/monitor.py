@@ -98,7 +98,7 @@ class Progress:
         self.diagnosis = STARTING
         self.knn: float | None = None
         self.saved_step: int | None = None
-        self.recent = deque([(clock(), step)], maxlen=RECENT)
+        self.start_clock()
         self.drawn = -math.inf
         self.live = self._terminal()
 
@@ -112,6 +112,10 @@ class Progress:
     ) -> None:
         if self.live:
             self.live.stop()
+
+    def start_clock(self) -> None:
+        """Estimate the end from the time that steps take from now on."""
+        self.recent = deque([(self.clock(), self.step)], maxlen=RECENT)
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`; cheap enough for every step."""

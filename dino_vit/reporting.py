@@ -114,6 +114,8 @@ class Reporter:
         if self.main:
             write_bytes(self.session.folder / "baseline.json", to_json(figures))
         self.meter.restart()
+        if self.progress:
+            self.progress.start_clock()
 
     def wait(self, batches: Iterator[Batch]) -> Batch:
         """Take the next batch, and write down once what could not be read."""

@@ -172,6 +172,16 @@ def test_the_end_is_estimated_from_the_recent_pace():
     assert ends[-1] == "0s"
 
 
+def test_what_came_before_the_first_step_is_not_a_steps_pace():
+    stream, clock = StringIO(), Clock()
+    progress = Progress(total_steps=1_000, step=200, stream=stream, clock=clock)
+    clock.now += 500  # an evaluation
+    progress.start_clock()
+    clock.now += 100
+    progress.show(replace(HEALTHY, step=300), LEARNING)
+    assert re.search(r"eta +(\S+)", stream.getvalue())[1] == "11m40"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0s"), (45, "45s"), (59.7, "1m00"), (750, "12m30"), (50_520, "14h02"), (284_400, "3d07h")],
