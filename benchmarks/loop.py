@@ -98,9 +98,8 @@ def parts(session: Session, reporter: Reporter) -> Iterator[tuple[str, Any, str]
     yield "optimiser", session.optimizer, "zero_grad"
 
 
-def run(*, repeats: int, threads: int) -> list[Table]:
-    """Measure one epoch; a single one is long enough."""
-    del repeats
+def run(*, threads: int) -> list[Table]:
+    """Measure one epoch."""
     torch.set_num_threads(threads)
     print("one epoch ...", file=sys.stderr, flush=True)
     whole = {"budget.steps": None, "budget.epochs": 1, "optim.freeze_last_layer_epochs": 0.3}
@@ -111,4 +110,5 @@ def run(*, repeats: int, threads: int) -> list[Table]:
 
 if __name__ == "__main__":
     options = arguments(__doc__.splitlines()[0]).parse_args()
-    report(run(repeats=options.repeats, threads=options.threads), options)
+    options.repeats = 0  # a single epoch is long enough
+    report(run(threads=options.threads), options)
