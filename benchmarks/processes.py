@@ -36,12 +36,12 @@ from dino_vit.session import Session
 from dino_vit.settings_load import load, replace
 
 LAUNCH = DEMO.parents[1] / "launch" / "accelerate_configs" / "cpu.yaml"
-STEPS = 40  # of a round
+STEPS, ROUNDS = 40, 3  # of a round, and of a launch
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
 Found = dict[str, Any]
 
 
-def child(out: Path, repeats: int, batch: int) -> None:
+def child(out: Path, batch: int) -> None:
     """Measure in one of the processes; the first writes what was found."""
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -58,11 +58,11 @@ def child(out: Path, repeats: int, batch: int) -> None:
         opened = open_session(config, accelerator)
         session, reporter = opened.session, stack.enter_context(Reporter(opened))
         batches = stack.enter_context(closing(session.loader.batches()))
-        rounds = [round_of(session, reporter, batches) for _ in range(2 * (repeats + 1))][2:]
+        rounds = [round_of(session, reporter, batches) for _ in range(ROUNDS + 1)][1:]
         found = taken_apart(session, reporter, batches)
         found["seconds"] = median(rounds)
         if accelerator.num_processes > 1:
-            found["gradients"] = exchange(session, repeats) * STEPS / found["seconds"]
+            found["gradients"] = exchange(session) * STEPS / found["seconds"]
         assert reporter.evaluation is not None
         began = time.perf_counter()
         reporter.evaluation(session.teacher.backbone)
@@ -81,11 +81,11 @@ def round_of(session: Session, reporter: Reporter, batches: Iterator[Any]) -> fl
     return float(all_reduce_mean(torch.tensor(time.perf_counter() - began)))
 
 
-def exchange(session: Session, repeats: int) -> float:
+def exchange(session: Session) -> float:
     """Return the seconds in which the processes add up as many numbers as the student has gradients."""
     gradients = torch.zeros(sum(p.numel() for p in session.wrapped.parameters() if p.requires_grad))
     seconds = []
-    for _ in range(10 * repeats):
+    for _ in range(STEPS):
         session.accelerator.wait_for_everyone()
         began = time.perf_counter()
         dist.all_reduce(gradients)
@@ -110,13 +110,12 @@ def taken_apart(session: Session, reporter: Reporter, batches: Iterator[Any]) ->
     return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
 
 
-def launch(processes: int, repeats: int, batch: int) -> Found:
+def launch(processes: int, batch: int) -> Found:
     """Start processes, and return what they found."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)]
         command += ["--num_processes", str(processes), "--module", "benchmarks.processes"]
-        command += ["--repeats", str(repeats)]
         command += ["--child", str(out), "--batch", str(batch)]
         with patch.dict("os.environ", {"OMP_NUM_THREADS": "1"}):
             subprocess.run(command, check=True)
@@ -127,10 +126,15 @@ def launch(processes: int, repeats: int, batch: int) -> Found:
 def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure one process and two, in turn."""
     del threads
-    one, two = launch(1, repeats, 64), launch(2, repeats, 64)
-    speeds = [count * 64 * STEPS / found["seconds"] for count, found in ((1, one), (2, two))]
-    gain = speeds[1] / speeds[0]
-    row = Row("64 images each", {"1 process": speeds[0], "2 processes": speeds[1]}, gain)
+    pairs = [(launch(1, 64), launch(2, 64)) for _ in range(repeats)]
+    gain = median(2 * one["seconds"] / two["seconds"] for one, two in pairs)
+    one, two = (
+        {name: median(found[name] for found in of) for name in of[0]} for of in zip(*pairs, strict=True)
+    )
+    speeds = {
+        f"{n} process{'es' * (n - 1)}": n * 64 * STEPS / found["seconds"] for n, found in ((1, one), (2, two))
+    }
+    row = Row("64 images each", speeds, gain)
     note = (
         f"Two processes do {gain:.2f} times the work of one: {gain / 2:.0%} of what two could. In a step of "
         f"two the exchange of gradients takes at most {two['gradients']:.1%}, the other collectives "
@@ -149,6 +153,6 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=64)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.repeats, options.batch)
+        child(options.child, options.batch)
     else:
         report(run(repeats=options.repeats, threads=options.threads), options)
