@@ -36,12 +36,13 @@ from dino_vit.session import Session
 from dino_vit.settings_load import load, replace
 
 LAUNCH = DEMO.parents[1] / "launch" / "accelerate_configs" / "cpu.yaml"
+IMAGES = 64  # of a process in a step
 STEPS, ROUNDS = 40, 3  # of a round, and of a launch
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
 Found = dict[str, Any]
 
 
-def child(out: Path, batch: int) -> None:
+def child(out: Path) -> None:
     """Measure in one of the processes; the first writes what was found."""
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -52,7 +53,7 @@ def child(out: Path, batch: int) -> None:
             "run.trackers": (),
             "head.batch_norm": False,
         }
-        phases = {"budget.steps": None, "budget.epochs": 100, "data.batch_size": batch}
+        phases = {"budget.steps": None, "budget.epochs": 100, "data.batch_size": IMAGES}
         config = replace(load(PretrainConfig, DEMO), {**changes, **phases})
         accelerator = start_processes(trackers=(), folder=Path(folder))
         opened = open_session(config, accelerator)
@@ -110,13 +111,13 @@ def taken_apart(session: Session, reporter: Reporter, batches: Iterator[Any]) ->
     return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
 
 
-def launch(processes: int, batch: int) -> Found:
+def launch(processes: int) -> Found:
     """Start processes, and return what they found."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)]
         command += ["--num_processes", str(processes), "--module", "benchmarks.processes"]
-        command += ["--child", str(out), "--batch", str(batch)]
+        command += ["--child", str(out)]
         with patch.dict("os.environ", {"OMP_NUM_THREADS": "1"}):
             subprocess.run(command, check=True)
         found: Found = json.loads(out.read_text())
@@ -126,15 +127,14 @@ def launch(processes: int, batch: int) -> Found:
 def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure one process and two, in turn."""
     del threads
-    pairs = [(launch(1, 64), launch(2, 64)) for _ in range(repeats)]
+    pairs = [(launch(1), launch(2)) for _ in range(repeats)]
     gain = median(2 * one["seconds"] / two["seconds"] for one, two in pairs)
     one, two = (
         {name: median(found[name] for found in of) for name in of[0]} for of in zip(*pairs, strict=True)
     )
-    speeds = {
-        f"{n} process{'es' * (n - 1)}": n * 64 * STEPS / found["seconds"] for n, found in ((1, one), (2, two))
-    }
-    row = Row("64 images each", speeds, gain)
+    done = IMAGES * STEPS
+    speeds = {"1 process": done / one["seconds"], "2 processes": 2 * done / two["seconds"]}
+    row = Row(f"{IMAGES} images each", speeds, gain)
     note = (
         f"Two processes do {gain:.2f} times the work of one: {gain / 2:.0%} of what two could. In a step of "
         f"two the exchange of gradients takes at most {two['gradients']:.1%}, the other collectives "
@@ -150,9 +150,8 @@ def run(*, repeats: int, threads: int) -> list[Table]:
 if __name__ == "__main__":
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--child", type=Path, help="for the processes that are started: where to write")
-    parser.add_argument("--batch", type=int, default=64)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.batch)
+        child(options.child)
     else:
         report(run(repeats=options.repeats, threads=options.threads), options)

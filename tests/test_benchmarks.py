@@ -160,7 +160,8 @@ def test_both_samplers_find_the_next_batch() -> None:
 
 def test_a_process_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STEPS", 2)
-    processes.child(tmp_path / "found.json", batch=8)
+    monkeypatch.setattr(processes, "IMAGES", 8)
+    processes.child(tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == {"average", "centre", "collectives", "seconds", "evaluation"}
     assert found["collectives"] == 0  # there is no other process
