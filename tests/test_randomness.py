@@ -43,10 +43,22 @@ def test_another_process_draws_the_same():
     assert int(said) == derive_seed(3, Stream.ORDER, 4)
 
 
-def test_no_two_of_one_key_are_equal():
-    """An order of images is that of their numbers, which any sort finds if none are equal."""
-    for seed in range(3):
-        assert len(np.unique(random_bits(seed, Stream.ORDER, 5, np.arange(100_000)))) == 100_000
+def unmixed(bits):
+    """Undo SplitMix64's mixing, in Python integers."""
+    word = 2**64
+    bits ^= bits >> 31 ^ bits >> 62
+    bits = bits * pow(0x94D049BB133111EB, -1, word) % word
+    bits ^= bits >> 27 ^ bits >> 54
+    bits = bits * pow(0xBF58476D1CE4E5B9, -1, word) % word
+    return bits ^ bits >> 30 ^ bits >> 60
+
+
+def test_each_number_gives_its_key_back():
+    """So no two of one key are equal, and the order of images is one that any sort finds."""
+    keys = np.array([0, 1, 2, 99, 10**7, 2**32 + 5, 2**63 - 1])
+    bits = random_bits(7, Stream.ORDER, 5, keys).tolist()
+    moved = [(unmixed(one) - unmixed(bits[0])) % 2**64 for one in bits]
+    assert [of * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64 for of in moved] == keys.tolist()
 
 
 def test_seeds_streams_and_keys_give_unrelated_numbers():

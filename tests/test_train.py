@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from itertools import islice, pairwise
 from types import MappingProxyType
 
@@ -58,6 +59,22 @@ def assert_close(ours, theirs, **tolerance):
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, msg=lambda text, name=name: name + text, **tolerance)
+
+
+def test_the_evaluation_before_the_first_step_does_not_count_as_a_steps_time(tmp_path, monkeypatch):
+    ends, raw_pixels = [], OnlineEvaluation.raw_pixels
+
+    def evaluated(self):
+        found = raw_pixels(self)
+        ends.append(time.monotonic())
+        return found
+
+    monkeypatch.setattr(OnlineEvaluation, "raw_pixels", evaluated)
+    with Reporter(opened(tmp_path, {"run.eval_every": 1})) as reporter:
+        reporter.start()
+        ((began, step),) = reporter.progress.recent
+    assert step == 0
+    assert ends[0] <= began
 
 
 @pytest.fixture

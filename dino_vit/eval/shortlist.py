@@ -105,7 +105,7 @@ class TorchFinder:
         scores, bits = self._score(queries, own)
         greatest = bits.view(scores.dtype)
         limit = self._limit(queries, floor, bits)
-        if not (limit > 0).all():
+        if not (limit > 0).all():  # the bits do not tell which groups reach it
             greatest = reduce(scores, "b q (g c) -> q b c", "max", g=self.group)
             limit = self._limit(queries, floor, greatest.float())
         promising = greatest >= rearrange(limit, "q -> q 1 1")
