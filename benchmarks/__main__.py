@@ -1,18 +1,21 @@
 """Run the programs of this folder, each in a process of its own, and put RESULTS.md together.
 
-    python -m benchmarks              all but those that take an hour
+    python -m benchmarks              all but those that take an hour; with CUDA those that use it
     python -m benchmarks knn input    these; what the others measured before stays on the page
     python -m benchmarks --page       none: only put the page together
 
 Those that take an hour want to be told where and on what: `python -m benchmarks.soak --help`.
 
-Each leaves `results/NAME.json`; a program that fails leaves the one of before as it is.
+Each leaves `results/DEVICE/NAME.json`, of the CPU or, where there is such a device, of CUDA; a program that
+fails leaves the one of before as it is. One that measures on CUDA too says in `ON_CUDA` what.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
@@ -20,6 +23,7 @@ from benchmarks import measure
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
+CUDA = measure.here().type == "cuda"
 NO_PROGRAMS = ("__main__", "measure", "peer", "reference")
 LONG = ("cifar10", "soak")
 HEAD = """# Results
@@ -37,26 +41,43 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.programs) - set(programs):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
-    RESULTS.mkdir(exist_ok=True)
-    chosen = [] if options.page else options.programs or [name for name in programs if name not in LONG]
+    usual = [name for name in programs if name not in LONG and (not CUDA or on_cuda(name))]
+    chosen = [] if options.page else options.programs or usual
     failed = [name for name in chosen if not measured(name, options.repeats, options.threads)]
     page = HEAD + "\n" + (measure.__doc__ or "").strip() + "\n"
-    for name in programs:
-        path = RESULTS / f"{name}.json"
-        unmeasured = f"## {name}\n\nNot measured yet: `python -m benchmarks.{name} --help`.\n"
-        page += "\n" + (measure.Result.read(path).markdown(name) if path.exists() else unmeasured)
+    page += "".join(section(name) for name in programs)
     (FOLDER / "RESULTS.md").write_text(page, encoding="utf-8")
     if failed:
         print(f"failed, and left as before: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
 
 
+def section(name: str) -> str:
+    """Write the part of the page that a program has, on each kind of device that it is for."""
+    how = f"python -m benchmarks.{name} --help" if name in LONG else f"python -m benchmarks {name}"
+    text = f"\n## {name}\n\n`{how}`\n"
+    for kind, rows in (("cpu", "all"), ("cuda", on_cuda(name))):
+        path = RESULTS / kind / f"{name}.json"
+        if path.exists():
+            text += f"\n{measure.Result.read(path).markdown()}"
+        elif rows:
+            text += f"\n**Not measured on {kind.upper()}**: {rows}.\n"
+    return text
+
+
+def on_cuda(name: str) -> str:
+    """Say what a program measures on CUDA, if anything."""
+    return str(getattr(import_module(f"benchmarks.{name}"), "ON_CUDA", ""))
+
+
 def measured(name: str, repeats: int, threads: int) -> bool:
     """Run one program; tell whether it succeeded."""
     print(f"benchmarks.{name}", file=sys.stderr, flush=True)
+    kind = "cuda" if CUDA and on_cuda(name) else "cpu"
+    seen = {} if kind == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", f"benchmarks.{name}", "--repeats", str(repeats)]
-    command += ["--threads", str(threads), "--out", str(RESULTS / f"{name}.json")]
-    return subprocess.run(command, check=False).returncode == 0
+    command += ["--threads", str(threads), "--out", str(RESULTS / kind / f"{name}.json")]
+    return subprocess.run(command, check=False, env={**os.environ, **seen}).returncode == 0
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from benchmarks.measure import Row, Table, Work, arguments, compare, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
 from dino_vit.block import attend
 
+ON_CUDA = "the same rows"
 HEADS, CHANNELS = 6, 64
 TOKENS = (10, 17, 37, 65, 101, 145, 197, 257, 401, 785)
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -57,27 +58,25 @@ def build_work(kernel: Kernel, qkv: Tensor, train: bool) -> Work:
     return backward if train else torch.no_grad()(forward)
 
 
-def measure(device: str, dtype: torch.dtype, train: bool, tokens: int, repeats: int) -> Row:
+def measure(where: str, dtype: torch.dtype, train: bool, tokens: int, repeats: int) -> Row:
     """Measure one row, on a batch of about a thousand tokens on a CPU and of a hundred thousand elsewhere."""
-    batch = max(1, (1_000 if device == "cpu" else 100_000) // tokens)
+    batch = max(1, (1_000 if where == "cpu" else 100_000) // tokens)
     shape = (batch, tokens, 3 * HEADS * CHANNELS)
-    qkv = torch.randn(shape, device=device, dtype=dtype, requires_grad=train)
+    qkv = torch.randn(shape, device=where, dtype=dtype, requires_grad=train)
     works = {name: build_work(kernel, qkv, train) for name, kernel in KERNELS.items()}
     mode = "forward + backward" if train else "forward"
     name = f"{mode}, {str(dtype).removeprefix('torch.')}, {tokens} tokens"
-    return compare(name, works, items=batch, repeats=repeats, device=device)
+    return compare(name, works, items=batch, repeats=repeats, device=where)
 
 
 def run(*, repeats: int, threads: int) -> list[Table]:
-    """Measure every row on the CPU, and on CUDA where there is such a device."""
+    """Measure every row."""
     torch.set_num_threads(threads)
-    rows = list(product((torch.float32, torch.bfloat16), (False, True), TOKENS))
-    cpu = [measure("cpu", *row, repeats) for row in rows]
-    tables = [Table(f"Attention, CPU, threads: {threads}", "sequences a second", cpu)]
-    if torch.cuda.is_available():
-        cuda = [measure("cuda", *row, repeats) for row in rows]
-        return [*tables, Table("Attention, CUDA", "sequences a second", cuda)]
-    return [*tables, Table("Attention, CUDA", "sequences a second", [], "Not measured: no CUDA device here.")]
+    where = here().type
+    cases = product((torch.float32, torch.bfloat16), (False, True), TOKENS)
+    rows = [measure(where, *case, repeats) for case in cases]
+    title = "Attention, CUDA" if where == "cuda" else f"Attention, CPU, threads: {threads}"
+    return [Table(title, "sequences a second", rows)]
 
 
 if __name__ == "__main__":

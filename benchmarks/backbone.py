@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer as TorchvisionViT
 
-from benchmarks.measure import Row, Table, Work, arguments, compare, peak_memory, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report
 from dino_vit.vit import vit_small
 
+ON_CUDA = "the same rows with 128 images"
 CONTENDERS = ("dino_vit", "timm", "torchvision")
 LOCAL_VIEWS = 4  # a batch of local views has as many more images, as multi-crop batches do
 
@@ -45,14 +46,14 @@ class Case:
         return f"{mode}, {self.precision}, {self.batch} × {self.size} px"
 
 
-def cases(device: str, batch: int) -> Iterator[Case]:
+def cases(where: str, batch: int) -> Iterator[Case]:
     """Name all rows of a device; weights in bfloat16 are for evaluation only."""
     for size, train in product((224, 96), (False, True)):
         images = batch if size == 224 else LOCAL_VIEWS * batch
-        yield Case(size, images, train, "float32", device)
-        yield Case(size, images, train, "bf16", device)
+        yield Case(size, images, train, "float32", where)
+        yield Case(size, images, train, "bf16", where)
         if not train:
-            yield Case(size, images, train, "bf16 weights", device)
+            yield Case(size, images, train, "bf16 weights", where)
 
 
 def build_model(contender: str, size: int) -> nn.Module:
@@ -95,21 +96,18 @@ def measure(case: Case, repeats: int) -> Row:
     return compare(case.name, works, items=case.batch, repeats=repeats, device=case.device, memory=memory)
 
 
-def run(*, repeats: int, threads: int, batch: int = 8, cuda_batch: int = 128) -> list[Table]:
-    """Measure every row on the CPU, and on CUDA where there is such a device."""
+def run(*, repeats: int, threads: int, batch: int | None = None) -> list[Table]:
+    """Measure every row."""
     torch.set_num_threads(threads)
-    cpu = [measure(case, repeats) for case in cases("cpu", batch)]
-    tables = [Table(f"Backbone, CPU, threads: {threads}", "images a second", cpu)]
-    if torch.cuda.is_available():
-        cuda = [measure(case, repeats) for case in cases("cuda", cuda_batch)]
-        return [*tables, Table("Backbone, CUDA", "images a second", cuda)]
-    return [*tables, Table("Backbone, CUDA", "images a second", [], "Not measured: no CUDA device here.")]
+    where = here().type
+    images = batch or (128 if where == "cuda" else 8)
+    rows = [measure(case, repeats) for case in cases(where, images)]
+    title = "Backbone, CUDA" if where == "cuda" else f"Backbone, CPU, threads: {threads}"
+    return [Table(title, "images a second", rows)]
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--batch", type=int, default=8, help="images of 224 px on the CPU (default %(default)s)"
-    )
+    parser.add_argument("--batch", type=int, help="images of 224 px (default: 8 on a CPU, 128 on CUDA)")
     options = parser.parse_args()
     report(run(repeats=options.repeats, threads=options.threads, batch=options.batch), options)

@@ -5,15 +5,15 @@
 `dino_vit` is the training loop with its loader, on a session made from a config; `reference` is the 2021
 code's pipeline (PIL, one view after the other) and its step; `lightly` is that library's transform, head and
 loss around a timm backbone. Each reads the same files with as many loader processes, started for each round.
-It runs on CUDA where there is such a device.
+A second table is of ours alone: the photometry on the device, and in the loader processes.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import step
 from benchmarks.input import Photos, published_views
-from benchmarks.measure import Row, Table, Work, arguments, compare, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
 from dino_vit.config import PretrainConfig
 from dino_vit.opening import open_session
 from dino_vit.processes import start_processes
@@ -36,6 +36,7 @@ from dino_vit.reporting import Reporter
 from dino_vit.settings_load import replace
 from dino_vit.train import take_step
 
+ON_CUDA = "both tables, ViT-S/16 with 64 images and ViT-Ti/4 with 512"
 Views = Callable[[Image.Image], list[Tensor]]
 SMALL: dict[str, Any] = {
     "model.arch": "vit_tiny",
@@ -100,11 +101,11 @@ class Theirs:
             batch_size=config.data.batch_size,
             shuffle=True,
             num_workers=config.data.workers or 0,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=here().type == "cuda",
             drop_last=True,
         )
         self.steps, self.take = steps, take
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = here()
 
     def __call__(self) -> None:
         batches = self.forever()
@@ -134,8 +135,9 @@ def contenders(config: PretrainConfig, steps: int) -> dict[str, Work]:
     return works
 
 
-def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
-    """Measure one row, and say how ours spent its time."""
+@contextmanager
+def files_of(case: Case, workers: int) -> Iterator[PretrainConfig]:
+    """Write the images of a case; yield what ours trains on them with."""
     with TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         photos.mkdir()
@@ -143,8 +145,15 @@ def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
             (photos / f"{number:03}.jpg").write_bytes(data)
         own = {"data.source": str(photos), "data.batch_size": case.batch, "data.workers": workers}
         own |= {"output": str(Path(folder) / "run"), "run.precision": "bf16"}
-        works = contenders(replace(PretrainConfig(), {**step.FIXED, **own, **case.changes}), case.steps)
-        row = compare(case.name, works, items=case.batch * case.steps, repeats=repeats)
+        yield replace(PretrainConfig(), {**step.FIXED, **own, **case.changes})
+
+
+def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
+    """Measure one row, and say how ours spent its time."""
+    with files_of(case, workers) as config:
+        works = contenders(config, case.steps)
+        items, where = case.batch * case.steps, here().type
+        row = compare(case.name, works, items=items, repeats=repeats, device=where)
         ours = works["dino_vit"]
         assert isinstance(ours, Ours)
         rate = row.speed["dino_vit"] / case.batch
@@ -153,10 +162,23 @@ def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
     return row, f"{case.name}: ours waits for data {waited:.1%} of its time and does {share}."
 
 
+def measure_photometry(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
+    """Measure ours with the photometry here and there, and say what each waits for data."""
+    with files_of(case, workers) as config:
+        works = {
+            name: Ours(replace(config, {"data.photometry": where}), case.steps)
+            for name, where in (("on the device", "device"), ("in the workers", "worker"))
+        }
+        items, where = case.batch * case.steps, here().type
+        row = compare(case.name, works, items=items, repeats=repeats, device=where)
+    waited = " and ".join(f"{median(work.waits[1:]):.1%} {name}" for name, work in works.items())
+    return row, f"{case.name}: waits for data {waited}."
+
+
 def run(*, repeats: int, threads: int) -> list[Table]:
-    """Measure both sizes, on CUDA where there is such a device."""
+    """Measure both sizes."""
     torch.set_num_threads(threads)
-    cuda = torch.cuda.is_available()
+    cuda = here().type == "cuda"
     workers = max(1, (os.cpu_count() or 1) - 2)
     large, small = ((64, 20), (512, 20)) if cuda else ((8, 8), (64, 8))
     cases = (
@@ -166,7 +188,10 @@ def run(*, repeats: int, threads: int) -> list[Table]:
     rows, notes = zip(*(measure(case, repeats, workers) for case in cases), strict=True)
     where = "CUDA, reference in fp16" if cuda else f"CPU, {threads} threads, reference in float32"
     title = f"The whole program, {where}, lightly in bf16, loader processes: {workers}"
-    return [Table(title, "images a second", list(rows), "\n".join(notes))]
+    whole = Table(title, "images a second", list(rows), "\n".join(notes))
+    rows, notes = zip(*(measure_photometry(case, repeats, workers) for case in cases), strict=True)
+    title = f"Photometry, {'CUDA' if cuda else f'CPU, {threads} threads'}, loader processes: {workers}"
+    return [whole, Table(title, "images a second", list(rows), "\n".join(notes))]
 
 
 if __name__ == "__main__":

@@ -143,6 +143,11 @@ def _resident(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name))  # kB
 
 
+def here() -> torch.device:
+    """Return what is measured here: CUDA where there is such a device (hide it to measure the CPU)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def machine() -> str:
     """Describe the processor, the accelerator and the versions that were measured."""
     packages = ("torch", "torchvision", "timm", "transformers", "accelerate")
@@ -186,10 +191,10 @@ class Result:
         ]
         return cls(tables=tables, **record)
 
-    def markdown(self, name: str) -> str:
-        """Write the part of the page that a program has."""
-        head = f"## {name}\n\n`python -m benchmarks {name}`, {self.day}, on {self.machine}; "
-        head += f"medians of {self.repeats} interleaved repeats.\n" if self.repeats else "one run.\n"
+    def markdown(self) -> str:
+        """Write what was measured on a machine."""
+        often = f"medians of {self.repeats} interleaved repeats" if self.repeats else "one run"
+        head = f"{self.day}, on {self.machine}; {often}.\n"
         return "\n".join([head, *(table.markdown() for table in self.tables)])
 
 

@@ -4,8 +4,7 @@
 
 A ViT-Ti/4 on small images, 16 at a time, our step beside the 2021 code's (`benchmarks/step.py` says how they
 are compared). A resume is timed from the middle of an epoch to the names of its next images, beside PyTorch's
-DistributedSampler, which lists the epoch and steps over what has been. It runs on CUDA where there is such a
-device.
+DistributedSampler, which lists the epoch and steps over what has been.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from benchmarks import step
 from benchmarks.end_to_end import SMALL
-from benchmarks.measure import Row, Table, Work, arguments, compare, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
 from dino_vit.data.sampler import Sampler
 
+ON_CUDA = "the same rows"
 IMAGES = 16
 GROWTH: tuple[tuple[str, tuple[tuple[str, Mapping[str, Any]], ...]], ...] = (
     ("Local views", tuple((f"{n} of 16 px", {"views.local_count": n}) for n in (0, 2, 4, 8, 16))),
@@ -63,7 +63,7 @@ def resumes(images: int) -> dict[str, Callable[[], Iterable[int]]]:
 def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure all of it."""
     torch.set_num_threads(threads)
-    where = "CUDA" if torch.cuda.is_available() else f"CPU, {threads} threads"
+    where = "CUDA" if here().type == "cuda" else f"CPU, {threads} threads"
     tables = []
     for title, cases in GROWTH:
         rows = [measure_step(name, changes, repeats) for name, changes in cases]
