@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cifar10, end_to_end, knn, loop, processes, scaling, soak, sources
+from benchmarks import cifar10, compiled, end_to_end, knn, loop, operations, processes, scaling, soak, sources
 from benchmarks.input import Photos
-from benchmarks.step import FIXED, Case, Ours, Reference, build_run, measure
+from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure
 from dino_vit.checkpoint import Checkpoints
 from dino_vit.config import PretrainConfig
 from dino_vit.data.sources import open_source
@@ -68,6 +68,43 @@ def test_a_row_has_speed_memory_and_what_they_come_to() -> None:
     assert row.speed.keys() == row.memory.keys() == {"dino_vit", "reference"}
     assert "times the reference's speed" in said
     assert "TFLOP/s" in said
+
+
+def test_a_step_is_compared_with_itself_compiled() -> None:
+    shallow = {**TINY, "model.depth": 1}  # compiling takes its time
+    case, other = Case(2, "no", shallow), Case(2, "no", shallow | compiled.COMPILED)
+    as_it_is, *others = map(losses_of_two, (Ours(case), Ours(other), compiled.Graphs(case)))
+    assert as_it_is[0] != as_it_is[1]
+    for losses in others:
+        assert losses == pytest.approx(as_it_is, rel=1e-4)
+
+
+def losses_of_two(step: Ours) -> list[float]:
+    """Take two steps; return the loss of each."""
+    losses = []
+    for _ in range(2):
+        step()
+        losses.append(step.loss())
+    return losses
+
+
+def test_the_largest_operations_have_names() -> None:
+    found, clock = operations.operations(Ours(Case(2, "bf16", changes=TINY)))
+    times = [one.milliseconds for one in found]
+    assert times == sorted(times, reverse=True)
+    assert 0 < sum(times) <= clock
+    assert {"aten::bmm", "aten::copy_"} <= {one.name for one in found}
+    table = operations.table("A step", found, clock)
+    assert sum(row.advantage for row in table.rows) == pytest.approx(1)
+    assert len(table.rows) == operations.SHOWN + 1
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_rows_of_a_device_are_valid_configs(where: str) -> None:
+    rows = cases(where, None)
+    assert len({case.name for case in rows}) == len(rows)
+    for case in rows:
+        assert case.config.data.batch_size == case.batch
 
 
 @pytest.mark.parametrize("name", ["dino_vit", "reference"])

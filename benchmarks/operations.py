@@ -1,0 +1,99 @@
+"""Which operations a training step spends its time on: the largest first.
+
+    python -m benchmarks.operations
+
+The step of `benchmarks/step.py` in bf16 under PyTorch's profiler: kernels on CUDA, operations of the
+processor elsewhere, each without what it calls. A share is one of all of them; what is small is one row.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.profiler_util import FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.measure import Row, Table, arguments, here, report
+from benchmarks.step import ARCHS, Case, Ours
+
+ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images"
+STEPS, SHOWN, NAMED = 3, 12, 60  # profiled steps, rows, characters of a name
+
+
+class Operation(NamedTuple):
+    """What one operation takes in a step."""
+
+    name: str
+    milliseconds: float
+    calls: float
+
+
+def spent(event: FunctionEventAvg, where: str) -> float:
+    """Return the microseconds of an operation by itself."""
+    if where == "cpu":
+        return float(event.self_cpu_time_total)
+    # The processor's operations are charged for the kernels that they start: count the kernels themselves.
+    counts = event.device_type.name == "CUDA" and not event.is_user_annotation
+    return float(event.self_device_time_total) if counts else 0.0
+
+
+def operations(step: Ours) -> tuple[list[Operation], float]:
+    """Return the operations of a step, the largest first, and the milliseconds of the whole by the clock."""
+    where = step.session.device.type
+    step()
+    step()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        if where == "cuda":
+            torch.cuda.synchronize()
+        clock = time.perf_counter() - start
+    found = [
+        Operation(event.key, spent(event, where) / 1e3 / STEPS, event.count / STEPS)
+        for event in profiler.key_averages()
+        if spent(event, where) > 0
+    ]
+    return sorted(found, key=lambda one: one.milliseconds, reverse=True), clock * 1e3 / STEPS
+
+
+def table(title: str, found: Sequence[Operation], clock: float) -> Table:
+    """Set the largest beside all of them."""
+    whole = sum(one.milliseconds for one in found)
+    small = found[SHOWN:]
+    rest = Operation(
+        f"{len(small)} others", sum(one.milliseconds for one in small), sum(one.calls for one in small)
+    )
+    rows = [
+        Row(
+            (one.name if len(one.name) <= NAMED else f"{one.name[: NAMED - 1]}…").replace("|", "/"),
+            {"milliseconds": one.milliseconds, "calls": one.calls},
+            one.milliseconds / whole,
+        )
+        for one in [*found[:SHOWN], *([rest] if small else [])]
+    ]
+    note = f"{whole:.0f} ms of operations in a step of {clock:.0f} ms by the clock, under the profiler."
+    return Table(title, "in a step", rows, note, ratio="share")
+
+
+def run(*, threads: int) -> list[Table]:
+    """Profile every case."""
+    torch.set_num_threads(threads)
+    cuda = here().type == "cuda"
+    where = "CUDA" if cuda else f"CPU, {threads} threads"
+    tables = []
+    for case in [Case(64, "bf16", {"model.arch": arch}) for arch in ARCHS] if cuda else [Case(8, "bf16")]:
+        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        tables.append(table(f"{case.name}, {where}", *operations(Ours(case))))
+    return tables
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    options.repeats = 0  # the profiler sums over its steps
+    report(run(threads=options.threads), options)
