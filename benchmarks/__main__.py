@@ -29,6 +29,8 @@ LONG = ("cifar10", "soak")
 HEAD = """# Results
 
 Written by `python -m benchmarks`, or by `make bench` for all but the longest; nothing here is typed by hand.
+On a machine with CUDA both measure what uses it.{missing}
+
 """
 
 
@@ -44,7 +46,9 @@ def main() -> int:
     usual = [name for name in programs if name not in LONG and (not CUDA or on_cuda(name))]
     chosen = [] if options.page else options.programs or usual
     failed = [name for name in chosen if not measured(name, options.repeats, options.threads)]
-    page = HEAD + "\n" + (measure.__doc__ or "").strip() + "\n"
+    missing = [name for name in programs if on_cuda(name) and not record(name, "cuda").exists()]
+    said = f" Not measured there yet: {', '.join(missing)}." if missing else ""
+    page = HEAD.format(missing=said) + (measure.__doc__ or "").strip() + "\n"
     page += "".join(section(name) for name in programs)
     (FOLDER / "RESULTS.md").write_text(page, encoding="utf-8")
     if failed:
@@ -57,12 +61,16 @@ def section(name: str) -> str:
     how = f"python -m benchmarks.{name} --help" if name in LONG else f"python -m benchmarks {name}"
     text = f"\n## {name}\n\n`{how}`\n"
     for kind, rows in (("cpu", "all"), ("cuda", on_cuda(name))):
-        path = RESULTS / kind / f"{name}.json"
-        if path.exists():
-            text += f"\n{measure.Result.read(path).markdown()}"
+        if record(name, kind).exists():
+            text += f"\n{measure.Result.read(record(name, kind)).markdown()}"
         elif rows:
             text += f"\n**Not measured on {kind.upper()}**: {rows}.\n"
     return text
+
+
+def record(name: str, kind: str) -> Path:
+    """Return where a program leaves what it measured on a kind of device."""
+    return RESULTS / kind / f"{name}.json"
 
 
 def on_cuda(name: str) -> str:
@@ -76,7 +84,7 @@ def measured(name: str, repeats: int, threads: int) -> bool:
     kind = "cuda" if CUDA and on_cuda(name) else "cpu"
     seen = {} if kind == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", f"benchmarks.{name}", "--repeats", str(repeats)]
-    command += ["--threads", str(threads), "--out", str(RESULTS / kind / f"{name}.json")]
+    command += ["--threads", str(threads), "--out", str(record(name, kind))]
     return subprocess.run(command, check=False, env={**os.environ, **seen}).returncode == 0
 
 

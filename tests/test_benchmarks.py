@@ -180,6 +180,13 @@ def test_the_whole_program_of_everybody_takes_steps(tmp_path: Path) -> None:
         assert not all(map(torch.equal, before[name], after)), name
 
 
+def test_the_photometry_is_measured_here_and_there() -> None:
+    case = end_to_end.Case("small", width=40, batch=4, steps=2, changes=TINY)
+    row, said = end_to_end.measure_photometry(case, repeats=1, workers=1)
+    assert row.speed.keys() == {"on the device", "in the workers"}
+    assert said.startswith("small: waits for data")
+
+
 def network_of(work: object) -> torch.nn.Module:
     if isinstance(work, end_to_end.Ours):
         return work.session.student
