@@ -4,7 +4,8 @@
 
 `dino_vit` is the training loop with its loader, on a session made from a config; `reference` is the 2021
 code's pipeline (PIL, one view after the other) and its step; `lightly` is that library's transform, head and
-loss around a timm backbone. Each reads the same files with as many loader processes, started for each round.
+loss around a timm backbone. Each reads the same files with as many loader processes; a round is timed once
+they all run and have filled what they fill.
 A second table is of ours alone: the photometry on the device, and in the loader processes.
 """
 
@@ -12,10 +13,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks import step
 from benchmarks.input import Photos, published_views
@@ -77,17 +77,28 @@ class Ours:
     """Our loop: its loader and its steps; no evaluation, no checkpoint."""
 
     def __init__(self, config: PretrainConfig, steps: int) -> None:
-        self.opened = open_session(config, start_processes(trackers=(), folder=Path(config.output)))
-        self.session, self.steps = self.opened.session, steps
-        self.reporter = Reporter(self.opened)
+        self.started = open_session(config, start_processes(trackers=(), folder=Path(config.output)))
+        self.session, self.steps = self.started.session, steps
+        self.reporter = Reporter(self.started)
         self.waits: list[float] = []
 
-    def __call__(self, steps: int | None = None) -> None:
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep the loader's processes running, and past their first batches."""
+        with closing(self.session.loader.batches(self.session.step)) as self.batches:
+            for _ in range(warm_up(self.session.config)):
+                self.step()
+            yield
+
+    def __call__(self) -> None:
         self.reporter.meter.restart()
-        with closing(self.session.loader.batches(self.session.step)) as batches:
-            for _ in range(steps or self.steps):
-                take_step(self.session, self.reporter, batches)
+        for _ in range(self.steps):
+            self.step()
         self.waits.append(self.reporter.meter.read().data_wait)
+
+    def step(self) -> None:
+        """Take one step."""
+        take_step(self.session, self.reporter, self.batches)
 
 
 class Theirs:
@@ -96,26 +107,39 @@ class Theirs:
     def __init__(
         self, files: Files, config: PretrainConfig, steps: int, take: Callable[[list[Tensor]], object]
     ) -> None:
+        batch, self.warm_up = config.data.batch_size, warm_up(config)
         self.loader: DataLoader[Sequence[Tensor]] = DataLoader(
             files,
-            batch_size=config.data.batch_size,
-            shuffle=True,
+            batch_size=batch,
+            # Epoch after epoch, or the processes would be started again for each of these short ones.
+            sampler=RandomSampler(files, num_samples=(self.warm_up + steps) * batch),
             num_workers=config.data.workers or 0,
             pin_memory=here().type == "cuda",
-            drop_last=True,
         )
         self.steps, self.take = steps, take
         self.device = here()
 
-    def __call__(self) -> None:
-        batches = self.forever()
-        for _ in range(self.steps):
-            self.take([view.to(self.device, non_blocking=True) for view in next(batches)])
-        batches.close()
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Keep the loader's processes running, and past their first batches."""
+        self.batches = iter(self.loader)
+        for _ in range(self.warm_up):
+            self.step()
+        yield
+        del self.batches  # ends them
 
-    def forever(self) -> Generator[Any]:
-        while True:
-            yield from self.loader
+    def __call__(self) -> None:
+        for _ in range(self.steps):
+            self.step()
+
+    def step(self) -> None:
+        """Take one step."""
+        self.take([view.to(self.device, non_blocking=True) for view in next(self.batches)])
+
+
+def warm_up(config: PretrainConfig) -> int:
+    """Return the steps after which each loader process has given its first batch."""
+    return max(1, config.data.workers or 0)
 
 
 def contenders(config: PretrainConfig, steps: int) -> dict[str, Work]:
@@ -157,8 +181,9 @@ def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
         ours = works["dino_vit"]
         assert isinstance(ours, Ours)
         rate = row.speed["dino_vit"] / case.batch
-        share = step.matrix_share(partial(ours, 1), ours.session.device, rate)
-        waited = median(ours.waits[1:-1])
+        with ours.opened():
+            share = step.matrix_share(ours.step, ours.session.device, rate)
+        waited = median(ours.waits[1:])
     return row, f"{case.name}: ours waits for data {waited:.1%} of its time and does {share}."
 
 
@@ -180,10 +205,11 @@ def run(*, repeats: int, threads: int) -> list[Table]:
     torch.set_num_threads(threads)
     cuda = here().type == "cuda"
     workers = max(1, (os.cpu_count() or 1) - 2)
-    large, small = ((64, 20), (512, 20)) if cuda else ((8, 8), (64, 8))
+    large, small = (64, 512) if cuda else (8, 64)
+    steps = max(8, 4 * workers)
     cases = (
-        Case("ViT-S/16, 2 × 224 + 8 × 96 px of JPEGs of 500 × 375", 500, *large, {}),
-        Case("ViT-Ti/4, 2 × 32 + 4 × 16 px of JPEGs of 40 × 30", 40, *small, SMALL),
+        Case("ViT-S/16, 2 × 224 + 8 × 96 px of JPEGs of 500 × 375", 500, large, steps, {}),
+        Case("ViT-Ti/4, 2 × 32 + 4 × 16 px of JPEGs of 40 × 30", 40, small, steps, SMALL),
     )
     rows, notes = zip(*(measure(case, repeats, workers) for case in cases), strict=True)
     where = "CUDA, reference in fp16" if cuda else f"CPU, {threads} threads, reference in float32"

@@ -8,6 +8,7 @@ processor elsewhere, each without what it calls. A share is one of all of them; 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -59,7 +60,16 @@ def operations(step: Ours) -> tuple[list[Operation], float]:
         for event in profiler.key_averages()
         if spent(event, where) > 0
     ]
+    if not found:
+        raise RuntimeError(f"the profiler saw nothing on {where}: is it allowed to look?")
     return sorted(found, key=lambda one: one.milliseconds, reverse=True), clock * 1e3 / STEPS
+
+
+def shortened(name: str) -> str:
+    """Cut a name in its middle; a kernel's begins with what it is of and ends with what it does."""
+    name = re.sub(r"\bvoid |\bat::native::|\(anonymous namespace\)::", "", name).replace("|", "/")
+    half = NAMED // 2
+    return name if len(name) <= NAMED else f"{name[:half]} … {name[-half:]}"
 
 
 def table(title: str, found: Sequence[Operation], clock: float) -> Table:
@@ -71,7 +81,7 @@ def table(title: str, found: Sequence[Operation], clock: float) -> Table:
     )
     rows = [
         Row(
-            (one.name if len(one.name) <= NAMED else f"{one.name[: NAMED - 1]}…").replace("|", "/"),
+            shortened(one.name),
             {"milliseconds": one.milliseconds, "calls": one.calls},
             one.milliseconds / whole,
         )

@@ -148,7 +148,8 @@ def build_network(config: PretrainConfig, drop_path: float) -> reference.Network
 def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
     """Return views that have been through the photometry, the same at every call."""
     generator, views = torch.Generator().manual_seed(0), config.views
-    counts = {views.global_shape: views.global_count, views.local_shape: views.local_count}
+    both = {views.global_shape: views.global_count, views.local_shape: views.local_count}
+    counts = {size: count for size, count in both.items() if count}
     images = config.data.batch_size
     return Batch(
         epoch=0,
@@ -198,13 +199,14 @@ def matrix_share(step: Work, device: torch.device, rate: float) -> str:
     with FlopCounterMode(display=False) as counter:
         step()
     reached = counter.get_total_flops() * rate
-    side, seconds = (8192 if device.type == "cuda" else 2048), []
+    side, products, seconds = *((8192, 10) if device.type == "cuda" else (2048, 1)), []
     square = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     for _ in range(8):
         start = time.perf_counter()
-        product = square @ square
+        for _ in range(products):
+            product = square @ square
         float(product[0, 0])  # wait for it
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start) / products)
     peak = 2 * side**3 / min(seconds)
     fastest = f"a bf16 product of {side} × {side} reaches {peak / 1e12:.2f}"
     return f"{reached / 1e12:.2f} TFLOP/s where {fastest} ({reached / peak:.0%})"

@@ -175,7 +175,9 @@ def test_the_whole_program_of_everybody_takes_steps(tmp_path: Path) -> None:
         for name, work in works.items()
     }
     for name, work in works.items():
-        work()
+        assert isinstance(work, end_to_end.Ours | end_to_end.Theirs)
+        with work.opened():
+            work()
         after = [p for p in network_of(work).parameters() if p.requires_grad]
         assert not all(map(torch.equal, before[name], after)), name
 
