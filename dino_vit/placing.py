@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import ceil
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -78,7 +79,7 @@ def measure(config: PretrainConfig, source: Source, device: torch.device) -> Cos
         return [augment(cut, rows[size]).share_memory_() for size, cut in batch.views.items()]
 
     def fetch(views: list[Tensor]) -> list[Tensor]:
-        return [view.to(device) for view in views]
+        return [view.to(device, non_blocking=True) for view in views]
 
     threads = torch.get_num_threads()
     try:
@@ -86,15 +87,21 @@ def measure(config: PretrainConfig, source: Source, device: torch.device) -> Cos
         cut_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
     finally:
         torch.set_num_threads(threads)
-    coloured, sizes = colour(), list(batch.views)
-    here = _seconds(
-        lambda: [
-            there(view, rows[s]) for s, view in zip(sizes, fetch(list(batch.views.values())), strict=True)
-        ],
-        device,
-    )
-    seconds = (cut_time, colour_time, here, _seconds(lambda: fetch(coloured), device))
-    return Costs(*(time / sampler.batch_size for time in seconds))
+    # A device is as fast as it can be with what it trains on at once; a CPU is no faster with more.
+    times = 1 if device.type == "cpu" else ceil(config.data.batch_size / sampler.batch_size)
+    pin, own = device.type == "cuda", sampler.batch_size
+    cut = [enlarged(view, times, pin=pin) for view in batch.views.values()]
+    coloured = [enlarged(view, times, pin=pin) for view in colour()]
+    many = [enlarged(rows[size], times) for size in batch.views]
+    here = _seconds(lambda: [there(*pair) for pair in zip(fetch(cut), many, strict=True)], device) / times
+    fetched = _seconds(lambda: fetch(coloured), device) / times
+    return Costs(*(time / own for time in (cut_time, colour_time, here, fetched)))
+
+
+def enlarged(images: Tensor, times: int, *, pin: bool = False) -> Tensor:
+    """Repeat images, and put them where the loader leaves those that CUDA fetches."""
+    images = images.repeat(times, *[1] * (images.ndim - 1)) if times > 1 else images
+    return images.pin_memory() if pin else images
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

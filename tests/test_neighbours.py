@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -74,6 +76,19 @@ def test_cosines_are_those_of_float64():
             other = bank[row].double()
             exact = float(query @ other) / (math.hypot(*query.tolist()) * math.hypot(*other.tolist()))
             assert cosine == pytest.approx(exact, abs=3e-7)
+
+
+def test_where_faiss_is_not_installed_torch_finds_the_same():
+    code = """
+import sys
+sys.modules["faiss"] = None  # no import finds it
+import torch
+from dino_vit.eval.neighbours import nearest
+rows = torch.eye(20)
+print(nearest(rows, rows, k=1)[1].flatten().tolist() == list(range(20)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "True\n"
 
 
 def test_without_faiss_the_products_are_the_same_but_for_rounding(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from dino_vit.config import PretrainConfig
 from dino_vit.data.sources import SyntheticSource
-from dino_vit.placing import Costs, choose_place, measure, resolve_place
+from dino_vit.placing import Costs, choose_place, enlarged, measure, resolve_place
 from dino_vit.settings_load import load
 from runs import readings, run, tensors
 
@@ -38,6 +38,13 @@ def test_stations_are_measured_and_leave_no_trace():
     assert costs.fetch < costs.fetch_and_colour
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_num_threads() == before[1]
+
+
+def test_a_device_is_measured_with_as_much_as_it_trains_on():
+    images, rows = torch.rand(6, 3, 8, 8), torch.rand(6, 4)
+    assert torch.equal(enlarged(images, 3), torch.cat([images] * 3))
+    assert torch.equal(enlarged(rows, 2), torch.cat([rows] * 2))
+    assert enlarged(images, 1) is images
 
 
 def test_the_choice_is_measured_once_and_gives_way_to_the_user():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import numpy as np
@@ -25,8 +26,9 @@ from dino_vit.processes import DTYPES, choose_precision
 
 Search = Literal["auto", "faiss", "torch"]
 
-# On macOS FAISS and torch each bring an OpenMP, and a process with two of them is ended.
-FAISS = sys.platform != "darwin"
+# On macOS FAISS and torch each bring an OpenMP, and a process with two of them is ended. Elsewhere an
+# environment may lack it, and torch finds the same.
+FAISS = sys.platform != "darwin" and find_spec("faiss") is not None
 _CACHED = 2048  # rows that are prepared at a time, and
 _COLUMNS = 16384  # of scores that one product computes: few enough to stay in the cache
 _LINE = 32  # of them begin where the cache's lines do
@@ -56,11 +58,12 @@ def open_finder(search: Search, chunk: Tensor, k: int) -> Finder:
     """Choose a search of a chunk of unit rows; all of them serve equally exact results."""
     device = chunk.device
     dtype = torch.float16 if device.type == "cuda" else DTYPES[choose_precision("auto", device)]
-    can = FAISS and _faiss_finds(k, device)
-    if search == "faiss" and not can:
-        raise ValueError(f"FAISS has no search for {k} neighbours on {device.type} here; take search=torch")
-    if search == "faiss" or (search == "auto" and can and dtype == torch.float32):
+    if search == "torch" or (search == "auto" and dtype != torch.float32):
+        return TorchFinder(chunk, k, dtype)
+    if FAISS and _faiss_finds(k, device):
         return FaissFinder(chunk, k)
+    if search == "faiss":
+        raise ValueError(f"FAISS has no search for {k} neighbours on {device.type} here; take search=torch")
     return TorchFinder(chunk, k, dtype)
 
 

@@ -73,11 +73,13 @@ def class_scores(
     Those of a query are divided by the weight of its nearest neighbour: no temperature makes them infinite.
     """
     weights = ((similarities - similarities[:, :1]) / temperature).exp()
-    scores, total, counted = {}, similarities.new_zeros(len(similarities), classes), 0
+    # CUDA adds in any order: in float64, so that none of them shows in float32.
+    weights = weights.double() if weights.is_cuda else weights
+    scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0
     for wanted in sorted(k):
         part = slice(counted, wanted)
         total = total.scatter_add(1, neighbour_classes[:, part], weights[:, part])
-        scores[wanted], counted = total, wanted
+        scores[wanted], counted = total.float(), wanted
     return scores
 
 
