@@ -38,7 +38,7 @@ Sets = tuple[tuple[Source, Sequence[int]], ...]  # the bank and the queries
 
 def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
     """Return the accuracies of the run's network, of the one it started from, and of raw pixels."""
-    preparation = build_preparation(read_run(Path(config.output)).config)
+    preparation = build_preparation(config)
     order = np.random.default_rng(0).permutation(len(train))  # files may be sorted by class
     sets: Sets = ((train, order.tolist()), (test, range(len(test))))
     device = here()
@@ -108,7 +108,7 @@ def main() -> None:
     parser.set_defaults(repeats=0)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of the pretraining")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     torch.set_num_threads(options.threads)
     cuda = here().type == "cuda"
     path = CONFIGS / ("cifar10.yaml" if cuda else "cifar10_cpu.yaml")
@@ -117,6 +117,7 @@ def main() -> None:
     )
     if code := pretrain(config):
         raise SystemExit(code)
+    config = read_run(Path(config.output)).config  # with what recipe=auto chose
     train, test = (open_source(str(options.folder / f"{name}.parquet")) for name in ("train", "test"))
     title = f"CIFAR-10, configs/pretrain/{path.name}, {'CUDA' if cuda else 'CPU'}"
     rows, note = judge(config, train, test), story(config, len(train))

@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="default: an hour of the demo's recipe"
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     settings = options.settings or (AN_HOUR if options.config == DEMO else ())
     said = soak(options.folder, options.config, settings, options.kills)
     report([Table("Killed and resumed", "", [], said)], options)
