@@ -9,11 +9,11 @@ from PIL import Image
 from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
 from dino_vit.data.decode import read_image
-from dino_vit.data.loader import Loader
+from dino_vit.data.loader import SHARED, Loader
 from dino_vit.data.pixels import RGB, Pixels
 from dino_vit.data.sampler import Sampler
 from dino_vit.data.sources import FolderSource, SyntheticSource
-from dino_vit.feeding import build_views
+from dino_vit.feeding import build_augment, build_views
 from dino_vit.settings_load import load
 from dino_vit.views import View, cut_views, draw_boxes, draw_photometry
 
@@ -52,6 +52,23 @@ def take(
     taken = list(islice(batches, count))
     batches.close()
     return taken
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="only Linux has it as a folder")
+def test_batches_that_shared_memory_cannot_hold_are_refused_before_they_are_made():
+    source = SyntheticSource(length=10**8)
+    plan = Sampler(length=len(source), batch_size=10**8, seed=7)
+    with pytest.raises(ValueError, match="take at most 0 workers, or give the container more"):
+        Loader(source=source, views=VIEWS, sampler=plan, workers=4)
+    Loader(source=source, views=VIEWS, sampler=plan)  # this process needs to share with nobody
+
+
+@pytest.mark.parametrize("augment", [None, build_augment(PretrainConfig())])
+def test_a_batch_is_known_to_be_as_large_as_it_is(augment):
+    plan = Sampler(length=50, batch_size=8, seed=7, world_size=2, accumulate=2)
+    loader = Loader(source=SyntheticSource(length=50), views=VIEWS, sampler=plan, augment=augment)
+    batch = next(loader.batches())
+    assert loader.dataset.bytes_of_a_batch == sum(view.nbytes for view in batch.views.values())
 
 
 def same(one, other):

@@ -1,9 +1,12 @@
 """Batches of views from any step on; the same bytes whatever the number of loader processes."""
 
+import os
 import signal
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from dino_vit.views import Size, View, choose_boxes, cut_views, draw_photometry,
 
 # More unreadable images than this in a row are no accident: the set is broken, or out of reach.
 REPLACEMENTS = 10
+SHARED = Path("/dev/shm")  # where Linux has the memory that processes share: in a container often 64 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,8 @@ class Loader:
         self.dataset = _Steps(source, tuple(views), pixels, augment, sampler)
         self.sampler, self.in_step = sampler, in_step
         self.workers, self.prefetch, self.pin = workers, prefetch, pin
+        if workers and SHARED.exists():
+            _check_shared_memory(workers, prefetch * self.dataset.bytes_of_a_batch)
 
     def make(self, plan: Plan) -> Batch:
         """Make one batch, here and now."""
@@ -111,6 +117,19 @@ def _outlive_signals(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _check_shared_memory(workers: int, each: int) -> None:
+    """Make sure that the batches on their way have room; without it the system ends processes in mid-run."""
+    found = os.statvfs(SHARED)
+    room = found.f_blocks * found.f_frsize / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if workers * each > room:
+        needed = workers * each / room * found.f_blocks * found.f_frsize
+        raise ValueError(
+            f"{workers} loader processes hold up to {workers * each / 1e9:.2f} GB of views in shared memory, "
+            f"where {SHARED} has {room / 1e9:.2f} GB for them: take at most {room // each:.0f} workers, "
+            f"or give the container more (docker run --shm-size={ceil(needed / 1e9) + 1}g, or --ipc=host)"
+        )
+
+
 def _failure(unreadable: Sequence[UnreadableImage]) -> str:
     return (
         f"{REPLACEMENTS + 1} images chosen at random cannot be read, the last is {unreadable[-1]}. "
@@ -147,6 +166,14 @@ class _Steps(Dataset[Batch | ValueError]):
             self.by_size.setdefault(view.size, []).append(number)
         if len({(view.size, view.interpolation) for view in views}) > len(self.by_size):
             raise ValueError("Views of one size are cut together: give them the same interpolation.")
+
+    @property
+    def bytes_of_a_batch(self) -> int:
+        """Return the size of its views."""
+        pixels = sum(len(numbers) * height * width for (height, width), numbers in self.by_size.items())
+        dtype = self.pixels.dtype if self.augment is None else torch.float32
+        images = self.sampler.batch_size // (self.sampler.world_size * self.sampler.accumulate)
+        return images * self.pixels.channels * pixels * dtype.itemsize
 
     def __getitem__(self, plan: Plan) -> Batch | ValueError:
         try:
