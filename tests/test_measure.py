@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -47,37 +48,55 @@ def test_peak_memory_is_what_the_work_allocates() -> None:
 def test_page_has_every_number_and_says_what_was_not_measured(tmp_path: Path) -> None:
     row = compare("a row", {"ours": lambda: None, "peer": lambda: None}, items=1, repeats=1)
     row.memory.update({"ours": 12.0, "peer": None})
-    tables = [Table("CPU", "images a second", [row]), Table("CUDA", "x", [], "Not measured.")]
-    Result(tables, 3, "some machine", "2026-01-31").write(tmp_path / "toy.json")
-    page = Result.read(tmp_path / "toy.json").markdown("toy")
-    assert "`python -m benchmarks toy`, 2026-01-31, on some machine; medians of 3" in page
+    tables = [Table("CPU", "images a second", [row]), Table("Others", "x", [], "Nothing.")]
+    Result(tables, 3, "some machine", "2026-01-31").write(tmp_path / "cpu" / "toy.json")
+    page = Result.read(tmp_path / "cpu" / "toy.json").markdown()
+    assert "2026-01-31, on some machine; medians of 3" in page
     assert f"| a row | {row.speed['ours']:.1f} (12) | {row.speed['peer']:.1f} | {row.advantage:.2f} |" in page
-    assert "### CUDA\n\nNot measured." in page
+    assert "### Others\n\nNothing." in page
+
+
+def test_what_must_be_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+
+    class Slow:
+        @contextmanager
+        def opened(self) -> Iterator[None]:
+            clock[0] += 100
+            yield
+            clock[0] += 100
+
+        def __call__(self) -> None:
+            clock[0] += 2
+
+    row = compare("row", {"one": Slow(), "other": Slow()}, items=10, repeats=2)
+    assert row.speed == {"one": 5, "other": 5}
 
 
 def test_programs_run_one_by_one_and_one_that_fails_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "FOLDER", tmp_path)
-    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     package = tmp_path / "benchmarks"
     package.mkdir()
-    for name in ("good", "bad"):
-        (tmp_path / f"{name}.py").touch()
-    own = "from benchmarks.measure import Table, arguments, report\n"
+    monkeypatch.setattr(program, "FOLDER", package)
+    monkeypatch.setattr(program, "CUDA", False)
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = "from benchmarks.measure import Table, arguments, report\nON_CUDA = 'two more rows'\n"
     own += "report([Table('A table', '', [], 'A note.')], arguments('').parse_args())\n"
     monkeypatch.chdir(tmp_path)
     (package / "__init__.py").touch()
     (package / "good.py").write_text(own)
     (package / "bad.py").write_text("raise SystemExit(3)")
     (package / "measure.py").symlink_to(Path(measure.__file__))
-    (tmp_path / "results").mkdir()
     before = Result([Table("Older", "", [], "Measured before.")], 5, "a machine", "2025-12-31")
-    before.write(tmp_path / "results" / "bad.json")
+    before.write(tmp_path / "results" / "cpu" / "bad.json")
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--repeats", "1"])
     assert program.main() == 1
-    page = (tmp_path / "RESULTS.md").read_text()
+    page = (package / "RESULTS.md").read_text()
+    assert "Not measured there yet: good." in page
+    assert "**Not measured on CUDA**: two more rows." in page
     assert "## bad" in page
     assert "Measured before." in page
     assert "## good" in page
