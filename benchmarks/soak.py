@@ -4,8 +4,11 @@
 
 Both run `dino-vit pretrain` on one thread, by default for an hour, in folders of their own under `--folder`.
 One is killed (SIGKILL, with its loader processes) at random steps and started again by the same command. The
-resident memory of the other is sampled all the while. In the end all tensors of their last checkpoints must
-be the same.
+memory of the other is sampled all the while. In the end all tensors of their last checkpoints must be the
+same.
+
+The record is of `--config configs/pretrain/cifar10_cpu.yaml data.source=train.parquet data.workers=1`; the
+run that was left alone is also the one that `benchmarks.cifar10` judged, with `output=runs/soak/left`.
 """
 
 from __future__ import annotations
