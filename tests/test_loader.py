@@ -8,6 +8,7 @@ from PIL import Image
 
 from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
+from dino_vit.data import loader
 from dino_vit.data.decode import read_image
 from dino_vit.data.loader import SHARED, Loader
 from dino_vit.data.pixels import RGB, Pixels
@@ -63,12 +64,19 @@ def test_batches_that_shared_memory_cannot_hold_are_refused_before_they_are_made
     Loader(source=source, views=VIEWS, sampler=plan)  # this process needs to share with nobody
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="a file system that counts no blocks")
+def test_shared_memory_without_a_bound_is_enough(monkeypatch):
+    monkeypatch.setattr(loader, "SHARED", Path("/proc"))
+    source = SyntheticSource(length=50)
+    Loader(source=source, views=VIEWS, sampler=Sampler(length=50, batch_size=8, seed=7), workers=1)
+
+
 @pytest.mark.parametrize("augment", [None, build_augment(PretrainConfig())])
 def test_a_batch_is_known_to_be_as_large_as_it_is(augment):
     plan = Sampler(length=50, batch_size=8, seed=7, world_size=2, accumulate=2)
-    loader = Loader(source=SyntheticSource(length=50), views=VIEWS, sampler=plan, augment=augment)
-    batch = next(loader.batches())
-    assert loader.dataset.bytes_of_a_batch == sum(view.nbytes for view in batch.views.values())
+    made = Loader(source=SyntheticSource(length=50), views=VIEWS, sampler=plan, augment=augment)
+    batch = next(made.batches())
+    assert made.dataset.bytes_of_a_batch == sum(view.nbytes for view in batch.views.values())
 
 
 def same(one, other):

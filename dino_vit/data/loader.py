@@ -119,14 +119,15 @@ def _outlive_signals(_: int) -> None:
 
 def _check_shared_memory(workers: int, each: int) -> None:
     """Make sure that the batches on their way have room; without it the system ends processes in mid-run."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = os.statvfs(SHARED)
-    room = found.f_blocks * found.f_frsize / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if workers * each > room:
-        needed = workers * each / room * found.f_blocks * found.f_frsize
+    needed, room = workers * each, found.f_blocks * found.f_frsize // processes
+    if needed > room > 0:  # none at all means that there is no bound
         raise ValueError(
-            f"{workers} loader processes hold up to {workers * each / 1e9:.2f} GB of views in shared memory, "
-            f"where {SHARED} has {room / 1e9:.2f} GB for them: take at most {room // each:.0f} workers, "
-            f"or give the container more (docker run --shm-size={ceil(needed / 1e9) + 1}g, or --ipc=host)"
+            f"{workers} loader processes hold up to {needed / 1e9:.2f} GB of views in shared memory, "
+            f"where {SHARED} has {room / 1e9:.2f} GB for them: take at most {room // each} workers, "
+            f"or give the container more (docker run --shm-size={ceil(needed * processes / 1e9) + 1}g, "
+            "or --ipc=host)"
         )
 
 
@@ -172,8 +173,7 @@ class _Steps(Dataset[Batch | ValueError]):
         """Return the size of its views."""
         pixels = sum(len(numbers) * height * width for (height, width), numbers in self.by_size.items())
         dtype = self.pixels.dtype if self.augment is None else torch.float32
-        images = self.sampler.batch_size // (self.sampler.world_size * self.sampler.accumulate)
-        return images * self.pixels.channels * pixels * dtype.itemsize
+        return self.sampler.share * self.pixels.channels * pixels * dtype.itemsize
 
     def __getitem__(self, plan: Plan) -> Batch | ValueError:
         try:

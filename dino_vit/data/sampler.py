@@ -56,6 +56,11 @@ class Sampler:
     def steps_per_epoch(self) -> int:
         return self.length // self.batch_size
 
+    @property
+    def share(self) -> int:
+        """Return the images of one process in one pass."""
+        return self.batch_size // (self.world_size * self.accumulate)
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the order of all images in an epoch, or what it draws by weight."""
         if self.weights is not None:
@@ -75,7 +80,7 @@ class Sampler:
     def plans(self, position: int = 0) -> Iterator[Plan]:
         """Yield this process's part of each pass of each step from a position (in steps) on, without end."""
         epoch, first = divmod(position, self.steps_per_epoch)
-        share = self.batch_size // (self.world_size * self.accumulate)
+        share = self.share
         while True:
             order = self.order(epoch)
             for step in range(first, self.steps_per_epoch):
