@@ -17,8 +17,8 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from benchmarks.measure import Row, Table, arguments, compare, here, report
-from benchmarks.step import ARCHS, Case, Ours
+from benchmarks.measure import Row, Table, arguments, compare, here, report, where
+from benchmarks.step import Case, Ours, usual_cases
 
 ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images, compiled, and with CUDA graphs"
 COMPILED = {"run.compile": True}
@@ -54,17 +54,15 @@ def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure every row."""
     torch.set_num_threads(threads)
     cuda = here().type == "cuda"
-    cases = [Case(64, "bf16", {"model.arch": arch}) for arch in ARCHS] if cuda else [Case(8, "bf16")]
     ways = (False, True) if cuda else (False,)
     rows, left_out = [], 0
-    for case, graphs in product(cases, ways):
+    for case, graphs in product(usual_cases(here().type), ways):
         torch._dynamo.reset()  # what it keeps of the row before counts to its limit
         counters.clear()
         rows.append(measure(case, repeats, graphs=graphs))
         left_out += counters["inductor"]["cudagraph_skips"]
     note = f"CUDA graphs were left out for {left_out} parts of the networks." if cuda else ""
-    where = "CUDA" if cuda else f"CPU, {threads} threads"
-    return [Table(f"Training step, compiled, {where}", "images a second", rows, note)]
+    return [Table(f"Training step, compiled, {where(threads)}", "images a second", rows, note)]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks import step
 from benchmarks.input import Photos, published_views
-from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, here, report, where
 from dino_vit.config import PretrainConfig
 from dino_vit.opening import open_session
 from dino_vit.processes import start_processes
@@ -176,8 +176,8 @@ def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
     """Measure one row, and say how ours spent its time."""
     with files_of(case, workers) as config:
         works = contenders(config, case.steps)
-        items, where = case.batch * case.steps, here().type
-        row = compare(case.name, works, items=items, repeats=repeats, device=where)
+        items = case.batch * case.steps
+        row = compare(case.name, works, items=items, repeats=repeats, device=here().type)
         ours = works["dino_vit"]
         assert isinstance(ours, Ours)
         rate = row.speed["dino_vit"] / case.batch
@@ -191,11 +191,11 @@ def measure_photometry(case: Case, repeats: int, workers: int) -> tuple[Row, str
     """Measure ours with the photometry here and there, and say what each waits for data."""
     with files_of(case, workers) as config:
         works = {
-            name: Ours(replace(config, {"data.photometry": where}), case.steps)
-            for name, where in (("on the device", "device"), ("in the workers", "worker"))
+            name: Ours(replace(config, {"data.photometry": place}), case.steps)
+            for name, place in (("on the device", "device"), ("in the workers", "worker"))
         }
-        items, where = case.batch * case.steps, here().type
-        row = compare(case.name, works, items=items, repeats=repeats, device=where)
+        items = case.batch * case.steps
+        row = compare(case.name, works, items=items, repeats=repeats, device=here().type)
     waited = " and ".join(f"{median(work.waits[1:]):.1%} {name}" for name, work in works.items())
     return row, f"{case.name}: waits for data {waited}."
 
@@ -212,11 +212,11 @@ def run(*, repeats: int, threads: int) -> list[Table]:
         Case("ViT-Ti/4, 2 × 32 + 4 × 16 px of JPEGs of 40 × 30", 40, small, steps, SMALL),
     )
     rows, notes = zip(*(measure(case, repeats, workers) for case in cases), strict=True)
-    where = "CUDA, reference in fp16" if cuda else f"CPU, {threads} threads, reference in float32"
-    title = f"The whole program, {where}, lightly in bf16, loader processes: {workers}"
+    reference = f"reference in {'fp16' if cuda else 'float32'}"
+    title = f"The whole program, {where(threads)}, {reference}, lightly in bf16, loader processes: {workers}"
     whole = Table(title, "images a second", list(rows), "\n".join(notes))
     rows, notes = zip(*(measure_photometry(case, repeats, workers) for case in cases), strict=True)
-    title = f"Photometry, {'CUDA' if cuda else f'CPU, {threads} threads'}, loader processes: {workers}"
+    title = f"Photometry, {where(threads)}, loader processes: {workers}"
     return [whole, Table(title, "images a second", list(rows), "\n".join(notes))]
 
 

@@ -157,6 +157,11 @@ def here() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def where(threads: int) -> str:
+    """Say what is measured here, for a title."""
+    return "CUDA" if here().type == "cuda" else f"CPU, {threads} threads"
+
+
 def machine() -> str:
     """Describe the processor, the accelerator and the versions that were measured."""
     packages = ("torch", "torchvision", "timm", "transformers", "accelerate")

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import Row, Table, arguments, here, report
-from benchmarks.step import ARCHS, Case, Ours
+from benchmarks.measure import Row, Table, arguments, here, report, where
+from benchmarks.step import Ours, usual_cases
 
 ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images"
 STEPS, SHOWN, NAMED = 3, 12, 60  # profiled steps, rows, characters of a name
@@ -33,9 +33,9 @@ class Operation(NamedTuple):
     calls: float
 
 
-def spent(event: FunctionEventAvg, where: str) -> float:
+def spent(event: FunctionEventAvg, device: str) -> float:
     """Return the microseconds of an operation by itself."""
-    if where == "cpu":
+    if device == "cpu":
         return float(event.self_cpu_time_total)
     # The processor's operations are charged for the kernels that they start: count the kernels themselves.
     counts = event.device_type.name == "CUDA" and not event.is_user_annotation
@@ -44,24 +44,24 @@ def spent(event: FunctionEventAvg, where: str) -> float:
 
 def operations(step: Ours) -> tuple[list[Operation], float]:
     """Return the operations of a step, the largest first, and the milliseconds of the whole by the clock."""
-    where = step.session.device.type
+    device = step.session.device.type
     step()
     step()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where == "cuda" else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         start = time.perf_counter()
         for _ in range(STEPS):
             step()
-        if where == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
         clock = time.perf_counter() - start
     found = [
-        Operation(event.key, spent(event, where) / 1e3 / STEPS, event.count / STEPS)
+        Operation(event.key, spent(event, device) / 1e3 / STEPS, event.count / STEPS)
         for event in profiler.key_averages()
-        if spent(event, where) > 0
+        if spent(event, device) > 0
     ]
     if not found:
-        raise RuntimeError(f"the profiler saw nothing on {where}: is it allowed to look?")
+        raise RuntimeError(f"the profiler saw nothing on {device}: is it allowed to look?")
     return sorted(found, key=lambda one: one.milliseconds, reverse=True), clock * 1e3 / STEPS
 
 
@@ -94,12 +94,10 @@ def table(title: str, found: Sequence[Operation], clock: float) -> Table:
 def run(*, threads: int) -> list[Table]:
     """Profile every case."""
     torch.set_num_threads(threads)
-    cuda = here().type == "cuda"
-    where = "CUDA" if cuda else f"CPU, {threads} threads"
     tables = []
-    for case in [Case(64, "bf16", {"model.arch": arch}) for arch in ARCHS] if cuda else [Case(8, "bf16")]:
+    for case in usual_cases(here().type):
         print(f"{case.name} ...", file=sys.stderr, flush=True)
-        tables.append(table(f"{case.name}, {where}", *operations(Ours(case))))
+        tables.append(table(f"{case.name}, {where(threads)}", *operations(Ours(case))))
     return tables
 
 

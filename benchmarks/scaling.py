@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from benchmarks import step
 from benchmarks.end_to_end import SMALL
-from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, report, where
 from dino_vit.data.sampler import Sampler
 
 ON_CUDA = "the same rows"
@@ -63,7 +63,6 @@ def resumes(images: int) -> dict[str, Callable[[], Iterable[int]]]:
 def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure all of it."""
     torch.set_num_threads(threads)
-    where = "CUDA" if here().type == "cuda" else f"CPU, {threads} threads"
     tables = []
     for title, cases in GROWTH:
         rows = [measure_step(name, changes, repeats) for name, changes in cases]
@@ -72,7 +71,7 @@ def run(*, repeats: int, threads: int) -> list[Table]:
         note = (
             f"From the first row to the last ours takes {slower:.1f} times as long, the other {others:.1f}."
         )
-        tables.append(Table(f"{title}, {where}", "images a second", rows, note))
+        tables.append(Table(f"{title}, {where(threads)}", "images a second", rows, note))
     rows = [
         compare(f"{images:,} images", resumes(images), items=1, repeats=repeats)
         for images in (10_000, 100_000, 1_000_000, 10_000_000)

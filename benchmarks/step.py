@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import reference
-from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report
+from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report, where
 from dino_vit.augment import Augment
 from dino_vit.config import PretrainConfig
 from dino_vit.data.loader import Batch
@@ -212,9 +212,9 @@ def matrix_share(step: Work, device: torch.device, rate: float) -> str:
     return f"{reached / 1e12:.2f} TFLOP/s where {fastest} ({reached / peak:.0%})"
 
 
-def cases(where: str, batch: int | None) -> list[Case]:
+def cases(device: str, batch: int | None) -> list[Case]:
     """Name all rows of a device."""
-    if where == "cuda":
+    if device == "cuda":
         sizes = (batch,) if batch else (64, 256)
         return [Case(images, "bf16", {"model.arch": arch}) for arch in ARCHS for images in sizes]
     images = batch or 8
@@ -223,11 +223,18 @@ def cases(where: str, batch: int | None) -> list[Case]:
     return [Case(images, "bf16"), Case(images, "no"), twice]
 
 
+def usual_cases(device: str) -> list[Case]:
+    """Name those in bf16 that other programs look at too."""
+    if device == "cuda":
+        return [Case(64, "bf16", {"model.arch": arch}) for arch in ARCHS]
+    return [Case(8, "bf16")]
+
+
 def run(*, repeats: int, threads: int, batch: int | None = None) -> list[Table]:
     """Measure every row."""
     torch.set_num_threads(threads)
-    where, rows, notes = here().type, [], []
-    for case in cases(where, batch):
+    device, rows, notes = here().type, [], []
+    for case in cases(device, batch):
         try:
             row, note = measure(case, repeats)
         except torch.cuda.OutOfMemoryError:
@@ -235,8 +242,9 @@ def run(*, repeats: int, threads: int, batch: int | None = None) -> list[Table]:
         else:
             rows.append(row)
             notes.append(note)
-    said = "CUDA, reference in fp16" if where == "cuda" else f"CPU, {threads} threads, reference in float32"
-    return [Table(f"Training step, {said}", "images a second", rows, "\n".join(notes))]
+    other = "fp16" if device == "cuda" else "float32"
+    title = f"Training step, {where(threads)}, reference in {other}"
+    return [Table(title, "images a second", rows, "\n".join(notes))]
 
 
 if __name__ == "__main__":

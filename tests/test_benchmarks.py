@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import cifar10, compiled, end_to_end, knn, loop, operations, processes, scaling, soak, sources
 from benchmarks.input import Photos
-from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure
+from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure, usual_cases
 from dino_vit.checkpoint import Checkpoints
 from dino_vit.config import PretrainConfig
 from dino_vit.data.sources import open_source
@@ -99,9 +99,10 @@ def test_the_largest_operations_have_names() -> None:
     assert len(table.rows) == operations.SHOWN + 1
 
 
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_rows_of_a_device_are_valid_configs(where: str) -> None:
-    rows = cases(where, None)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_of_a_device_are_valid_configs(device: str) -> None:
+    rows = cases(device, None)
+    assert set(map(str, usual_cases(device))) <= set(map(str, rows))  # the same step is looked at
     assert len({case.name for case in rows}) == len(rows)
     for case in rows:
         assert case.config.data.batch_size == case.batch
