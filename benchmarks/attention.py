@@ -1,4 +1,4 @@
-"""What `dino_vit.block.attend` picks, beside each kernel it could pick: sequences a second.
+"""What `dino_vit.models.block.attend` picks, beside each kernel it could pick: sequences a second.
 
     python -m benchmarks.attention --repeats 20
 
@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
-from dino_vit.block import attend
+from dino_vit.models.block import attend
 
 ON_CUDA = "the same rows"
 HEADS, CHANNELS = 6, 64

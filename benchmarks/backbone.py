@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer as TorchvisionViT
 
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report
-from dino_vit.vit import vit_small
+from dino_vit.models.vit import vit_small
 
 ON_CUDA = "the same rows with 128 images"
 CONTENDERS = ("dino_vit", "timm", "torchvision")

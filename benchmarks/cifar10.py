@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Row, Table, arguments, here, report
-from dino_vit.config import PretrainConfig
-from dino_vit.data.sources import Source, open_source
-from dino_vit.eval.voting import weighted_knn
-from dino_vit.features import Features, extract_features, pixel_features
-from dino_vit.feeding import build_preparation
-from dino_vit.opening import build_untrained
-from dino_vit.processes import DTYPES, choose_precision
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import DTYPES, choose_precision
+from dino_vit.data.sources.open import Source, open_source
+from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
+from dino_vit.eval.knn.voting import weighted_knn
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.report.record import read_run
-from dino_vit.settings_load import load
-from dino_vit.train import pretrain
-from dino_vit.vit import VisionTransformer
+from dino_vit.training.feeding import build_preparation
+from dino_vit.training.loop import pretrain
+from dino_vit.training.opening import build_untrained
 from dino_vit.weights import load_backbone
 
 ON_CUDA = "configs/pretrain/cifar10.yaml, 200 epochs: k-NN to reach 85 per cent"

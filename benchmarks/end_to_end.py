@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from benchmarks import step
 from benchmarks.input import Photos, published_views
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, report, where
-from dino_vit.config import PretrainConfig
-from dino_vit.opening import open_session
-from dino_vit.processes import start_processes
-from dino_vit.reporting import Reporter
-from dino_vit.settings_load import replace
-from dino_vit.train import take_step
+from dino_vit.config.loading import replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import start_processes
+from dino_vit.training.loop import take_step
+from dino_vit.training.opening import open_session
+from dino_vit.training.reporter import Reporter
 
 ON_CUDA = "both tables, ViT-S/16 with 64 images and ViT-Ti/4 with 512"
 Views = Callable[[Image.Image], list[Tensor]]

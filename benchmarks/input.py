@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from torchvision import transforms
 
 from benchmarks.measure import Table, arguments, compare, report
-from dino_vit.config import PretrainConfig
-from dino_vit.data.decode import decode
-from dino_vit.data.loader import Batch, Loader
-from dino_vit.data.sampler import Sampler
-from dino_vit.feeding import build_augment, build_views
-from dino_vit.views import draw_boxes
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.images.decode import decode
+from dino_vit.training.feeding import build_augment, build_views
+from dino_vit.views.geometry import draw_boxes
+from dino_vit.views.loader import Batch, Loader
+from dino_vit.views.sampler import Sampler
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.loop
 
-The demo's recipe on generated images without the evaluation, run by `dino_vit.train.train` itself. Its
+The demo's recipe on generated images without the evaluation, by `dino_vit.training.loop.train` itself. Its
 functions are wrapped from outside: what is in none of them (schedules, centre, meter, diagnosis, log lines,
-checkpoint) counts as the rest, to stay within 3 %. On the CPU, where a call is over when it returns.
+checkpoint) counts as the rest, to stay within 3 %. On the CPU, a call is over when it returns.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unittest.mock import patch
 
 import torch
 
-import dino_vit.train
+import dino_vit.training.loop
 from benchmarks.measure import Table, arguments, report
-from dino_vit.config import PretrainConfig
-from dino_vit.opening import open_session
-from dino_vit.processes import Interruption, start_processes
-from dino_vit.reporting import Reporter
-from dino_vit.session import Session
-from dino_vit.settings_load import load, replace
+from dino_vit.config.loading import load, replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import Interruption, start_processes
+from dino_vit.training.opening import open_session
+from dino_vit.training.reporter import Reporter
+from dino_vit.training.state import Session
 
-DEMO = Path(__file__).parents[1] / "dino_vit" / "demo.yaml"
+DEMO = Path(__file__).parents[1] / "dino_vit" / "commands" / "demo.yaml"
 REST = "the rest"
 
 
@@ -81,7 +81,7 @@ def shares(changes: dict[str, Any]) -> dict[str, float]:
         for name, owner, attribute in parts(opened.session, reporter):
             stack.enter_context(watch.wrap(name, owner, attribute))
         with watch.part(REST):
-            dino_vit.train.train(opened.session, reporter, interruption)
+            dino_vit.training.loop.train(opened.session, reporter, interruption)
         accelerator.end_training()
     whole = sum(watch.seconds.values())
     return {name: seconds / whole for name, seconds in watch.seconds.items()}
@@ -91,10 +91,10 @@ def parts(session: Session, reporter: Reporter) -> Iterator[tuple[str, Any, str]
     """Name the functions of a step that are its work."""
     yield "loading", reporter, "wait"
     yield "loading", session.augment, "forward"
-    yield "forward", dino_vit.train, "forward"
+    yield "forward", dino_vit.training.loop, "forward"
     yield "backward", torch.autograd, "backward"
     for function in ("set_rates", "clip_gradients", "freeze", "all_finite", "step_if_finite", "ema_update"):
-        yield "optimiser", dino_vit.train, function
+        yield "optimiser", dino_vit.training.loop, function
     yield "optimiser", session.optimizer, "zero_grad"
 
 

@@ -28,8 +28,8 @@ from statistics import median
 
 import torch
 
-from dino_vit.processes import device_name
-from dino_vit.storage import write_bytes
+from dino_vit.core.runtime import device_name
+from dino_vit.core.storage import write_bytes
 
 Work = Callable[[], object]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -16,7 +16,7 @@ from lightly.transforms.dino_transform import DINOTransform
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_vit.config import PretrainConfig
+from dino_vit.config.pretrain import PretrainConfig
 
 
 class Network(nn.Module):

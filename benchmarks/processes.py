@@ -24,16 +24,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import dino_vit.train
+import dino_vit.training.loop
 from benchmarks.loop import DEMO, REST, Stopwatch
 from benchmarks.measure import Row, Table, arguments, report
-from dino_vit.config import PretrainConfig
-from dino_vit.distributed import all_reduce_mean
-from dino_vit.opening import open_session
-from dino_vit.processes import start_processes
-from dino_vit.reporting import Reporter
-from dino_vit.session import Session
-from dino_vit.settings_load import load, replace
+from dino_vit.config.loading import load, replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.distributed import all_reduce_mean
+from dino_vit.core.runtime import start_processes
+from dino_vit.training.opening import open_session
+from dino_vit.training.reporter import Reporter
+from dino_vit.training.state import Session
 
 LAUNCH = DEMO.parents[1] / "launch" / "accelerate_configs" / "cpu.yaml"
 IMAGES = 64  # of a process in a step
@@ -78,7 +78,7 @@ def round_of(session: Session, reporter: Reporter, batches: Iterator[Any]) -> fl
     session.accelerator.wait_for_everyone()
     began = time.perf_counter()
     for _ in range(STEPS):
-        dino_vit.train.take_step(session, reporter, batches)
+        dino_vit.training.loop.take_step(session, reporter, batches)
     return float(all_reduce_mean(torch.tensor(time.perf_counter() - began)))
 
 
@@ -99,14 +99,14 @@ def taken_apart(session: Session, reporter: Reporter, batches: Iterator[Any]) ->
     watch = Stopwatch()
     with ExitStack() as stack:
         for name, owner, attribute in (
-            ("average", dino_vit.train, "ema_update"),
+            ("average", dino_vit.training.loop, "ema_update"),
             ("centre", session.center, "update"),
             *(("collectives", dist, one) for one in COLLECTIVES),
         ):
             stack.enter_context(watch.wrap(name, owner, attribute))
         with watch.part(REST):
             for _ in range(STEPS):
-                dino_vit.train.take_step(session, reporter, batches)
+                dino_vit.training.loop.take_step(session, reporter, batches)
     whole = sum(watch.seconds.values())
     return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
 

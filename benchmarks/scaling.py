@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from benchmarks import step
 from benchmarks.end_to_end import SMALL
 from benchmarks.measure import Row, Table, Work, arguments, compare, report, where
-from dino_vit.data.sampler import Sampler
+from dino_vit.views.sampler import Sampler
 
 ON_CUDA = "the same rows"
 IMAGES = 16

@@ -30,12 +30,12 @@ import pyarrow.parquet as pq
 
 from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
-from dino_vit.data.files import stamps
-from dino_vit.data.index import Draft, Sink
-from dino_vit.data.indexed import draft_items
 from dino_vit.data.labels import folder_labels
-from dino_vit.data.source import Source
-from dino_vit.data.sources import FolderSource, open_source
+from dino_vit.data.sources.files import stamps
+from dino_vit.data.sources.index import Draft, Sink
+from dino_vit.data.sources.indexed import draft_items
+from dino_vit.data.sources.open import FolderSource, open_source
+from dino_vit.data.sources.source import Source
 
 IMAGES = 1_000_000
 FOLDERS = 1000

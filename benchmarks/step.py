@@ -26,15 +26,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import reference
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report, where
-from dino_vit.augment import Augment
-from dino_vit.config import PretrainConfig
-from dino_vit.data.loader import Batch
-from dino_vit.opening import open_session
-from dino_vit.processes import Precision, start_processes
-from dino_vit.reporting import Reporter
-from dino_vit.session import Rates, Session
-from dino_vit.settings_load import replace
-from dino_vit.train import take_step
+from dino_vit.config.loading import replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import Precision, start_processes
+from dino_vit.training.loop import take_step
+from dino_vit.training.opening import open_session
+from dino_vit.training.reporter import Reporter
+from dino_vit.training.state import Rates, Session
+from dino_vit.views.loader import Batch
+from dino_vit.views.photometry import Augment
 
 CONTENDERS = ("dino_vit", "reference")
 FIXED: dict[str, Any] = {

@@ -15,12 +15,12 @@ from dino_vit import __version__
 from dino_vit.jobs import JOBS
 
 if TYPE_CHECKING:
-    from dino_vit.settings import Settings
+    from dino_vit.config.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake is a sentence on stderr and exit code 2, not a traceback."""
-    from dino_vit.settings_text import parse_arguments
+    from dino_vit.config.display import parse_arguments
 
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(build_parser(argv), argv)
@@ -72,7 +72,7 @@ def _config_class(name: str) -> type[Settings]:
 
 
 def _add_job(commands: Commands[argparse.ArgumentParser], name: str, asked: Sequence[str]) -> None:
-    from dino_vit.settings_text import add_config_arguments
+    from dino_vit.config.display import add_config_arguments
 
     job = JOBS[name]
     parser = commands.add_parser(name, help=job.help, description=job.description)
@@ -82,7 +82,7 @@ def _add_job(commands: Commands[argparse.ArgumentParser], name: str, asked: Sequ
 
 
 def _run_job(args: argparse.Namespace) -> int:
-    from dino_vit.settings_text import config_from
+    from dino_vit.config.display import config_from
 
     job = JOBS[args.command]
     config = config_from(args, _config_class(args.command))
@@ -172,8 +172,8 @@ def _load(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type
 def _config(args: argparse.Namespace) -> int:
     import json
 
-    from dino_vit.settings_load import load
-    from dino_vit.settings_text import json_schema, to_yaml
+    from dino_vit.config.display import json_schema, to_yaml
+    from dino_vit.config.loading import load
 
     cls = _config_class(args.of)
     if args.schema:

@@ -15,23 +15,23 @@ class Job(NamedTuple):
 
 JOBS = {
     "inspect-data": Job(
-        "dino_vit.inspection",
-        "dino_vit.inspection:InspectConfig",
+        "dino_vit.commands.inspect_data",
+        "dino_vit.commands.inspect_data:InspectConfig",
         "run",
         "say what is in a source of images",
         "Look at a source of images before training on it: counts, formats, sizes, channels, depths, labels, "
         "mean and std, what cannot be read and why, and a sheet of the views that training would cut.",
     ),
     "pack": Job(
-        "dino_vit.data.packing",
-        "dino_vit.data.packing:PackConfig",
+        "dino_vit.commands.pack",
+        "dino_vit.commands.pack:PackConfig",
         "run",
         "write a source as tar shards",
         "Write any source of images as tar shards with digests: few large files where there were many small.",
     ),
     "demo": Job(
-        "dino_vit.demo",
-        "dino_vit.demo:DemoConfig",
+        "dino_vit.commands.demo",
+        "dino_vit.commands.demo:DemoConfig",
         "run",
         "see a transformer learn without a label, in minutes on a laptop",
         "Pretrain a small vision transformer on generated images, evaluate it beside the untrained network "
@@ -39,8 +39,8 @@ JOBS = {
         "interrupted.",
     ),
     "pretrain": Job(
-        "dino_vit.train",
-        "dino_vit.config:PretrainConfig",
+        "dino_vit.training.loop",
+        "dino_vit.config.pretrain:PretrainConfig",
         "pretrain",
         "train a vision transformer on images without labels",
         "Train a vision transformer on images without labels. The same command goes on where its output "
@@ -48,8 +48,8 @@ JOBS = {
         "--config configs/pretrain/vits16.yaml data.source=photos",
     ),
     "report": Job(
-        "dino_vit.report.program",
-        "dino_vit.report.program:ReportConfig",
+        "dino_vit.commands.report",
+        "dino_vit.commands.report:ReportConfig",
         "run",
         "write a page that tells of a run",
         "Write one HTML file that tells of a run: its curves in words, the views that it saw, where its "
@@ -57,8 +57,8 @@ JOBS = {
         "goes on.\n\n  dino-vit report runs/pretrain\n  dino-vit report runs/pretrain --serve",
     ),
     "knn": Job(
-        "dino_vit.eval.knn",
-        "dino_vit.eval.knn:KnnConfig",
+        "dino_vit.commands.knn",
+        "dino_vit.commands.knn:KnnConfig",
         "run",
         "classify images by their nearest neighbours",
         "Classify images by the labels of their nearest neighbours, among the other images or in a set of "
@@ -66,8 +66,8 @@ JOBS = {
         "  dino-vit knn val train=train weights=runs/demo",
     ),
     "linear": Job(
-        "dino_vit.eval.linear",
-        "dino_vit.eval.linear:LinearConfig",
+        "dino_vit.commands.linear",
+        "dino_vit.commands.linear:LinearConfig",
         "run",
         "train linear classifiers on a frozen backbone",
         "Train linear classifiers on a frozen backbone, and count how often they are right. Without `train`, "
@@ -76,8 +76,8 @@ JOBS = {
         "  dino-vit linear photos weights=runs/pretrain method=logistic",
     ),
     "finetune": Job(
-        "dino_vit.eval.finetune",
-        "dino_vit.eval.tuning:FinetuneConfig",
+        "dino_vit.commands.finetune",
+        "dino_vit.eval.finetuning:FinetuneConfig",
         "run",
         "train a whole network with a classifier on labelled images",
         "Train a whole network with a classifier on labelled images, from trained weights or at random. The "
@@ -86,15 +86,15 @@ JOBS = {
         "  dino-vit finetune photos arch=vit_small",
     ),
     "attention": Job(
-        "dino_vit.eval.attention",
-        "dino_vit.eval.attention:AttentionConfig",
+        "dino_vit.commands.attention",
+        "dino_vit.commands.attention:AttentionConfig",
         "run",
         "draw where a backbone looks",
         "Draw the attention that a backbone's CLS token pays to the patches of some images.",
     ),
     "embed": Job(
-        "dino_vit.eval.embed",
-        "dino_vit.eval.embed:EmbedConfig",
+        "dino_vit.commands.embed",
+        "dino_vit.commands.embed:EmbedConfig",
         "run",
         "write the embeddings of images to a file",
         "Write the embeddings of images to Parquet, npy or safetensors, with names, labels and provenance. "
@@ -102,16 +102,16 @@ JOBS = {
         "  dino-vit embed photos weights=runs/pretrain output=photos.parquet",
     ),
     "search": Job(
-        "dino_vit.eval.search",
-        "dino_vit.eval.search:SearchConfig",
+        "dino_vit.commands.search",
+        "dino_vit.commands.search:SearchConfig",
         "run",
         "show the images nearest to given ones",
         "Show the images nearest to given ones among those that were embedded, as a sheet and as JSON.\n\n"
         "  dino-vit search photos.parquet cat.jpg dog.jpg output=found.png",
     ),
     "duplicates": Job(
-        "dino_vit.eval.duplicates",
-        "dino_vit.eval.duplicates:DuplicatesConfig",
+        "dino_vit.commands.duplicates",
+        "dino_vit.commands.duplicates:DuplicatesConfig",
         "run",
         "list images that are nearly the same",
         "List the pairs and groups of embedded images whose cosine is above a threshold.\n\n"

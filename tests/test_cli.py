@@ -9,9 +9,9 @@ import torch
 import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.config import PretrainConfig
-from dino_vit.settings_load import load
-from peers import timm_vit
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from tests.support.peers import timm_vit
 
 SMALL = [
     "data.source=synthetic:64:32",

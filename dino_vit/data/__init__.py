@@ -1,1 +1,1 @@
-"""Images in: where they lie (sources), how they are read (decode), in which order (sampler), in batches."""
+"""Images in: where they lie (sources), how they are decoded (images), labels, weights, statistics."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.data.source import IMAGE_SUFFIXES, Source
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 
 if TYPE_CHECKING:
     from torch import Tensor

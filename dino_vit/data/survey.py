@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dino_vit.data.decode import UnreadableImage, format_of
-from dino_vit.data.look import Sight, moments, see
-from dino_vit.data.pixels import MAX_PIXELS, Pixels
-from dino_vit.data.progress import progress
-from dino_vit.data.source import Source
+from dino_vit.core.progress import progress
+from dino_vit.data.images.decode import UnreadableImage, format_of
+from dino_vit.data.images.pixels import MAX_PIXELS, Pixels
+from dino_vit.data.sources.source import Source
+from dino_vit.data.statistics import Sight, moments, see
 
 
 class Found(NamedTuple):

@@ -1,1 +1,1 @@
-"""Evaluation: the mathematics of each protocol, and the figures that a run reports while it trains."""
+"""Evaluation protocols as functions, and the figures that a run reports while it trains."""

@@ -8,14 +8,14 @@ from itertools import islice
 import numpy as np
 import torch
 
-from dino_vit.data.sources import Source
-from dino_vit.distributed import all_gather, rank, world_size
+from dino_vit.core.distributed import all_gather, rank, world_size
+from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.data.sources.open import Source
+from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
+from dino_vit.eval.knn.voting import weighted_knn
 from dino_vit.eval.rankme import rankme
-from dino_vit.eval.voting import weighted_knn
-from dino_vit.features import Features, extract_features, pixel_features
-from dino_vit.preparation import Preparation
-from dino_vit.randomness import Stream, random_bits
-from dino_vit.vit import VisionTransformer
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import Preparation
 
 log = logging.getLogger("dino_vit")
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dino_vit.storage import write_bytes
+from dino_vit.core.storage import write_bytes
 
 
 def results_path(name: str, *, weights: str, output: str | None = None) -> Path:

@@ -1,1 +1,1 @@
-"""The page that tells of a run: its curves in words, what its network saw, a map of its images."""
+"""The page about a run: its curves in words, what its network sees, a map of its images."""

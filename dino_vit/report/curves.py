@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NotRequired, TypedDict
 
-from dino_vit.diagnosis import Reading
 from dino_vit.report.record import RunRecord, finite
+from dino_vit.training.diagnosis import Reading
 
 BUCKETS = 300  # of readings along a curve; of each the lowest and the highest are kept
 MUCH_WAITING = 0.1  # share of the time from which waiting for images is worth a word

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.data.progress import progress
-from dino_vit.data.sources import Source
-from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.pictures import as_picture
-from dino_vit.features import Extraction, in_batches
-from dino_vit.randomness import Stream, random_bits
+from dino_vit.core.progress import progress
+from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.data.sources.open import Source
+from dino_vit.eval.attention.pictures import as_picture
+from dino_vit.eval.features.extraction import Extraction, in_batches
+from dino_vit.eval.knn.neighbours import nearest
 from dino_vit.report.layout import Places, keeping_neighbours, pca, quantised
 from dino_vit.report.network import BATCH, Teacher
 from dino_vit.report.pictures import THUMBNAILS, Atlas, atlas, packed, resized, within

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dino_vit.checkpoint import Checkpoint
-from dino_vit.config import PretrainConfig
-from dino_vit.eval.maps import cls_attention
-from dino_vit.head import DINOHead
-from dino_vit.preparation import Preparation, preparation_of
-from dino_vit.vit import VisionTransformer
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoint
+from dino_vit.eval.attention.maps import cls_attention
+from dino_vit.models.head import DINOHead
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
 BATCH = 64  # images looked at together

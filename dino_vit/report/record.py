@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dino_vit import yaml12
-from dino_vit.checkpoint import Checkpoint, Checkpoints
-from dino_vit.config import PretrainConfig
-from dino_vit.diagnosis import STATES, Diagnosis, Reading, Record
-from dino_vit.monitor import duration, read_records
-from dino_vit.settings import knobs, values
-from dino_vit.settings_load import load
-from dino_vit.storage import StorageError
+from dino_vit.config import yaml
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import knobs, values
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints
+from dino_vit.core.storage import StorageError
+from dino_vit.training.diagnosis import STATES, Diagnosis, Reading, Record
+from dino_vit.training.monitor import duration, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def differences(record: RunRecord) -> list[tuple[str, str, str, str]]:
     now, default = values(record.config), values(PretrainConfig())
     reasons = {key: reason for start in record.starts for key, reason in start["reasons"].items()}
     return [
-        (key, yaml12.write(now[key]), yaml12.write(default.get(key)), reasons.get(key, ""))
+        (key, yaml.write(now[key]), yaml.write(default.get(key)), reasons.get(key, ""))
         for key in knobs(PretrainConfig)
         if key in now and now[key] != default.get(key)
     ]

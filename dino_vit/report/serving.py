@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from dino_vit.checkpoint import Checkpoint, Checkpoints
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.report.page import Pictures, live_data, render
 from dino_vit.report.record import RunRecord, newest_checkpoint, read_run
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dino_vit.config import PretrainConfig
-from dino_vit.data.decode import UnreadableImage, read_image
-from dino_vit.data.pixels import Pixels
-from dino_vit.data.sampler import Sampler
-from dino_vit.data.sources import Source
-from dino_vit.data.weighting import read_weights
-from dino_vit.eval.pictures import as_picture, heat
-from dino_vit.feeding import build_pixels, make_views
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sampling_weights import read_weights
+from dino_vit.data.sources.open import Source
+from dino_vit.eval.attention.pictures import as_picture, heat
 from dino_vit.report.explorer import Explored, shortened
 from dino_vit.report.network import Teacher
 from dino_vit.report.pictures import data_uri, resized, within
+from dino_vit.training.feeding import build_pixels, make_views
+from dino_vit.views.sampler import Sampler
 
 SIDE = 96  # pixels of a picture on a sheet
 ROWS = 6

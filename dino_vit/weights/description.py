@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dino_vit.vit import VisionTransformer
+from dino_vit.models.vit import VisionTransformer
 
 FAMILY = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 

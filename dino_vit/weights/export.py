@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_vit.storage import save_plain, sync
-from dino_vit.vit import VisionTransformer
+from dino_vit.core.storage import save_plain, sync
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import load_backbone

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dino_vit.positions import PositionMode
+from dino_vit.models.positions import PositionMode
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]

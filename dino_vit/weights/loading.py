@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dino_vit.positions import Grid, interpolate_pos_embs
-from dino_vit.storage import write_tensors
-from dino_vit.vit import Provenance, VisionTransformer, pair
+from dino_vit.core.storage import write_tensors
+from dino_vit.models.positions import Grid, interpolate_pos_embs
+from dino_vit.models.vit import Provenance, VisionTransformer, pair
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.reading import FORMAT_VERSION, RawWeights, WeightsError, read_weights
 from dino_vit.weights.recognition import infer_architecture, recognise, translate

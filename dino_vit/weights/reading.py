@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_vit.storage import OWN_KEY, StorageError, digest, read_tensors
+from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin")  # config.json beside these is theirs
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)

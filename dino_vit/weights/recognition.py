@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dino_vit.positions import Grid
-from dino_vit.stems import REDUCTION
-from dino_vit.vit import VisionTransformer, pair
+from dino_vit.models.positions import Grid
+from dino_vit.models.stems import REDUCTION
+from dino_vit.models.vit import VisionTransformer, pair
 from dino_vit.weights import layouts
 from dino_vit.weights.foreign import refuse_foreign
 from dino_vit.weights.layouts import Layout

@@ -1,0 +1,1 @@
+"""The commands of `dino-vit`: their settings, and a `run(config)` each."""

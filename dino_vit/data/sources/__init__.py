@@ -1,0 +1,1 @@
+"""Sets of images: folders, lists, archives, tables, arrays, the hub, and generated textures."""

@@ -1,0 +1,1 @@
+"""Attention maps, and pictures and videos of them."""

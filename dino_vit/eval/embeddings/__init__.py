@@ -1,0 +1,1 @@
+"""Embedding files, and galleries of the images that they describe."""

@@ -1,0 +1,114 @@
+"""A frozen backbone in the processes of a launch: what the evaluators on features have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from dino_vit.config.settings import Count, Settings, knob
+from dino_vit.core.distributed import all_or_none
+from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
+from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.open import Source
+from dino_vit.eval.features.extraction import CLS, Kind
+from dino_vit.eval.features.store import Dtype, Stored, stored_features
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import Fit, Preparation, preparation_of
+from dino_vit.weights import load_backbone
+
+log = logging.getLogger("dino_vit")
+
+
+class Frozen(Settings):
+    """Evaluate a frozen backbone on the features of images, which are computed once and kept."""
+
+    source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
+    labels: str | None = knob(None, "CSV or JSON file of the images' labels; null: the source's own")
+    weights: str = Field(description="run folder or weights file")
+    network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
+    size: Count | tuple[Count, Count] | None = knob(
+        None, "pixels: side, or [height, width]; null: that of the weights"
+    )
+    fit: Fit = knob("crop", "resize and crop the centre, or squeeze the whole image")
+    batch_size: Count = knob(128, "images per process and forward pass")
+    readers: Count | None = knob(None, "threads that read images; null: by the cores")
+    precision: Literal["auto", "no", "bf16", "fp16"] = knob("auto", "auto: bf16 where it is native")
+    cache: str | None = knob(None, "folder of kept features; null: features/ in DINO_VIT_CACHE")
+
+    also_known_as: ClassVar = {
+        "source": "images data data_path",
+        "weights": "checkpoint model run pretrained_weights",
+        "size": "image_size img_size",
+        "batch_size": "batch_size_per_gpu",
+        "readers": "workers num_workers threads",
+        "cache": "cache_dir",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBackbone:
+    """A backbone on this process's device, and the way its features are made."""
+
+    config: Frozen
+    model: VisionTransformer
+    preparation: Preparation
+    autocast: torch.dtype | None
+    main: bool  # whether this process is the one that speaks and writes
+    processes: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.cls_token.device
+
+    def features(
+        self,
+        source: Source,
+        *,
+        kind: Kind = CLS,
+        indices: Sequence[int] | None = None,
+        dtype: Dtype = "float32",
+        title: str = "features",
+    ) -> Stored:
+        """Return the features of a source or of some of its images; all processes call it."""
+        config = self.config
+        return stored_features(
+            self.model,
+            source,
+            folder=Path(config.cache) if config.cache else cache_folder() / "features",
+            preparation=self.preparation,
+            batch_size=config.batch_size,
+            kind=kind,
+            indices=indices,
+            autocast=self.autocast,
+            dtype=dtype,
+            threads=config.readers or min(cores_of_a_process(self.processes), 16),
+            title=title,
+        )
+
+
+@contextmanager
+def frozen_backbone(config: Frozen) -> Iterator[FrozenBackbone]:
+    """Join the processes of the launch, and load the backbone that the config names in each."""
+    accelerator = start_processes(trackers=(), folder=Path())
+    if not accelerator.is_main_process:
+        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # what all would say, one says
+    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
+    precision = choose_precision(config.precision, accelerator.device)
+    size = (config.size, config.size) if isinstance(config.size, int) else config.size
+    with all_or_none():
+        yield FrozenBackbone(
+            config=config,
+            model=model,
+            preparation=preparation_of(model, size=size, fit=config.fit),
+            autocast=DTYPES[precision] if precision != "no" else None,
+            main=accelerator.is_main_process,
+            processes=accelerator.num_processes,
+        )
+    accelerator.end_training()

@@ -1,0 +1,1 @@
+"""Exact nearest neighbours and the weighted k-NN classifier."""

@@ -1,0 +1,1 @@
+"""The vision transformer and its parts, the projection head, and the student/teacher pair."""

@@ -1,0 +1,174 @@
+"""The transformer block: attention with the kernel that suits the device, and an MLP.
+
+b batch, h heads, n tokens, d channels of a head
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dino_vit.models.onednn import Linear
+
+EXPLICIT_BYTES = 2**30  # scores beyond this stay in the kernel, which never holds them all
+
+
+class Attention(nn.Module):
+    """Attend with one fused projection to queries, keys and values."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(
+                f"a width of {width} cannot be shared among {heads} heads; choose heads that divide it"
+            )
+        self.heads = heads
+        self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
+        self.attention_dropout = attention_dropout
+        self.qkv = Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = Linear(width, width)
+        self.proj_drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
+        q, k, v = self.split(x)
+        dropout = self.attention_dropout if self.training else 0.0
+        x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)  # (B, h, queries, d)
+        return self.proj_drop(self.proj(rearrange(x, "b h n d -> b n (h d)")))
+
+    def weights(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
+        """Return the attention that the given query tokens pay, (B, h, queries, N), in float32."""
+        q, k, _ = self.split(x)
+        return self.softmax(q[:, :, queries], k)
+
+    def softmax(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the attention of queries (B, h, n, d) to keys (B, h, N, d), in float32."""
+        with torch.autocast(q.device.type, enabled=False):
+            scores = q.float() @ k.float().transpose(-2, -1)
+            return (scores * self.scale).softmax(dim=-1)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project tokens (B, N, D) to queries, keys and values of each head, (B, h, N, d)."""
+        qkv = rearrange(self.qkv(x), "b n (three h d) -> b n three h d", three=3, h=self.heads)
+        # Unbound where the projection wrote them, their gradients are put together by one copy, not two.
+        q, k, v = (rearrange(part, "b n h d -> b h n d") for part in qkv.unbind(2))
+        return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
+    """Return softmax(q·kᵀ·scale)·v, by the kernel that `benchmarks/attention.py` found fastest."""
+    if dropout == 0.0 and _explicit_pays(q):
+        return _explicit(q, k, v, scale)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+
+
+def _explicit_pays(q: Tensor) -> bool:
+    """Tell whether to spell the softmax out: in bfloat16 on a CPU, whose fused kernel is slow there."""
+    batch, heads, tokens, _ = q.shape
+    fits = batch * heads * tokens * tokens * q.element_size() <= EXPLICIT_BYTES
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and fits
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    heads = q.shape[1]
+    q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
+    # The product scales its own result; scaling queries or scores would be one more pass over them.
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    return rearrange(scores.softmax(dim=-1) @ v, "(b h) n d -> b h n d", h=heads)
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each normalised before and added to what came in."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        mlp_ratio: float,
+        mlp: Literal["gelu", "swiglu"],
+        qkv_bias: bool,
+        qk_scale: float | None,
+        layer_scale: float | None,
+        norm_eps: float,
+        dropout: float,
+        attention_dropout: float,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
+        self.attn = Attention(
+            width=width,
+            heads=heads,
+            qkv_bias=qkv_bias,
+            qk_scale=qk_scale,
+            attention_dropout=attention_dropout,
+            dropout=dropout,
+        )
+        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
+        self.mlp = MLP(width=width, hidden=round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
+        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
+        """Return the tokens (B, N, D) after this block, or only those that are asked for."""
+        x = x[:, queries] + self.drop_path(self.ls1(self.attn(self.norm1(x), queries)))
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+
+
+class MLP(nn.Module):
+    """Linear, exact GELU, Linear; gated, SiLU of one half of the first weighs its other half."""
+
+    def __init__(self, *, width: int, hidden: int, gated: bool, dropout: float) -> None:
+        super().__init__()
+        self.gated = gated
+        self.fc1 = Linear(width, 2 * hidden if gated else hidden)
+        self.fc2 = Linear(hidden, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        if self.gated:
+            gate, value = x.chunk(2, dim=-1)
+            x = F.silu(gate) * value
+        else:
+            x = F.gelu(x)
+        return self.drop(self.fc2(self.drop(x)))
+
+
+class LayerScale(nn.Module):
+    """Scale each channel by a learned factor."""
+
+    def __init__(self, width: int, initial: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: leave the branch out for a random share of the samples and scale the others up."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate == 0.0 or not self.training:
+            return x
+        keep = 1.0 - self.rate
+        return x * x.new_empty(len(x), 1, 1).bernoulli_(keep).div_(keep)

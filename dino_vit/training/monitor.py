@@ -1,0 +1,234 @@
+"""See a run: its readings in `metrics.jsonl`, and on stderr a bar or, without a terminal, a line each."""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dino_vit.core.storage import write_bytes
+from dino_vit.training.diagnosis import STARTING, Diagnosis, Reading, Record
+
+# Seconds between two looks of the bar, and readings over whose time the end is estimated.
+REFRESH = 0.5
+RECENT = 20
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run: one object a reading, null for what is not finite."""
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        """Open the file of a run that is at `step`, without the lines beyond: they will be written again."""
+        self.path = folder / "metrics.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        kept = [line for line in lines if (record := _parse(line)) and record["step"] <= step]
+        if kept != lines:
+            write_bytes(self.path, b"".join(kept))
+
+    def append(self, reading: Reading, state: str) -> None:
+        """Write one line, whole or, if the process dies in the middle, to be dropped at the next start."""
+        append_record(self.path, {**asdict(reading), "excess": reading.excess, "state": state})
+
+    def read(self) -> list[Record]:
+        """Return all records; what is not a whole line is left out."""
+        return read_records(self.path)
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Add a line to a file of records."""
+    with path.open("ab") as file:
+        file.write(to_json(record) + b"\n")
+
+
+def to_json(record: Record) -> bytes:
+    """Write a record, null for what is not finite."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, allow_nan=False).encode()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a file, which may be growing; what is not a whole line is left out."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [record for line in lines if (record := _parse(line, path.name))]
+
+
+def _parse(line: bytes, name: str = "metrics.jsonl") -> Record | None:
+    if not line.endswith(b"\n"):  # a torn line
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if isinstance(record, dict) and isinstance(record.get("step"), int):
+        return record
+    _log.warning("%s has a line that is no reading, which is left out: %.60r", name, line)
+    return None
+
+
+class Progress:
+    """Show a run on stderr, or on `stream`: a calm bar on a terminal, elsewhere one line a reading."""
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps, self.step = total_steps, step
+        self.stream = sys.stderr if stream is None else stream
+        self.clock = clock
+        self.reading: Reading | None = None
+        self.diagnosis = STARTING
+        self.knn: float | None = None
+        self.saved_step: int | None = None
+        self.start_clock()
+        self.drawn = -math.inf
+        self.live = self._terminal()
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.live.stop()
+
+    def start_clock(self) -> None:
+        """Estimate the end from the time that steps take from now on."""
+        self.recent = deque([(self.clock(), self.step)], maxlen=RECENT)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`; cheap enough for every step."""
+        self.step = step
+        if self.live and self.clock() - self.drawn >= REFRESH:
+            self._draw(self.live)
+
+    def show(self, reading: Reading, diagnosis: Diagnosis) -> None:
+        """Show a reading, and say once what to try when the state turns bad, or that it is good again."""
+        before, self.diagnosis, self.reading, self.step = self.diagnosis, diagnosis, reading, reading.step
+        self.knn = self.knn if reading.knn is None else reading.knn
+        self.recent.append((self.clock(), reading.step))
+        if self.live:
+            self._draw(self.live)
+        else:
+            self._write(self._line(reading))
+            self.saved_step = None
+        if diagnosis != before and diagnosis.advice:
+            self.notice(f"step {reading.step:,}: {diagnosis.state}. {diagnosis.advice}")
+        elif diagnosis != before and before.advice:
+            self.notice(f"step {reading.step:,}: {diagnosis.state} again, no more {before.state}.")
+
+    def saved(self, step: int) -> None:
+        """Have the next line say that the checkpoint of `step` was written."""
+        self.saved_step = step
+
+    def notice(self, text: str) -> None:
+        """Print a sentence that is to stay."""
+        if self.live:
+            self.live.console.print(Text(text))
+        else:
+            self._write(text)
+
+    def _terminal(self) -> Live | None:
+        """Return rich's live display without its thread, as loader processes forked beside one may hang."""
+        console = Console(file=self.stream)
+        # Asked of the stream, as FORCE_COLOR makes rich take a log file for a terminal.
+        if not self.stream.isatty() or console.is_dumb_terminal:
+            return None
+        return Live(
+            get_renderable=self._picture,
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+
+    def _draw(self, live: Live) -> None:
+        self.drawn = self.clock()
+        live.refresh()
+
+    def _picture(self) -> Group:
+        bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        track = ProgressBar(total=self.total_steps, completed=self.step)
+        share = f"{self.step / self.total_steps:.0%}"
+        bar.add_row(f"{self.step:,}/{self.total_steps:,}", track, f"{share}  eta {self._eta()}")
+        return Group(bar, self._numbers())
+
+    def _numbers(self) -> Text:
+        text = Text(no_wrap=True, overflow="ellipsis")
+        style = "bold red" if self.diagnosis.advice else "green" if self.diagnosis != STARTING else "dim"
+        text.append(self.diagnosis.state, style=style)
+        if self.reading:
+            text.append("  " + "  ".join(part.strip() for part in _parts(self.reading)))
+        if self.knn is not None:
+            text.append(f"  k-NN {self.knn:.1f} %")
+        if self.saved_step is not None:
+            text.append(f"  saved {self.saved_step:,}", style="dim")
+        return text
+
+    def _line(self, reading: Reading) -> str:
+        total = f"{self.total_steps:,}"
+        step = f"step {reading.step:>{len(total)},}/{total}"
+        parts = [step, *_parts(reading), f"eta {self._eta():>6}", self.diagnosis.state]
+        if reading.knn is not None:
+            parts.append(f"k-NN {reading.knn:.1f} %")
+        if self.saved_step is not None:
+            parts.append(f"saved {self.saved_step:,}")
+        return "  ".join(parts)
+
+    def _eta(self) -> str:
+        """Say how long the rest takes at the pace of the recent readings, evaluations and all."""
+        (then, first), (now, last) = self.recent[0], self.recent[-1]
+        if self.step >= self.total_steps:
+            return "0s"
+        if last <= first:
+            return "-"
+        return duration((now - then) / (last - first) * (self.total_steps - self.step))
+
+    def _write(self, text: str) -> None:
+        self.stream.write(f"{text}\n")
+        self.stream.flush()
+
+
+def _parts(reading: Reading) -> list[str]:
+    return [
+        f"epoch {reading.epoch:5.1f}",
+        f"loss {reading.loss:6.3f} (ln K {reading.excess:+6.2f})",
+        f"gap {reading.entropy_gap:5.2f}",
+        f"{reading.images_per_second:>7,.0f} img/s",
+        f"wait {reading.data_wait:>3.0%}",
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Write a time with its two largest units: 45s, 12m30, 14h02, 3d07h."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{h}h{m:02}"
+    return f"{m}m{s:02}" if m else f"{s}s"

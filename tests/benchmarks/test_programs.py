@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import cifar10, compiled, end_to_end, knn, loop, operations, processes, scaling, soak, sources
+from benchmarks.input import Photos
+from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure, usual_cases
+from dino_vit.config.loading import load, replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.data.sources.open import open_source
+from tests.support.runs import arguments, run
+
+TINY = {
+    "model.arch": None,
+    "model.width": 32,
+    "model.depth": 2,
+    "model.heads": 2,
+    "model.patch_size": 4,
+    "model.drop_path": 0.0,
+    "head.prototypes": 64,
+    "head.hidden_dim": 48,
+    "head.bottleneck_dim": 16,
+    "views.global_size": 32,
+    "views.local_size": 16,
+    "views.local_count": 3,
+    "optim.clip": 0.05,
+    "optim.lr": 1e-3,
+    "optim.weight_decay": 0.3,
+    "optim.lr_scaling": "none",
+    "optim.warmup_epochs": 0,
+}
+CPU = torch.device("cpu")
+
+
+def test_both_take_the_same_steps() -> None:
+    """Loss, centre, gradients, clip, AdamW and teacher agree, or the losses would part within some steps."""
+    case = Case(4, "no", changes=TINY)
+    ours = Ours(case)
+    theirs = Reference(case.config, CPU, ours.session)
+    losses = []
+    for _ in range(6):
+        ours()
+        losses.append((ours.loss(), theirs()))
+    first, last = losses[0][0], losses[-1][0]
+    assert abs(first - last) > 0.1
+    for mine, other in losses:
+        assert mine == pytest.approx(other, rel=2e-5)
+
+
+def test_bf16_stays_near() -> None:
+    case = Case(4, "bf16", changes=TINY)
+    ours = Ours(case)
+    theirs = Reference(case.config, CPU, ours.session)
+    ours()
+    assert ours.loss() == pytest.approx(theirs(), rel=2e-2)
+
+
+def test_a_row_has_speed_memory_and_what_they_come_to() -> None:
+    row, said = measure(Case(2, "bf16", changes=TINY), repeats=1)
+    assert row.speed.keys() == row.memory.keys() == {"dino_vit", "reference"}
+    assert "times the reference's speed" in said
+    assert "TFLOP/s" in said
+
+
+def test_a_step_is_compared_with_itself_compiled() -> None:
+    shallow = {**TINY, "model.depth": 1}  # compiling takes its time
+    case, other = Case(2, "no", shallow), Case(2, "no", shallow | compiled.COMPILED)
+    as_it_is, *others = map(losses_of_two, (Ours(case), Ours(other), compiled.Graphs(case)))
+    assert as_it_is[0] != as_it_is[1]
+    for losses in others:
+        assert losses == pytest.approx(as_it_is, rel=1e-4)
+
+
+def losses_of_two(step: Ours) -> list[float]:
+    """Take two steps; return the loss of each."""
+    losses = []
+    for _ in range(2):
+        step()
+        losses.append(step.loss())
+    return losses
+
+
+def test_the_largest_operations_have_names() -> None:
+    found, clock = operations.operations(Ours(Case(2, "bf16", changes=TINY)))
+    times = [one.milliseconds for one in found]
+    assert times == sorted(times, reverse=True)
+    assert 0 < sum(times) <= clock
+    assert {"aten::bmm", "aten::copy_"} <= {one.name for one in found}
+    table = operations.table("A step", found, clock)
+    assert sum(row.advantage for row in table.rows) == pytest.approx(1)
+    assert len(table.rows) == operations.SHOWN + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_of_a_device_are_valid_configs(device: str) -> None:
+    rows = cases(device, None)
+    assert set(map(str, usual_cases(device))) <= set(map(str, rows))  # the same step is looked at
+    assert len({case.name for case in rows}) == len(rows)
+    for case in rows:
+        assert case.config.data.batch_size == case.batch
+
+
+@pytest.mark.parametrize("name", ["dino_vit", "reference"])
+def test_memory_is_measured_of_two_whole_steps(name: str) -> None:
+    build_run(name, Case(2, "no", changes=TINY), CPU)()
+
+
+def test_a_moment_counts_to_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    watch = loop.Stopwatch()
+    with watch.part("outer"):
+        clock[0] += 2
+        with watch.part("inner"):
+            clock[0] += 10
+        clock[0] += 3
+    assert watch.seconds["inner"] == 10
+    assert watch.seconds["outer"] == 5
+
+
+def test_the_loop_is_taken_apart() -> None:
+    short = {"budget.steps": 6, "run.eval_every": None, "run.trackers": (), "data.workers": 0}
+    phases = {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+    found = loop.shares({**short, **phases})
+    assert found.keys() == {"loading", "forward", "backward", "optimiser", loop.REST}
+    assert sum(found.values()) == pytest.approx(1)
+    assert min(found.values()) > 0
+
+
+@pytest.mark.skipif(not sources.ROLLUP.exists(), reason="memory is read from Linux's /proc")
+def test_sources_are_opened_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "IMAGES", 2000)
+    monkeypatch.setattr(sources, "FOLDERS", 2)
+    for number in range(2):
+        (tmp_path / f"n{number:08d}").mkdir()
+    sources.MadeUp(tmp_path)
+    for path in [tmp_path, *tmp_path.iterdir()]:
+        os.utime(path, (time.time() - 60,) * 2)
+    assert len(sources.MadeUp(tmp_path)) == 2000
+    opener = partial(sources.FolderSource, tmp_path)
+    assert opener().name(1999) == "n00000001/n00000001_00999.JPEG"
+    seconds, memory = sources._open_and_ask(opener, workers=2, repeats=1)
+    assert seconds > 0
+    assert abs(memory) < 50
+
+
+def test_files_are_read_from_every_kind(tmp_path: Path) -> None:
+    (row,) = sources._files_table(tmp_path, repeats=1, images=20).rows
+    assert row.speed.keys() == {"folder", "tar", "Parquet"}
+
+
+def test_neighbours_vote_as_in_the_published_loop() -> None:
+    assert "for 60 of 60 queries" in knn.check(knn.make_case(4000, 60, CPU))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")  # lightly's head
+def test_the_whole_program_of_everybody_takes_steps(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number, data in enumerate(Photos(8, 40).files):
+        (photos / f"{number}.jpg").write_bytes(data)
+    own = {"data.source": str(photos), "data.batch_size": 4, "output": str(tmp_path / "run")}
+    config = replace(PretrainConfig(), {**FIXED, **TINY, **own, "run.precision": "bf16"})
+    works = end_to_end.contenders(config, steps=2)
+    assert set(works) >= {"dino_vit", "reference"}
+    before = {
+        name: [p.clone() for p in network_of(work).parameters() if p.requires_grad]
+        for name, work in works.items()
+    }
+    for name, work in works.items():
+        assert isinstance(work, end_to_end.Ours | end_to_end.Theirs)
+        with work.opened():
+            work()
+        after = [p for p in network_of(work).parameters() if p.requires_grad]
+        assert not all(map(torch.equal, before[name], after)), name
+
+
+def test_the_photometry_is_measured_here_and_there() -> None:
+    case = end_to_end.Case("small", width=40, batch=4, steps=2, changes=TINY)
+    row, said = end_to_end.measure_photometry(case, repeats=1, workers=1)
+    assert row.speed.keys() == {"on the device", "in the workers"}
+    assert said.startswith("small: waits for data")
+
+
+def network_of(work: object) -> torch.nn.Module:
+    if isinstance(work, end_to_end.Ours):
+        return work.session.student
+    assert isinstance(work, end_to_end.Theirs)
+    owner = work.take.__self__  # type: ignore[attr-defined]
+    network = owner.student if hasattr(owner, "student") else owner.trainer.student
+    assert isinstance(network, torch.nn.Module)
+    return network
+
+
+def test_both_samplers_find_the_next_batch() -> None:
+    works = scaling.resumes(1000)
+    assert [len(set(map(int, work()))) for work in works.values()] == [64, 64]
+
+
+def test_a_process_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STEPS", 2)
+    monkeypatch.setattr(processes, "IMAGES", 8)
+    processes.child(tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {"average", "centre", "collectives", "seconds", "evaluation"}
+    assert found["collectives"] == 0  # there is no other process
+    assert 0 < found["average"] + found["centre"] < 1
+
+
+def test_a_soak_tells_two_ends_apart_and_growth_from_none(tmp_path: Path) -> None:
+    for name, value in (("one", 0.0), ("same", 0.0), ("other", 1.0)):
+        tensors = {"weight": torch.tensor([value]), "bias": torch.ones(2)}
+        Checkpoints(tmp_path / name).save(7, tensors, {})
+    assert "All 2 tensors" in soak.compared(tmp_path / "one", tmp_path / "same")
+    assert "1 of 2 tensors of the last checkpoint DIFFER" in soak.compared(
+        tmp_path / "one", tmp_path / "other"
+    )
+    said = soak.memory([(500.0 + second, 100.0) for second in range(100)])
+    assert "process 514 MiB, then 594, at most 599" in said
+    assert "loader processes 100 MiB, then 100, at most 100" in said
+
+
+def test_a_run_is_killed_and_comes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "EVERY", 0.2)
+    settings = [word for word in arguments(tmp_path, {"budget.steps": 60})[1:] if "output" not in word]
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}")
+    said = soak.soak(tmp_path / "runs", empty, settings, kills=1)
+    assert "are the same after 1 kills" in said
+
+
+def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> None:
+    phases = {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+    run(tmp_path / "run", {"data.source": "synthetic:200:32", "run.eval_every": 1, **phases})
+    config = load(PretrainConfig, tmp_path / "run" / "config.yaml")
+    train, test = open_source("synthetic:200:32"), open_source("synthetic:90:32")
+    (row, same) = cifar10.judge(config, train, test)
+    assert row.speed == same.speed  # the bank is smaller than what it could hold
+    assert row.speed.keys() == {"trained", "untrained", "raw pixels"}
+    assert row.speed["raw pixels"] == 100  # each query is in the bank, and is its own nearest neighbour
+    assert "epochs of 200 images" in cifar10.story(config, 200)

@@ -1,0 +1,117 @@
+"""The demo in small: what it makes, what it reuses, and that its settings travel with the package."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from dino_vit.cli import main
+from dino_vit.commands import demo
+from dino_vit.config.display import to_yaml
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.training.monitor import read_records
+from dino_vit.training.opening import build_untrained
+from dino_vit.views.preparation import preparation_of
+from dino_vit.weights import load_backbone
+from tests.support.runs import arguments
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Have the demo run the tests' own settings, which take a second."""
+
+    def recipe(config):
+        settings = {"data.source": "synthetic:240:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
+        settings |= {"optim.freeze_last_layer_epochs": 0, "seed": config.seed}
+        return load(PretrainConfig, None, arguments(config.output, settings)[1:])
+
+    monkeypatch.setattr(demo, "recipe", recipe)
+
+
+def test_the_recipe_comes_with_the_package():
+    config = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3))
+    assert (config.output, config.seed, config.data.source) == ("elsewhere", 3, "synthetic")
+    assert config.run.eval_every is not None
+    assert demo.recipe(demo.DemoConfig(steps=777)).budget.steps == 777
+
+
+def test_without_native_bf16_it_is_bounded_in_time_and_keeps_to_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "choose_precision", lambda *_: "no")
+    config = demo.DemoConfig(output=str(tmp_path))
+    for seconds, low, high in ((0.01, 400, 400), (1e6, 1400, 1400)):
+        monkeypatch.setattr(demo, "SECONDS", seconds)
+        steps = demo.recipe(config).budget.steps
+        assert low <= steps <= high
+    begun = load(PretrainConfig, None, ["budget.steps=567"])
+    (tmp_path / "config.yaml").write_text(to_yaml(begun))
+    assert demo.recipe(config).budget.steps == 567
+    assert demo.recipe(config.model_copy(update={"steps": 777})).budget.steps == 777
+
+
+def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, capsys):
+    command = ["demo", f"output={tmp_path / 'run'}", "images=100"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    figures = json.loads((tmp_path / "run" / "demo.json").read_text())
+    for name in ("k-NN", "linear probe"):
+        row = next(line for line in said.splitlines() if name in line)
+        for beside in ("untrained", "trained", "raw pixels"):
+            assert f"{figures[name][beside]:.1f} %" in row
+    assert figures["k-NN"]["untrained"] == json.loads((tmp_path / "run" / "baseline.json").read_text())["knn"]
+    assert figures["k-NN"]["trained"] == read_records(tmp_path / "run" / "metrics.jsonl")[-1]["knn"]
+    assert str(tmp_path / "run" / "report.html") in said.replace("\n", "")
+    assert list((tmp_path / "run" / "attention").glob("*.png"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
+    assert main(command) == 0
+    assert all(line in said for line in capsys.readouterr().out.splitlines())
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
+    changed = {path.name for path in after if before.get(path) != after[path]}
+    assert not {name for name in changed if "tfevents" not in name}
+
+
+def test_what_a_newer_checkpoint_left_behind_is_made_anew(tmp_path):
+    weights, kept = tmp_path / "weights", tmp_path / "demo.json"
+    weights.write_text("")
+    made = []
+
+    def make():
+        made.append(1)
+        return {"k-NN": {"trained": float(len(made))}}
+
+    assert demo._kept(kept, weights, make) == demo._kept(kept, weights, make) == {"k-NN": {"trained": 1.0}}
+    later = kept.stat().st_mtime + 10
+    os.utime(weights, (later, later))
+    assert demo._kept(kept, weights, make) == {"k-NN": {"trained": 2.0}}
+
+
+def test_the_untrained_network_is_the_one_that_the_run_began_with(tmp_path, small):
+    """Its k-NN is the baseline that the run measured before its first step."""
+    assert main(["demo", f"output={tmp_path / 'run'}", "images=100", "seed=5"]) == 0
+    config = demo.recipe(demo.DemoConfig(output=str(tmp_path / "run"), seed=5))
+    trained = load_backbone(tmp_path / "run")
+    source = SyntheticSource(length=240, size=32)
+    evaluation = OnlineEvaluation(source=source, preparation=preparation_of(trained), seed=5)
+    baseline = json.loads((tmp_path / "run" / "baseline.json").read_text())
+    figures = evaluation(build_untrained(config)[1].backbone)
+    assert figures["knn"] == baseline["knn"]
+    assert figures["rankme"] == pytest.approx(baseline["rankme"], rel=1e-5)
+
+
+class Ten:
+    """Images with labels, of which only the labels matter."""
+
+    classes = tuple("0123456789")
+
+    def label(self, index):
+        return index % 10
+
+
+def test_a_probe_finds_what_is_there_and_nothing_else():
+    places = list(range(500))
+    clear = torch.nn.functional.one_hot(torch.arange(500) % 10, 10).float() + 0.1 * torch.randn(500, 10)
+    assert demo.probe(clear, Ten(), places) == 100
+    assert demo.probe(torch.randn(500, 10), Ten(), places) < 30

@@ -1,0 +1,312 @@
+"""Embeddings in files, what is nearest in them, and what is nearly the same."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit.cli import main
+from dino_vit.commands.duplicates import find_duplicates, unite
+from dino_vit.data.sources.open import FolderSource, SyntheticSource
+from dino_vit.eval.embeddings.files import normalised, read_embeddings
+from dino_vit.eval.features.extraction import Kind, extract_features
+from dino_vit.views.preparation import preparation_of
+from tests.support.runs import command, program, run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def weights(tmp_path):
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "a.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Thirty images in three folders and one outside; two are there twice, one is broken."""
+    source = SyntheticSource(length=31, size=40)
+    for number in range(31):
+        path = tmp_path / "images" / ("abc"[number % 3] if number < 30 else "") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(source.read(number).permute(1, 2, 0).numpy()).save(path)
+    root = tmp_path / "images"
+    shutil.copy(root / "a" / "00.png", root / "b" / "again, 00.png")
+    shutil.copy(root / "c" / "05.png", root / "c" / "05 $x$ ünï.png")
+    (root / "a" / "broken.png").write_bytes(b"no image")
+    return root
+
+
+def embed(tmp_path, weights, source, *more, code=0):
+    argv = ["embed", str(source), f"weights={weights}", f"cache={tmp_path / 'cache'}", "precision=no", *more]
+    assert main(argv) == code
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
+@pytest.mark.parametrize(("dtype", "normalise"), [("float32", "false"), ("float16", "true")])
+def test_files_hold_what_the_backbone_says(tmp_path, weights, folder, suffix, dtype, normalise):
+    output = tmp_path / f"e.{suffix}"
+    embed(tmp_path, weights, folder, f"output={output}", f"dtype={dtype}", f"normalise={normalise}")
+    found, source, model = read_embeddings(output), FolderSource(folder), load_backbone(weights)
+    known = extract_features(
+        model, source, range(len(source)), preparation=preparation_of(model), batch_size=128
+    )
+    expected = F.normalize(known.values) if normalise == "true" else known.values
+    assert found.values.dtype == dtype
+    np.testing.assert_allclose(
+        found.values,
+        expected.numpy(),
+        **({"rtol": 1e-3} if dtype == "float16" else {"rtol": 1e-6}),
+        atol=1e-6,
+    )
+    assert len(found) == 33
+    assert found.names == [source.name(index) for index in known.indices.tolist()]
+    assert found.labels == [name[0] if "/" in name else None for name in found.names]
+    assert found.indices.tolist() == known.indices.tolist()
+    about = found.about
+    assert about["weights"]["path"] == str(weights)
+    assert about["weights"]["file_sha256"] == model.provenance.sha256
+    assert about["source"] == {
+        "spec": str(folder),
+        "fingerprint": source.fingerprint,
+        "images": 34,
+        "unreadable": 1,
+    }
+    assert about["preparation"]["size"] == [16, 16]
+    assert (about["normalised"], about["precision"]) == (normalise == "true", "float32")
+
+
+def test_other_libraries_read_the_files(tmp_path, weights, folder):
+    for suffix in ("parquet", "npy", "safetensors"):
+        embed(tmp_path, weights, folder, f"output={tmp_path / 'e.'}{suffix}", "index=flat")
+    array = np.load(tmp_path / "e.npy")
+    table = pq.read_table(tmp_path / "e.parquet")
+    assert table.column_names == ["name", "label", "index", "embedding"]
+    assert np.array_equal(np.array(table["embedding"].to_pylist(), np.float32), array)
+    assert json.loads(table.schema.metadata[b"dino_vit"])["format"] == 1
+    with safe_open(tmp_path / "e.safetensors", "np") as file:
+        assert np.array_equal(file.get_tensor("embedding"), array)
+    with (tmp_path / "e.csv").open(newline="") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == table["name"].to_pylist()
+    index = faiss.read_index(str(tmp_path / "e.faiss"))
+    cosines, rows = index.search(normalised(array), 2)
+    assert index.ntotal == 33
+    np.testing.assert_allclose(cosines[:, 0], 1, atol=1e-5)
+    assert sum(row == place for place, row in enumerate(rows[:, 0])) >= 31
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
+@pytest.mark.parametrize(("tokens", "blocks"), [("cls+mean", 2), ("patches", 1)])
+def test_other_tokens(tmp_path, weights, suffix, tokens, blocks):
+    output = tmp_path / f"e.{suffix}"
+    embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")
+    model = load_backbone(weights)
+    known = extract_features(
+        model,
+        SyntheticSource(length=9),
+        range(9),
+        preparation=preparation_of(model),
+        batch_size=128,
+        kind=Kind(tokens=tokens, blocks=blocks),
+    )
+    assert np.array_equal(read_embeddings(output).values, known.values.numpy())
+
+
+def test_search_finds_the_image_itself_then_the_nearest(tmp_path, weights, folder):
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.parquet'}")
+    asked = [str(folder / "c" / "05.png"), str(folder / "30.png")]
+    assert (
+        main(["search", str(tmp_path / "e.parquet"), *asked, "k=3", f"output={tmp_path / 'found.png'}"]) == 0
+    )
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert [one["image"] for one in found] == asked
+    assert {near["name"] for near in found[0]["nearest"][:2]} == {"c/05.png", "c/05 $x$ ünï.png"}
+    assert found[1]["nearest"][0]["name"] == "30.png"
+    embeddings = read_embeddings(tmp_path / "e.parquet")
+    unit = normalised(embeddings.values)
+    for one, name in zip(found, ("c/05.png", "30.png"), strict=True):
+        cosines = unit @ unit[embeddings.names.index(name)]
+        expected = np.sort(cosines)[::-1][:3]
+        assert [near["cosine"] for near in one["nearest"]] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert [cosines[near["row"]] for near in one["nearest"]] == pytest.approx(expected.tolist(), abs=1e-5)
+    with Image.open(tmp_path / "found.png") as sheet:
+        assert sheet.width > sheet.height > 200
+
+
+def test_search_wants_the_weights_that_embedded(tmp_path, weights, folder, capsys):
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.npy'}")
+    asked = ["search", str(tmp_path / "e.npy"), str(folder / "30.png"), f"output={tmp_path / 'found.png'}"]
+    moved = weights.rename(tmp_path / "moved.safetensors")
+    assert main(asked) == 2
+    assert "Say with weights= where they are now" in capsys.readouterr().err
+    other = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+    save_backbone(other, weights)
+    assert main(asked) == 2
+    assert "are not the weights that made the embeddings" in capsys.readouterr().err
+    assert not (tmp_path / "found.png").exists()
+    assert main([*asked, f"weights={moved}"]) == 0
+
+
+def test_search_works_without_the_images(tmp_path, weights, folder, caplog):
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.npy'}")
+    shutil.move(folder / "30.png", tmp_path / "30.png")
+    shutil.rmtree(folder)
+    asked = [str(tmp_path / "e.npy"), str(tmp_path / "30.png"), "k=100", f"output={tmp_path / 'found.png'}"]
+    assert main(["search", *asked]) == 0
+    assert "shows no found images" in caplog.text
+    assert len(json.loads((tmp_path / "found.json").read_text())["results"][0]["nearest"]) == 33
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("block", [16, 1000])
+def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
+    monkeypatch.setattr("dino_vit.commands.duplicates._BLOCK", block)
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal((60, 6)).astype(np.float32)
+    values[[7, 40, 41]] = 3 * values[2]
+    values[55] = values[20] + 0.05 * generator.standard_normal(6)
+    found = find_duplicates(values, threshold, keep=1000, device=torch.device("cpu"))
+    unit = values / np.linalg.norm(values, axis=1, keepdims=True)
+    linked = {i: {i} for i in range(60)}
+    pairs = {}
+    for i in range(60):
+        for j in range(i + 1, 60):
+            cosine = float(unit[i].astype(np.float64) @ unit[j])
+            if cosine >= threshold - 1e-6:
+                pairs[i, j] = cosine
+                together = linked[i] | linked[j]
+                for member in together:
+                    linked[member] = together
+    assert {tuple(pair) for pair in found.rows.tolist()} == set(pairs)
+    assert found.count == len(pairs) >= 6
+    assert found.cosines.tolist() == sorted(found.cosines.tolist(), reverse=True)
+    for pair, cosine in zip(found.rows.tolist(), found.cosines.tolist(), strict=True):
+        assert cosine == pytest.approx(pairs[tuple(pair)], abs=1e-6)
+    groups = {tuple(sorted(group)) for group in linked.values() if len(group) > 1}
+    assert {tuple(group) for group in found.groups()} == groups
+    few = find_duplicates(values, threshold, keep=3, device=torch.device("cpu"))
+    assert np.array_equal(few.rows, found.rows[:3])
+    assert (few.count, few.groups()) == (found.count, found.groups())
+
+
+def test_chains_are_linked_in_whatever_order():
+    order = np.random.default_rng(0).permutation(499)
+    parents = np.arange(500)
+    for part in np.array_split(order, 7):
+        unite(parents, part, part + 1)
+    assert (
+        find_duplicates(np.ones((500, 3), np.float32), 0.9, keep=5, device=torch.device("cpu")).count
+        == 124750
+    )
+    roots = parents.copy()
+    while (roots != parents[roots]).any():
+        roots = parents[roots]
+    assert (roots == 0).all()
+
+
+@pytest.mark.parametrize("output", ["d.json", "d.csv"])
+def test_the_duplicates_of_a_folder_are_listed(tmp_path, weights, folder, capsys, output):
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.parquet'}")
+    capsys.readouterr()
+    argv = ["duplicates", str(tmp_path / "e.parquet"), "threshold=1", f"output={tmp_path / output}"]
+    assert main(argv) == 0
+    expected = {("a/00.png", "b/again, 00.png"), ("c/05 $x$ ünï.png", "c/05.png")}
+    said = capsys.readouterr().out
+    assert "2 of 2 pairs, 2 groups" in said
+    assert "1.0000  a/00.png  b/again, 00.png" in said
+    if output == "d.csv":
+        with (tmp_path / output).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert {(row["first"], row["second"]) for row in rows} == expected
+        assert {row["group"] for row in rows} == {"0", "1"}
+    else:
+        listed = json.loads((tmp_path / output).read_text())
+        assert {tuple(pair["images"]) for pair in listed["pairs"]} == expected
+        assert {tuple(group) for group in listed["groups"]} == expected
+        assert listed["pair_count"] == 2
+    with Image.open(tmp_path / "d.png") as sheet:
+        assert sheet.width > sheet.height
+
+
+def test_no_duplicates_is_an_answer(tmp_path, weights, capsys):
+    embed(tmp_path, weights, "synthetic:5:32", f"output={tmp_path / 'e.parquet'}")
+    assert (
+        main(["duplicates", str(tmp_path / "e.parquet"), "threshold=1", f"output={tmp_path / 'd.json'}"]) == 0
+    )
+    assert "no two of the 5 images" in capsys.readouterr().out
+    assert not (tmp_path / "d.png").exists()
+
+
+def test_mistakes_are_said_and_leave_nothing(tmp_path, weights, folder, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.parquet").write_bytes(b"PAR1 something else")
+    (tmp_path / "other.npy").write_bytes(b"")
+    torch.save({"a": 1}, tmp_path / "other.pth")
+    embed(tmp_path, weights, "synthetic:5:32", f"output={tmp_path / 'patches.npy'}", "tokens=patches")
+    (tmp_path / "patches.csv").unlink()
+    before = sorted(tmp_path.iterdir())
+    for argv, said in (
+        (["embed", folder, f"weights={tmp_path}/none.pth"], "none.pth does not exist"),
+        (["embed", folder, f"weights={tmp_path}/other.pth"], "no state dict"),
+        (["embed", folder, f"weights={weights}", f"output={tmp_path}/e.txt"], "must end in .parquet or"),
+        (["embed", f"{tmp_path}/empty", f"weights={weights}", f"output={tmp_path}/e.npy"], "holds no images"),
+        (["embed", "nowhere", f"weights={weights}", f"output={tmp_path}/e.npy"], "is no source"),
+        (
+            ["embed", folder, f"weights={weights}", f"output={tmp_path}/e.npy", "size=18"],
+            "no whole number of",
+        ),
+        (["embed", folder, f"weights={weights}", f"output={tmp_path}/e.npy", "blocks=3"], "blocks"),
+        (["embed", folder, f"weights={weights}", "index=flat", "tokens=patches"], "leave one out"),
+        (["embed", folder], "weights is needed"),
+        (["search", f"{tmp_path}/none.npy", "x.png"], "`dino-vit embed SOURCE weights=..."),
+        (["search", f"{tmp_path}/other.parquet", "x.png"], "is no whole file of embeddings"),
+        (["search", f"{tmp_path}/other.npy", "x.png"], "other.csv is missing"),
+        (["search", f"{tmp_path}/patches.npy", "x.png"], "patches.csv is missing"),
+        (["duplicates", f"{tmp_path}/none.npy"], "does not exist"),
+        (["duplicates", f"{tmp_path}/none.npy", "threshold=2"], "threshold"),
+        (["duplicates", f"{tmp_path}/none.npy", "output=x.txt"], "must end in .json or .csv"),
+    ):
+        assert main([str(word) for word in argv]) == 2, argv
+        assert said in capsys.readouterr().err, argv
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_output_that_cannot_be_written_is_a_sentence(tmp_path, weights):
+    output = tmp_path / "file" / "e.npy"
+    (tmp_path / "file").write_text("no folder")
+    command(
+        tmp_path / "log",
+        "embed",
+        "synthetic:5:32",
+        f"weights={weights}",
+        f"output={output}",
+        f"cache={tmp_path / 'cache'}",
+        code=2,
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_embeds_by_a_checkpoint_of_the_loop(tmp_path, processes):
+    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
+    words = [f"weights={tmp_path / 'run'}", f"output={tmp_path / 'e.parquet'}", f"cache={tmp_path / 'cache'}"]
+    fixed = ["precision=no", "batch_size=16"]
+    said = program("embed", "synthetic:100:32", *words, *fixed, processes=processes)
+    assert said.count("100 × 32 in float32") == 1
+    found, model = read_embeddings(tmp_path / "e.parquet"), load_backbone(tmp_path / "run")
+    assert (found.about["weights"]["step"], found.about["weights"]["network"]) == (5, "teacher")
+    known = extract_features(
+        model, SyntheticSource(length=100), range(100), preparation=preparation_of(model), batch_size=16
+    )
+    np.testing.assert_allclose(found.values, known.values.numpy(), atol=1e-5)
+    command(tmp_path / "log", "duplicates", tmp_path / "e.parquet", f"output={tmp_path / 'd.json'}")

@@ -1,0 +1,186 @@
+"""Supervised training of a whole network: its arithmetic, its way back from a stop, its processes."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit.cli import main
+from dino_vit.commands.finetune import mix
+from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.storage import read_tensors
+from dino_vit.eval.datasets import open_sets
+from dino_vit.eval.features.extraction import extract_features
+from dino_vit.views.preparation import preparation_of
+from tests.support.runs import Command, command, program, run
+from tests.training.test_processes import free_port, torchrun_environ
+
+ROOT = Path(__file__).parents[2]
+FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(0)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2, registers=1)
+    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "a.safetensors"
+
+
+def arguments(output, *more, source="synthetic:100:16"):
+    return ["finetune", source, f"output={output}", *FAST, *(str(one) for one in more)]
+
+
+def tune(output, *more, **options):
+    said = command(output.with_suffix(".log"), *arguments(output, *more), **options)
+    path = output / "eval" / "finetune.json"
+    return (json.loads(path.read_text()) if path.exists() else None), said
+
+
+def tensors(output, epoch):
+    return read_tensors(output / "state" / "checkpoints" / f"step-{epoch:08d}.safetensors")[0]
+
+
+def test_it_learns_and_its_network_loads_with_its_classifier(tmp_path, weights):
+    output = tmp_path / "run"
+    found, said = tune(
+        output, f"weights={weights}", "epochs=12", "lr=0.05", "layer_decay=1", "crop=[1, 1]", "smoothing=0"
+    )
+    losses = [epoch["loss"] for epoch in found["history"]]
+    assert losses[-1] < losses[0] - 0.1
+    assert [epoch["epoch"] for epoch in found["history"]] == list(range(1, 13))
+    assert "after 12 epochs: top-1" in said
+
+    model, sets = load_backbone(output, num_classes=10), open_sets("synthetic:100:16")
+    assert model.provenance.mean == (0.5, 0.5, 0.5)
+    assert model.provenance.config["classes"] == list(sets.classes)
+    features = extract_features(
+        model, sets.val.images, range(20), preparation=preparation_of(model), batch_size=16
+    ).values
+    right = int((model.head(features).argmax(1) == torch.from_numpy(sets.val.targets)).sum())
+    assert found["last"]["top1"]["correct"] == right
+    assert found["last"]["top1"]["images"] == 20
+    assert load_backbone(output).architecture["num_classes"] == 0, "it serves as a backbone too"
+
+
+def test_a_run_goes_on_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
+    more = (f"weights={weights}", "mixup=0.5", "jitter=0.8")
+    whole, _ = tune(tmp_path / "whole", *more)
+    nothing, _ = tune(tmp_path / "killed", *more, code=75, before=terminate_in_the_second_epoch)
+    assert nothing is None
+    assert "after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
+    assert said[0]["history"] == whole["history"]
+    for name, tensor in tensors(tmp_path / "whole", 3).items():
+        assert torch.equal(tensors(tmp_path / "killed", 3)[name], tensor), name
+    _, said = tune(tmp_path / "whole", *more, "smoothing=0", code=2)
+    assert "a run with another config" in said
+
+
+def terminate_in_the_second_epoch():
+    import dino_vit.commands.finetune as module
+
+    step = module._take_step
+
+    def take_step(tuning, images, targets, number):
+        if number == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(tuning, images, targets, number)
+
+    module._take_step = take_step
+
+
+def test_two_processes_train_as_one(tmp_path, weights):
+    """Stochastic depth is drawn in each process for its own images, so it is off."""
+    more = (f"weights={weights}", "drop_path=0")
+    one, _ = tune(tmp_path / "one", *more)
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    argv = arguments(tmp_path / "two", *more, "batch_size=8")
+    environs = [{**port, **torchrun_environ(number)} for number in (0, 1)]
+    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(environs)]
+    assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
+    assert "top-1" not in pair[1].said, "only the first process speaks"
+    two = json.loads((tmp_path / "two" / "eval" / "finetune.json").read_text())
+    for ours, theirs in zip(two["history"], one["history"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["top1"]["images"] == theirs["top1"]["images"] == 20
+    for name, tensor in tensors(tmp_path / "one", 3).items():
+        torch.testing.assert_close(tensors(tmp_path / "two", 3)[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
+
+
+def test_one_step_is_that_of_the_plain_recipe(tmp_path, weights):
+    """One batch of all images, whose loss and moves are written out."""
+    more = (f"weights={weights}", "epochs=1", "warmup_epochs=0", "drop_path=0", "layer_decay=0.5", "flip=0")
+    found, _ = tune(tmp_path / "run", *more, "batch_size=80", "crop=[1, 1]", "clip=0.5", "smoothing=0.3")
+    after = tensors(tmp_path / "run", 1)
+
+    torch.manual_seed(derive_seed(0, Stream.NETWORK))
+    model, sets = load_backbone(weights), open_sets("synthetic:100:16")
+    model.add_classifier(10)
+    images = torch.stack([sets.train.images.read(place) for place in range(80)])
+    images = (images / 255 - 0.5) / 0.5
+    targets = torch.from_numpy(sets.train.targets)
+    truth = 0.7 * F.one_hot(targets, 10) + 0.03
+    loss = -(model(images).log_softmax(1) * truth).sum(1).mean()
+    assert found["history"][0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    rate = 0.01 * 80 / 256  # Adam's first step is the rate up or down
+    torch.testing.assert_close(after["model.head.bias"].abs(), torch.full((10,), rate), rtol=1e-3, atol=0)
+    before = load_backbone(weights).state_dict()
+    for layer, name in enumerate(
+        ("patch_embed.proj.bias", "blocks.0.norm1.bias", "blocks.1.norm1.bias", "norm.bias")
+    ):
+        scale = 0.5 ** (4 - layer) if layer < 3 else 1
+        moved = (after[f"model.{name}"] - before[name]).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, rate * scale), rtol=0.02, atol=0)
+
+
+def test_mixup_blends_pairs_by_one_share():
+    images, targets = torch.randn(6, 3, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    mixed, shares = mix(images, targets, classes=3, alpha=0.4, seed=5)
+    kept = np.random.Generator(np.random.PCG64(5)).beta(0.4, 0.4)
+    for place in range(6):
+        other = 5 - place
+        torch.testing.assert_close(mixed[place], kept * images[place] + (1 - kept) * images[other])
+        expected = torch.zeros(3)
+        expected[targets[place]] += kept
+        expected[targets[other]] += 1 - kept
+        torch.testing.assert_close(shares[place], expected)
+    plain, shares = mix(images, targets, classes=3, alpha=0, seed=5)
+    assert plain is images
+    assert torch.equal(shares, F.one_hot(targets, 3).float())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_finetunes_a_checkpoint_of_the_loop(tmp_path, processes):
+    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
+    argv = arguments(tmp_path / "tuned", f"weights={tmp_path / 'run'}", "epochs=2", source="synthetic:50:32")
+    said = program("finetune", *argv[1:], processes=processes)
+    assert said.count("after 2 epochs") == 1
+    assert load_backbone(tmp_path / "tuned", num_classes=10).image_size == (32, 32)
+
+
+def test_it_starts_at_random_too(tmp_path):
+    found, _ = tune(
+        tmp_path / "run", "arch=vit_tiny", "patch_size=8", "size=16", "epochs=1", "warmup_epochs=0"
+    )
+    assert found["config"]["arch"] == "vit_tiny"
+    assert load_backbone(tmp_path / "run", num_classes=10).width == 192
+
+
+def test_mistakes_are_said(tmp_path, weights, capsys):
+    for more, said in (
+        ([], "either weights to start from, or arch"),
+        ([f"weights={weights}", "warmup_epochs=3"], "leaves nothing of epochs=3"),
+        ([f"weights={weights}", "arch=vit_tiny"], "either weights"),
+        (["weights=none.pth"], "none.pth does not exist"),
+        ([f"weights={weights}", "train=nowhere"], "nowhere"),
+        ([f"weights={weights}", "size=18"], "no whole number of patches"),
+    ):
+        assert main(arguments(tmp_path / "run", *more)) == 2, more
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

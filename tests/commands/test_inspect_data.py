@@ -1,0 +1,118 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_vit.cli import main
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.survey import survey
+from dino_vit.training.feeding import make_views
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Ten files of several formats: two the same, two broken, one grey, one deep, one see-through."""
+    folder = tmp_path / "mixed"
+    (folder / "cat").mkdir(parents=True)
+    (folder / "dog").mkdir()
+    generator = np.random.default_rng(0)
+
+    def pixels(*shape, kind=np.uint8):
+        return generator.integers(0, np.iinfo(kind).max + 1, shape, dtype=kind)
+
+    for number in range(4):
+        Image.fromarray(pixels(20 + number, 40, 3)).save(folder / "cat" / f"{number}.png")
+    (folder / "cat" / "copy.png").write_bytes((folder / "cat" / "3.png").read_bytes())
+    Image.fromarray(pixels(60, 30)).save(folder / "dog" / "grey.bmp")
+    Image.fromarray(pixels(20, 20, kind=np.uint16)).save(folder / "dog" / "deep.png")
+    Image.fromarray(pixels(20, 20, 4)).save(folder / "dog" / "alpha.webp", lossless=True)
+    (folder / "dog" / "empty.jpg").write_bytes(b"")
+    (folder / "torn.png").write_bytes((folder / "cat" / "0.png").read_bytes()[:60])
+    return folder
+
+
+def test_facts_as_json(mixed, capsys):
+    assert main(["inspect-data", str(mixed), "--json", "sheet=null"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["images"], facts["looked_at"], facts["without_label"]) == (10, 10, 1)
+    assert facts["labels"] == {"cat": 5, "dog": 4}
+    assert facts["formats"] == {"PNG": 6, "BMP": 1, "WebP": 1}
+    assert facts["pixels"]["RGB (uint8)"] == 5
+    assert facts["pixels"]["RGB with transparency (uint8)"] == 1
+    assert facts["pixels"]["grey (uint8)"] == facts["pixels"]["grey (uint16)"] == 1
+    assert facts["height"] == {"least": 20, "median": 21.5, "most": 60}
+    assert facts["values"][0] == 0
+    assert facts["values"][1] > 255
+    assert [one["name"] for one in facts["unreadable"]] == ["dog/empty.jpg", "torn.png"]
+    assert facts["unreadable"][0]["reason"] == "the file is empty"
+    assert facts["identical"] == [["cat/3.png", "cat/copy.png"]]
+
+
+def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys):
+    assert main(["inspect-data", str(mixed), f"sheet={tmp_path / 'views.png'}", "rows=3"]) == 0
+    said = capsys.readouterr().out
+    assert "10 images, 2 labels: cat 5, dog 4; 1 without" in said
+    assert "dog/empty.jpg: the file is empty" in said
+    assert "cat/3.png = cat/copy.png" in said
+    with Image.open(tmp_path / "views.png") as sheet:
+        assert sheet.width > 1000
+
+
+def test_mean_and_std_are_those_of_the_pixels(tmp_path):
+    generator = np.random.default_rng(1)
+    arrays = generator.integers(0, 200, (5, 6, 7, 3), dtype=np.uint8)
+    np.save(tmp_path / "a.npy", arrays)
+    found = survey(open_source(str(tmp_path / "a.npy")), range(5))
+    mean, std = found.normalisation()
+    for channel in range(3):
+        values = [float(value) / 255 for value in arrays[..., channel].flatten()]
+        average = sum(values) / len(values)
+        assert math.isclose(mean[channel], average, abs_tol=1e-6)
+        spread = math.sqrt(sum((value - average) ** 2 for value in values) / len(values))
+        assert math.isclose(std[channel], spread, abs_tol=1e-5)
+
+
+def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
+    np.save(tmp_path / "a.npy", np.linspace(-500, 3000, 4 * 16 * 16, dtype=np.float32).reshape(4, 16, 16))
+    assert main(["inspect-data", str(tmp_path / "a.npy"), "sheet=null"]) == 0
+    said = capsys.readouterr().out
+    assert "grey (float32) 4" in said
+    assert "from -500 to 3000" in said
+    assert "give data.range" in said
+
+
+def test_only_some_are_looked_at(capsys):
+    assert main(["inspect-data", "synthetic:500:16", "count=20", "sheet=null"]) == 0
+    assert "20 of them, from all over, were looked at" in capsys.readouterr().out
+
+
+def test_views_are_those_of_the_training():
+    settings = ["data.source=synthetic:30:32", "views.global_size=32", "views.local_size=16", "seed=3"]
+    config = load(PretrainConfig, None, [*settings, "model.patch_size=8", "views.local_count=2"])
+    source = open_source(config.data.source)
+    made = make_views(config, source, [7, 2], epoch=4)
+    assert [[tuple(view.shape) for view in views] for views in made] == [
+        [(3, 32, 32)] * 2 + [(3, 16, 16)] * 2
+    ] * 2
+    (alone,) = make_views(config, source, [2], epoch=4)
+    assert all(bool((one == other).all()) for one, other in zip(alone, made[1], strict=True))
+    (other,) = make_views(config, source, [2], epoch=5)
+    assert not bool((alone[0] == other[0]).all())
+    assert all(view.min() >= 0 and view.max() <= 1 for views in made for view in views)
+
+
+def test_mistakes_are_said(tmp_path, capsys):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.png").write_bytes(b"")
+    for arguments, said in (
+        ([str(tmp_path / "bad")], "none of the 1 images that were looked at can be read"),
+        ([str(tmp_path / "none")], "is no source"),
+        ([], "source is needed"),
+    ):
+        assert main(["inspect-data", f"sheet={tmp_path / 'sheet.png'}", *arguments]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "sheet.png").exists()

@@ -1,0 +1,173 @@
+"""The whole command: figures equal to a loop over features, in one process or two, from any launcher."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit import VisionTransformer, save_backbone
+from dino_vit.cli import main
+from dino_vit.data.sources.open import SyntheticSource, open_source
+from dino_vit.eval.accuracy import accuracy
+from dino_vit.eval.features.extraction import extract_features
+from dino_vit.eval.knn.voting import few_shot_rows
+from dino_vit.views.preparation import preparation_of
+from dino_vit.weights import load_backbone
+from tests.support.runs import Command, command, program, run
+from tests.training.test_processes import free_port, torchrun_environ
+
+PROGRAM = Path(__file__).parents[2] / "eval" / "knn.py"
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(0)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "a.safetensors"
+
+
+def write_images(folder, classes, per_class, first=0):
+    """Write a folder of each class, with patterns that are its own, whichever classes there are beside it."""
+    patterns = SyntheticSource(length=1000, size=16)
+    for name in classes:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(first, first + per_class):
+            image = patterns.read(10 * number + "abcdefghij".index(name[0]))
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{number}.png")
+    return folder
+
+
+def arguments(weights, source, output, *more):
+    settings = [f"weights={weights}", f"output={output}", "precision=no", *more]
+    return ["knn", str(source), *settings]
+
+
+def evaluate(weights, source, *more):
+    output = weights.parent / "found.json"
+    said = command(weights.parent / "log", *arguments(weights, source, output, *more))
+    return json.loads(output.read_text()), said
+
+
+def features_of(weights, source):
+    """Features as lists, and the names of the classes."""
+    model = load_backbone(weights)
+    source = open_source(str(source))
+    found = extract_features(
+        model, source, range(len(source)), preparation=preparation_of(model), batch_size=128
+    )
+    unit = torch.nn.functional.normalize(found.values.double())
+    return unit, [source.classes[source.label(index)] for index in range(len(source))]
+
+
+def naive_right(bank, bank_labels, query, label, k, top, itself=None):
+    """Whether the label is among the first of the classes by score, in Python numbers."""
+    near = sorted((-float(row @ query), i) for i, row in enumerate(bank) if i != itself)[:k]
+    scores = {}
+    for similarity, i in near:
+        scores[bank_labels[i]] = scores.get(bank_labels[i], 0) + math.exp(-similarity / 0.07)
+    return label in sorted(scores, key=lambda name: -scores[name])[:top]
+
+
+@pytest.mark.parametrize("search", ["auto", "faiss", "torch"])
+def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights, search):
+    """The queries lack a class of the bank, so that equal numbers are not equal classes."""
+    train = write_images(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
+    val = write_images(tmp_path / "val", ["b", "d", "e"], 4, first=50)
+    Image.new("RGB", (16, 16)).save(val / "nobody.png")  # of no class
+    found, said = evaluate(weights, val, f"train={train}", "k=[3,20,1000]", f"search={search}")
+    bank, bank_labels = features_of(weights, train)
+    (val / "nobody.png").unlink()
+    queries, labels = features_of(weights, val)
+    assert (found["images"], found["bank"], found["classes"]) == (12, 49, 7)
+    for figures, k in zip(found["results"], (3, 20, 49), strict=True):
+        for top in (1, 5):
+            right = [
+                naive_right(bank, bank_labels, query, label, k, top)
+                for query, label in zip(queries, labels, strict=True)
+            ]
+            assert figures[f"top{top}"] == accuracy(sum(right), 12)._asdict()
+            if top == 1:
+                of_class = {
+                    name: sum(r for r, label in zip(right, labels, strict=True) if label == name)
+                    for name in "bde"
+                }
+                assert {n: one["correct"] for n, one in figures["per_class"].items()} == of_class
+    assert "for k = 1000, all 49 images of the bank vote" in said
+    assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
+
+
+def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weights):
+    images = write_images(tmp_path / "images", "abc", 8)
+    found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "repeats=3", "seed=4")
+    bank, labels = features_of(weights, images)
+    right = [naive_right(bank, labels, bank[i], labels[i], 5, 1, itself=i) for i in range(24)]
+    assert found["results"][0]["top1"]["correct"] == sum(right)
+    assert found["bank"] == 23
+    numbers = torch.tensor(["abc".index(label) for label in labels]).numpy()
+    percents = []
+    for repeat in range(3):
+        rows = few_shot_rows(numbers, torch.arange(24).numpy(), shots=2, seed=4, repeat=repeat)
+        others = [i for i in range(24) if i not in rows]
+        few = [labels[row] for row in rows]
+        right = [naive_right(bank[rows], few, bank[i], labels[i], 5, 1) for i in others]
+        percents.append(100 * sum(right) / 18)
+    (figures,) = found["few_shot"]
+    assert [one["percent"] for one in figures["top1"]] == pytest.approx(percents)
+    assert figures["mean"] == pytest.approx(statistics.mean(percents))
+    assert figures["standard_deviation"] == pytest.approx(statistics.stdev(percents))
+    assert f"{figures['mean']:.2f}" in said
+
+
+def test_two_processes_find_what_one_does(tmp_path, weights):
+    more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]")
+    one, _ = evaluate(weights, "synthetic:51:16", *more)
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    argv = arguments(weights, "synthetic:51:16", tmp_path / "two.json", *more)
+    environs = [{**port, **torchrun_environ(number)} for number in (0, 1)]
+    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(environs)]
+    assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
+    two = json.loads((tmp_path / "two.json").read_text())
+    assert (two["results"], two["few_shot"]) == (one["results"], one["few_shot"])
+    assert "top-1 %" in pair[0].said
+    assert "top-1 %" not in pair[1].said, "only the first process speaks"
+
+
+def test_two_launched_programs_judge_a_run_as_the_command_does(tmp_path):
+    """Leave-one-out, where a share of the queries must know which rows of the bank they are."""
+    run(tmp_path / "run", {"budget.steps": 10})
+    settings = ["synthetic:61:32", "k=[5]", "precision=no", f"weights={tmp_path / 'run'}"]
+    said = program("knn", *settings, processes=2)
+    path = tmp_path / "run" / "eval" / "knn.json"
+    assert said.splitlines()[-1] == str(path)
+    two = json.loads(path.read_text())
+    command(tmp_path / "log", "knn", *settings)
+    assert json.loads(path.read_text()) == two
+    assert two["images"] == 61
+
+
+def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    Image.new("RGB", (16, 16)).save(flat / "a.png")
+    one = write_images(tmp_path / "one", "ab", 3)
+    same = tmp_path / "same.csv"
+    same.write_text("".join(f"{folder}/{number}.png,a\n" for folder in "ab" for number in range(3)))
+    two = write_images(tmp_path / "two", "ab", 3)
+    for source, more, said in (
+        (flat, [], "none of the 1 images"),
+        (one, [f"labels={same}"], "are of one class"),
+        (two, [f"train={one}", f"train_labels={same}"], "are of one class"),
+        (write_images(tmp_path / "three", "abc", 3), [f"train={two}"], "classes that are not among the 2"),
+        (two, ["shots=[3]"], "shots=3 takes all 6 images"),
+        (two, ["k=[0]"], "k"),
+        (two, ["bank=x"], "did you mean train?"),
+        (two, ["search=fais"], "faiss"),
+    ):
+        assert main(arguments(weights, source, tmp_path / "none.json", *more)) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()

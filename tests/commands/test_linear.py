@@ -1,0 +1,268 @@
+"""The linear evaluations as programs: from kept features, and by the protocol of 2021."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit.cli import main
+from dino_vit.commands.linear import columns_of
+from dino_vit.data.sources.open import SyntheticSource
+from dino_vit.eval.datasets import Labelled, hold_out, open_sets
+from dino_vit.eval.features.extraction import Kind, extract_features
+from dino_vit.eval.linear.published import interleave
+from dino_vit.views.preparation import preparation_of
+from tests.support.runs import Command, command, program, run
+from tests.training.test_processes import free_port, torchrun_environ
+
+ROOT = Path(__file__).parents[2]
+FAST = ["grid.rates=[0.001, 0.01, 0.1]", "grid.steps=40", "grid.batch=32", "grid.blocks=[1, 2]"]
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(0)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2, registers=1)
+    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "a.safetensors"
+
+
+def arguments(weights, *more, source="synthetic:120:16", output="found.json"):
+    settings = [f"weights={weights}", f"output={weights.parent / output}", "precision=no", *more]
+    return ["linear", str(source), *settings]
+
+
+def evaluate(weights, *more, output="found.json", **keywords):
+    said = command(weights.parent / "log", *arguments(weights, *more, output=output, **keywords))
+    return json.loads((weights.parent / output).read_text()), said
+
+
+def pair(weights, *more):
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    argv = arguments(weights, *more, output="two.json")
+    environs = [{**port, **torchrun_environ(number)} for number in (0, 1)]
+    started = [Command(argv, weights.parent / f"{n}.log", environ=e) for n, e in enumerate(environs)]
+    assert [one.wait() for one in started] == [0, 0], started[0].said + started[1].said
+    assert "top-1" not in started[1].said, "only the first process speaks"
+    return json.loads((weights.parent / "two.json").read_text())
+
+
+def test_the_grid_says_every_cell_and_the_best(weights):
+    found, said = evaluate(weights, *FAST)
+    assert found["images"] == {"train": 96, "val": 24}
+    cells = [(cell["rate"], cell["blocks"], cell["mean"]) for cell in found["table"]]
+    assert cells == [
+        (rate, blocks, mean) for rate in (0.001, 0.01, 0.1) for blocks in (1, 2) for mean in (False, True)
+    ]
+    percents = [cell["top1"]["percent"] for cell in found["table"]]
+    best = found["best"]
+    assert best["top1"]["percent"] == max(percents)
+    assert best["top1"] == found["table"][percents.index(max(percents))]["top1"]
+    assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
+    assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
+    assert best["top5"]["correct"] >= best["top1"]["correct"]
+    assert "chosen on the images that it is reported for" in said
+    assert said.count("*") == 2
+    assert found["settings"]["grid"]["steps"] == 40
+    assert found["weights"]["source"] == str(weights)
+
+
+@pytest.mark.parametrize("method", [FAST, ["method=logistic", "logistic.cs=[1, 0.1, 10]", "select=train"]])
+def test_two_processes_find_what_one_does(weights, method):
+    one, two = evaluate(weights, *method)[0], pair(weights, *method)
+    for key in ("best", "table", "images", "chosen_on"):
+        assert two[key] == one[key]
+
+
+def test_more_processes_than_cs_do_no_harm(weights):
+    more = ["method=logistic", "logistic.cs=[1.0]"]
+    assert pair(weights, *more)["table"] == evaluate(weights, *more)[0]["table"]
+
+
+def test_the_best_can_be_chosen_on_images_that_none_learned_from(weights):
+    found, said = evaluate(weights, *FAST, "select=train")
+    held_out = [cell["held_out"]["correct"] for cell in found["table"]]
+    assert found["images"]["train"] == 87
+    assert {cell["held_out"]["images"] for cell in found["table"]} == {9}
+    assert found["best"]["held_out"]["correct"] == max(held_out)
+    assert "chosen on 9 training images" in said
+
+
+@pytest.mark.parametrize(
+    "part", [Kind(), Kind(blocks=3), Kind(tokens="cls+mean"), Kind(tokens="cls+mean", blocks=2)]
+)
+def test_columns_are_the_tokens_they_are_called(weights, part):
+    model, whole = load_backbone(weights), Kind(tokens="cls+mean", blocks=3)
+    images = torch.randn(2, 3, 16, 16)
+    tokens = model.get_intermediate_layers(images, part.blocks)
+    expected = [each[:, 0] for each in tokens]
+    if part.tokens == "cls+mean":
+        expected.append(tokens[-1][:, 2:].mean(1))
+    found = whole.of(model, images)[:, columns_of(part, whole, 32)]
+    torch.testing.assert_close(found, torch.cat(expected, 1))
+
+
+def test_a_backbone_of_few_blocks_gives_what_it_has(weights):
+    found, said = evaluate(weights, *FAST, "grid.blocks=[1, 4]")
+    assert {cell["blocks"] for cell in found["table"]} == {1, 3}
+    assert "the backbone has 3 blocks" in said
+
+
+@pytest.mark.parametrize(("blocks", "mean"), [(2, False), (1, True)])
+def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks, mean):
+    setting = [f"dino2021.blocks={blocks}", f"dino2021.mean={str(mean).lower()}", "method=dino2021"]
+    train = [*setting, "dino2021.epochs=3", "dino2021.lr=0.1", "dino2021.workers=0", "batch_size=32"]
+    found, said = evaluate(weights, *train)
+    path = weights.parent / "found.pth"
+    content = torch.load(path, weights_only=True)
+    assert list(content["state_dict"]) == ["module.linear.weight", "module.linear.bias"]
+    assert content["epoch"] == 3
+    assert content["best_acc"] == max(found["percents"])
+    assert f"best after epoch {1 + found['percents'].index(max(found['percents']))}" in said
+
+    weight, bias = content["state_dict"].values()
+    assert weight.shape == (10, 64)
+    sets, model = open_sets("synthetic:120:16"), load_backbone(weights)
+    kind = Kind(tokens="cls+mean" if mean else "cls", blocks=blocks)
+    features = extract_features(
+        model, sets.val.images, range(24), preparation=preparation_of(model), batch_size=24, kind=kind
+    ).values
+    if mean:  # c0, p0, c1, p1, ...
+        features = torch.stack([features[:, :32], features[:, 32:]], dim=2).flatten(1)
+    scores = F.linear(features, weight, bias)
+    assert found["top1"]["correct"] == int((scores.argmax(1) == torch.from_numpy(sets.val.targets)).sum())
+    assert found["top1"]["percent"] == found["percents"][-1]
+
+    whole, _ = evaluate(weights, *setting, f"dino2021.probe={path}", output="tried.json")
+    assert whole["images"] == 120, "without training all images are tried"
+    assert command(weights.parent / "log", *arguments(weights, *train)).count("going on after epoch 3") == 1
+
+
+def test_a_head_goes_on_where_it_stood_and_two_processes_train_the_same(weights):
+    setting = ["method=dino2021", "dino2021.blocks=2", "dino2021.lr=0.1", "dino2021.workers=0"]
+    one, _ = evaluate(weights, *setting, "dino2021.epochs=2", "batch_size=32")
+    said = command(
+        weights.parent / "log", *arguments(weights, *setting, "dino2021.epochs=3", "batch_size=32"), code=2
+    )
+    assert "trained with other settings" in said
+    two = pair(weights, *setting, "dino2021.epochs=2", "batch_size=16")
+    assert two["percents"] == pytest.approx(one["percents"], abs=0.2)
+    first, second = (torch.load(weights.parent / f"{name}.pth") for name in ("found", "two"))
+    for name, tensor in first["state_dict"].items():
+        torch.testing.assert_close(second["state_dict"][name], tensor, atol=1e-5, rtol=1e-4)
+
+    content = torch.load(weights.parent / "found.pth")
+    kill = [*arguments(weights, *setting, "dino2021.epochs=2", "batch_size=32", output="killed.json")]
+    command(weights.parent / "log", *kill, code=1, before=die_after_the_first_epoch)
+    assert torch.load(weights.parent / "killed.pth")["epoch"] == 1
+    assert not (weights.parent / "killed.json").exists()
+    assert "going on after epoch 1" in command(weights.parent / "log", *kill)
+    again = torch.load(weights.parent / "killed.pth")
+    assert torch.equal(
+        again["state_dict"]["module.linear.weight"], content["state_dict"]["module.linear.weight"]
+    )
+
+
+def die_after_the_first_epoch():
+    import dino_vit.eval.linear.published
+
+    save = dino_vit.eval.linear.published._save
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        raise RuntimeError("killed")
+
+    dino_vit.eval.linear.published._save = save_and_die
+
+
+def test_interleaving_is_by_turns():
+    features = torch.tensor([[1, 2, 3, 10, 20, 30]])
+    assert interleave(features, mean=True).tolist() == [[1, 10, 2, 20, 3, 30]]
+    assert interleave(features, mean=False) is features
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_program_judges_a_checkpoint_of_the_loop(tmp_path, processes):
+    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
+    words = ["synthetic:60:32", f"weights={tmp_path / 'run'}", *FAST, "precision=no"]
+    said = program("linear", *words, processes=processes)
+    path = tmp_path / "run" / "eval" / "linear.json"
+    assert said.splitlines()[-1] == str(path)
+    found = json.loads(path.read_text())
+    assert (found["weights"]["step"], found["weights"]["network"]) == (5, "teacher")
+    command(tmp_path / "log", "linear", *words)
+    assert json.loads(path.read_text()) == found
+
+
+def write_images(folder, classes, count=4):
+    source = SyntheticSource(length=1000, size=16)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            image = source.read(10 * number + "abcdefghij".index(name))
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_an_unreadable_image_is_left_out_and_classes_meet_by_name(weights, tmp_path):
+    train, val = write_images(tmp_path / "train", "abc", 8), write_images(tmp_path / "val", "bc")
+    (train / "a" / "0.png").write_bytes(b"no image")
+    found, said = evaluate(weights, *FAST, f"train={train}", source=val)
+    assert found["images"] == {"train": 23, "val": 8}
+    assert set(found["best"]["per_class"]) == {"b", "c"}
+    assert "a/0.png" in said
+    published = ["method=dino2021", "dino2021.blocks=1", "dino2021.epochs=2", "dino2021.workers=0"]
+    assert evaluate(weights, *published, f"train={train}", source=val)[0]["classes"] == 3
+
+
+def test_half_precision_features_serve_too(weights):
+    found, _ = evaluate(weights, *FAST, "precision=bf16")
+    assert found["images"]["train"] == 96
+
+
+def test_held_out_images_are_those_of_the_seed(weights):
+    whole = Labelled(torch.arange(50.0)[:, None], torch.arange(50))
+    left, held_out = hold_out(whole, 3)
+    assert len(held_out) == 5
+    assert sorted([*left.targets.tolist(), *held_out.targets.tolist()]) == list(range(50))
+    assert torch.equal(left.features[:, 0].long(), left.targets)
+    assert hold_out(whole, 3)[1].targets.tolist() == held_out.targets.tolist()
+    assert hold_out(whole, 4)[1].targets.tolist() != held_out.targets.tolist()
+
+
+def test_mistakes_are_said_and_nothing_is_written(weights, tmp_path, capsys):
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    Image.new("RGB", (16, 16)).save(flat / "a.png")
+    two, same = write_images(tmp_path / "two", "ab"), tmp_path / "same.csv"
+    same.write_text("".join(f"{folder}/{number}.png,a\n" for folder in "ab" for number in range(4)))
+    head = tmp_path / "head.pth"
+    torch.save(
+        {"state_dict": {"module.linear.weight": torch.zeros(3, 32), "module.linear.bias": torch.zeros(3)}},
+        head,
+    )
+    other = tmp_path / "other.pth"
+    torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
+    published = ["method=dino2021", "dino2021.blocks=1"]
+    for source, more, said in (
+        (flat, [], "none of the 1 images"),
+        (two, [f"labels={same}"], "are of one class"),
+        (two, [f"train={two}", f"train_labels={same}"], "are of one class"),
+        (write_images(tmp_path / "three", "abc"), [f"train={two}"], "not among the 2"),
+        (two, ["method=sgd"], "grid, logistic, dino2021"),
+        (two, ["rates=[1]"], "grid.rates"),
+        (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),
+        (two, [*published, f"dino2021.probe={head}"], "tells 3 classes apart, but"),
+        (two, [*published, "dino2021.mean=true", f"dino2021.probe={head}"], "reads 32 features"),
+        (two, [*published, f"dino2021.probe={other}"], "holds no linear head"),
+        (two, [*published, "dino2021.probe=none.pth"], "does not exist"),
+        (tmp_path / "nowhere", [], "nowhere"),
+    ):
+        assert main(arguments(weights, *more, source=source, output="none.json")) == 2, more
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()
+    assert not (tmp_path / "none.pth").exists()

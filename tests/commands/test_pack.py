@@ -1,0 +1,107 @@
+import subprocess
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit.cli import main
+from dino_vit.commands.pack import pack
+from dino_vit.data.images.decode import decode
+from dino_vit.data.sources.open import open_source
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    generator = np.random.default_rng(0)
+    for name in ("cat/1.png", "cat/a.b.jpg", "dog/2.webp", "dog/deep/3.bmp", "dog/4.tiff"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / name)
+    return folder
+
+
+def items(source):
+    labels = [source.label(index) for index in range(len(source))]
+    names = [None if label is None else source.classes[label] for label in labels]
+    return [(source.read(index), names[index]) for index in range(len(source))]
+
+
+def test_shards_hold_the_same_images_in_the_same_order(photos, tmp_path, capsys):
+    assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
+    assert "5 images in 1 shards" in capsys.readouterr().out
+    packed = open_source(str(tmp_path / "out"))
+    assert items(packed) == items(open_source(str(photos)))
+    assert packed.name(1) == "cat/a-b.jpg", "its label is found by what stands before the first dot"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"000000.tar", "SHA256SUMS"}
+
+
+def test_digests_are_what_sha256sum_takes(photos, tmp_path):
+    source = open_source(str(photos))
+    packed = pack(source, tmp_path / "out", shard_bytes=6000)
+    assert len(packed.shards) >= 3
+    assert items(open_source(str(tmp_path / "out" / "*.tar"))) == items(source)
+    check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    done = subprocess.run(check, cwd=tmp_path / "out", capture_output=True, text=True, check=True)
+    assert done.stdout.count(": OK") == len(packed.shards)
+    again = pack(source, tmp_path / "again", shard_bytes=6000)
+    for one, other in zip(packed.shards, again.shards, strict=True):
+        assert one.read_bytes() == other.read_bytes(), "no time, no owner"
+    packed.shards[1].write_bytes(packed.shards[1].read_bytes().replace(b"\0\1", b"\1\0", 1))
+    assert subprocess.run(check, cwd=tmp_path / "out", capture_output=True, check=False).returncode == 1
+
+
+def test_unreadable_images_are_left_out_and_named(photos, tmp_path, caplog):
+    (photos / "dog" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
+    assert "left out 1 images" in caplog.text
+    assert "dog/0.png" in caplog.text
+    assert len(open_source(str(tmp_path / "out"))) == 5
+    assert main(["pack", str(photos), str(tmp_path / "all"), "check=false"]) == 0
+    assert len(open_source(str(tmp_path / "all"))) == 6
+
+
+@pytest.mark.parametrize("spec", ["synthetic:12:16", "deep.npy", "wide.npy"])
+def test_arrays_are_packed_without_loss(tmp_path, spec, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    np.save("deep.npy", generator.integers(0, 2**16, (4, 9, 8), dtype=np.uint16))
+    np.save("wide.npy", generator.integers(0, 2**8, (4, 9, 8, 5), dtype=np.uint8))
+    source = open_source(spec)
+    pack(source, tmp_path / "out", shard_bytes=2**20)
+    packed = open_source(str(tmp_path / "out"))
+    places = {packed.name(index).removesuffix(".png"): index for index in range(len(packed))}
+    for index in range(len(source)):
+        place = places.get(source.name(index), index)  # generated images are not in the order of their names
+        assert torch.equal(decode(packed.read(place), ""), source.read(index))
+        label = source.label(index)
+        assert label is None or packed.classes[packed.label(place)] == source.classes[label]
+
+
+def test_names_stay_below_the_folder_of_who_unpacks(photos, tmp_path):
+    (tmp_path / "list.txt").write_text(f"{photos}/cat/1.png\nphotos/../photos/dog/2.webp\n")
+    pack(open_source(str(tmp_path / "list.txt")), tmp_path / "out", shard_bytes=2**20)
+    with tarfile.open(tmp_path / "out" / "000000.tar") as shard:
+        names = shard.getnames()
+        shard.extractall(tmp_path / "unpacked", filter="data")
+    assert all(not name.startswith("/") and ".." not in name.split("/") for name in names)
+    assert len(names) == len(set(names))
+
+
+def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.png").write_bytes(b"")
+    for arguments, said in (
+        ([photos, tmp_path / "full"], "exists already"),
+        ([tmp_path / "bad", tmp_path / "out"], "none of the 1 images can be read"),
+        ([tmp_path / "none", tmp_path / "out"], "is no source"),
+        ([photos], "output is needed"),
+    ):
+        assert main(["pack", *map(str, arguments)]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".*.partial"))
+    assert (tmp_path / "full" / "file").read_text() == "mine"

@@ -1,0 +1,156 @@
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dino_vit.config.auto import Choice, resolve_auto, resolve_init
+from dino_vit.config.checks import check_run
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
+from dino_vit.config.settings import ConfigError, given_keys, values
+
+IMAGENET = {"image_size": 400, "images": 1_281_167, "channels": 3, "global_batch": 512}
+CIFAR = {"image_size": 32, "images": 50_000, "channels": 3, "global_batch": 128}
+
+
+def auto(*overrides: str, **facts: int) -> tuple[PretrainConfig, dict[str, Choice]]:
+    config = load(PretrainConfig, None, ["recipe=auto", *overrides])
+    resolved, choices = resolve_auto(config, given_keys(config), **facts)  # type: ignore[arg-type]
+    assert len({choice.key for choice in choices}) == len(choices)
+    return resolved, {choice.key: choice for choice in choices}
+
+
+@pytest.mark.parametrize("batch", [512, 768, 1024])
+@pytest.mark.parametrize("image_size", [224, 256, 400])
+def test_imagenet_gets_the_published_recipe(batch: int, image_size: int) -> None:
+    config, _ = auto(**IMAGENET | {"global_batch": batch, "image_size": image_size})
+    assert values(config) == values(PretrainConfig()) | {"recipe": "auto"}
+
+
+def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
+    small = ["budget.steps=1800", "model.width=64", "model.depth=3", "model.heads=4"]
+    facts = {"image_size": 32, "images": 20_000, "channels": 3, "global_batch": 64}
+    config, choices = auto(*small, "data.batch_size=64", **facts)
+    assert (config.model.patch_size, config.views.global_size, config.views.local_size) == (4, 32, 16)
+    assert 256 <= config.head.prototypes <= 1024
+    assert 0.975 <= config.teacher.momentum <= 0.985  # at 0.97 and a rate of 4e-3 this run collapses
+    plan = check_run(config, 20_000, 1)
+    assert 1.5e-3 <= plan.lr <= 2.5e-3
+    assert 0 < plan.freeze_steps < plan.warmup_steps < plan.total_steps / 5
+    assert "budget.epochs" not in choices
+    assert (config.head.hidden_dim, config.head.bottleneck_dim, config.head.batch_norm) == (256, 64, True)
+    assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
+
+
+def test_a_short_run_on_processors_does_without_batch_norm() -> None:
+    config, choices = auto("budget.steps=1800", **CIFAR, batch_norm=False)
+    assert not config.head.batch_norm
+    assert "head.batch_norm" not in choices
+
+
+def test_a_given_warm_up_of_the_temperature_is_kept() -> None:
+    config, _ = auto("loss.warmup_teacher_temp_epochs=5", "loss.teacher_temp=0.07", **CIFAR)
+    assert config.loss.teacher_temp == 0.07
+    config, choices = auto("loss.warmup_teacher_temp=0.03", "loss.warmup_teacher_temp_epochs=5", **CIFAR)
+    assert "loss.teacher_temp" not in choices
+
+
+def test_cifar_gets_tens_of_epochs() -> None:
+    config, _ = auto(**CIFAR)
+    assert (config.model.patch_size, config.views.global_size, config.views.local_size) == (4, 32, 16)
+    assert config.head.prototypes == 2048
+    assert config.budget.epochs is not None
+    assert 150 <= config.budget.epochs <= 300
+    assert 0.99 <= config.teacher.momentum < 0.996
+
+
+@pytest.mark.parametrize("channels", [1, 3, 13])
+@pytest.mark.parametrize("image_size", [8, 28, 33, 64, 100, 512])
+@pytest.mark.parametrize("images", [50, 4000, 100_000, 20_000_000])
+@pytest.mark.parametrize("batch", [8, 256, 8192])
+def test_every_data_set_gets_a_config_that_runs(
+    image_size: int, images: int, channels: int, batch: int
+) -> None:
+    batch = min(batch, images)
+    facts = {"image_size": image_size, "images": images, "channels": channels, "global_batch": batch}
+    for arch in ("vit_tiny", "vit_base"):
+        config, choices = auto(f"data.batch_size={batch}", f"model.arch={arch}", **facts)
+        assert set(choices) <= AUTO_KEYS
+        assert all(choice.reason and "\n" not in choice.reason for choice in choices.values())
+        check_run(config, images, 1)
+
+
+def test_the_choices_change_gradually_with_the_number_of_images() -> None:
+    sizes = [round(20_000 * 1.1**n) for n in range(46)]  # to 1.5 million
+    configs = [auto(**IMAGENET | {"images": n, "image_size": 224})[0] for n in sizes]
+    for before, after in pairwise(configs):
+        assert after.teacher.momentum >= before.teacher.momentum
+        assert after.loss.teacher_temp >= before.loss.teacher_temp
+        assert 0.9 < after.optim.lr / before.optim.lr <= 1
+        assert after.head.prototypes / before.head.prototypes in (1, 2)
+        assert (after.budget.epochs or 0) <= (before.budget.epochs or 0)
+
+
+def test_nothing_that_was_given_is_overwritten() -> None:
+    given = {
+        "model.patch_size": 8,
+        "views.global_size": 48,
+        "head.prototypes": 1000,
+        "optim.lr": 1e-4,
+        "optim.warmup_epochs": 2.0,
+        "teacher.momentum": 0.9,
+        "budget.epochs": 7,
+    }
+    config, choices = auto(*(f"{key}={value}" for key, value in given.items()), **CIFAR)
+    assert {key: values(config)[key] for key in given} == given
+    assert not set(given) & set(choices)
+    assert config.views.local_size == 24  # follows from what was given
+
+
+def test_a_given_view_decides_the_patch() -> None:
+    config, _ = auto("views.global_size=[40, 60]", "views.local_size=20", **CIFAR)
+    assert config.model.patch_size == 4
+    with pytest.raises(ConfigError, match="does not divide"):
+        auto("views.global_size=225", **IMAGENET)
+
+
+def test_other_channels_lose_the_colour_operations() -> None:
+    config, choices = auto(**CIFAR | {"channels": 5})
+    assert (config.data.channels, config.data.mean, config.data.std) == (5, None, None)  # to be measured
+    assert (config.photometry.saturation, config.photometry.hue, config.photometry.grey) == (0, 0, 0)
+    assert "not RGB" in choices["photometry.hue"].reason
+
+
+def test_a_given_scaling_gives_the_same_rate() -> None:
+    rates: list[Any] = []
+    for scaling in ("linear", "sqrt", "none"):
+        config, _ = auto(f"optim.lr_scaling={scaling}", "data.batch_size=128", **CIFAR)
+        rates.append(check_run(config, 50_000, 1).lr)
+    assert rates == pytest.approx(rates[:1] * 3, rel=5e-3)
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(128, 5e-4), (512, 1e-3), (1024, 2e-3), (4096, 4e-3)])
+def test_the_rate_is_linear_where_published_and_a_root_outside(batch: int, rate: float) -> None:
+    facts = IMAGENET | {"images": 10 * IMAGENET["images"], "global_batch": batch}
+    config, _ = auto(f"data.batch_size={batch}", **facts)
+    assert check_run(config, facts["images"], 1).lr == pytest.approx(rate, rel=5e-3)
+
+
+def test_recipe_dino_is_left_alone() -> None:
+    config = PretrainConfig()
+    assert resolve_auto(config, (), **CIFAR) == (config, [])  # type: ignore[arg-type]
+
+
+def test_init_is_a_recipe_of_its_own() -> None:
+    config = load(PretrainConfig, None, ["init.weights=x.pth", "teacher.momentum=0.99"])
+    resolved, choices = resolve_init(config, given_keys(config))
+    assert [choice.key for choice in choices] == ["optim.lr", "optim.layer_decay"]
+    assert (resolved.optim.lr, resolved.optim.layer_decay, resolved.teacher.momentum) == (5e-5, 0.75, 0.99)
+    assert resolve_init(PretrainConfig(), ()) == (PretrainConfig(), [])
+
+
+def test_init_goes_before_auto() -> None:
+    config = load(PretrainConfig, None, ["recipe=auto", "init.weights=x.pth"])
+    config, _ = resolve_init(config, given_keys(config))
+    config, _ = resolve_auto(config, given_keys(config), **CIFAR)  # type: ignore[arg-type]
+    assert (config.optim.lr, config.teacher.momentum, config.model.patch_size) == (5e-5, 0.9995, 4)

@@ -1,0 +1,187 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, optimizer_names, restore
+from dino_vit.core.storage import StorageError, read_tensors
+from dino_vit.method.loss import Center
+from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
+from dino_vit.models.pair import build_networks
+
+STATE = {"a": torch.arange(4.0)}
+
+
+def write(checkpoints, *steps, best=None):
+    for step in steps:
+        checkpoints.save(step, {"a": torch.full((300,), float(step))}, {"best": best and {"step": best}})
+
+
+def kept(checkpoints):
+    return [int(path.stem.removeprefix("step-")) for path in checkpoints.paths()]
+
+
+def test_the_last_two_the_best_and_every_nth_are_kept(tmp_path):
+    last_two = Checkpoints(tmp_path / "a")
+    write(last_two, 5, 10, 15, 20)
+    assert kept(last_two) == [15, 20]
+    every = Checkpoints(tmp_path / "b", keep_every=10)
+    write(every, 5, 10, 15, 20, 25, 30, 35)
+    assert kept(every) == [10, 20, 30, 35]
+    best = Checkpoints(tmp_path / "c")
+    write(best, 5)
+    write(best, 10, 15, 20, best=5)
+    assert kept(best) == [5, 15, 20]
+    write(best, 25, 30, best=25)
+    assert kept(best) == [25, 30]
+
+
+def test_steps_ahead_were_given_up_and_do_not_push_a_good_one_out(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_every=20)
+    write(checkpoints, 5, 10, 15, 20)
+    write(checkpoints, 12)
+    assert kept(checkpoints) == [12]
+    write(checkpoints, 15, 1_000_000_000)
+    assert kept(checkpoints) == [15, 1_000_000_000]
+    assert checkpoints.newest().step == 1_000_000_000
+
+
+def test_the_newest_is_read_and_another_before_a_step_on_request(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.newest() is None
+    write(checkpoints, 5, 10)
+    assert checkpoints.newest().step == 10
+    assert torch.equal(checkpoints.newest().tensors["a"], torch.full((300,), 10.0))
+    assert checkpoints.newest(up_to=9).step == 5
+    assert checkpoints.newest(up_to=10).step == 10
+    assert checkpoints.newest(up_to=4) is None
+    assert checkpoints.newest().about == {"best": None, "kind": "checkpoint", "step": 10}
+
+
+def flip(content):
+    return content[:-7] + bytes([content[-7] ^ 1]) + content[-6:]
+
+
+DAMAGES = {"truncated": lambda content: content[:-9], "flipped": flip, "empty": lambda content: b""}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_newest_is_passed_over_and_named(tmp_path, damage, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 5, 10)
+    older, newer = checkpoints.paths()
+    newer.write_bytes(damage(newer.read_bytes()))
+    assert checkpoints.newest().step == 5
+    assert str(newer) in caplog.text
+    older.write_bytes(damage(older.read_bytes()))
+    with pytest.raises(StorageError, match=r"none of the 2 checkpoints in .* can be read; move the folder"):
+        checkpoints.newest()
+
+
+def test_a_file_of_someone_else_is_passed_over(tmp_path, caplog):
+    from safetensors.torch import save_file
+
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 5)
+    save_file(STATE, checkpoints.folder / "step-00000010.safetensors")
+    (checkpoints.folder / "notes.safetensors").write_text("not a step")
+    assert checkpoints.newest().step == 5
+    assert "does not say what it is" in caplog.text
+
+
+def test_a_state_that_is_not_finite_is_never_written(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 5)
+    for value in (torch.inf, torch.nan):
+        with pytest.raises(NotFinite, match="1 tensors are not finite, the first is b"):
+            checkpoints.save(10, {**STATE, "b": torch.tensor([1.0, value])}, {})
+    assert kept(checkpoints) == [5]
+
+
+def build(optimizer, batch_norm):
+    student, teacher = build_networks(
+        backbone={"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2},
+        drop_path=0.0,
+        head={"prototypes": 12, "hidden_dim": 8, "bottleneck_dim": 4, "batch_norm": batch_norm},
+    )
+    modules = {"student": student, "teacher": teacher, "loss": Center(prototypes=12)}
+    groups = parameter_groups(student.backbone, student.head)
+    return modules, build_optimizer(optimizer, groups)
+
+
+def train(modules, optimizer, steps):
+    student, teacher, center = modules.values()
+    for step in range(steps):
+        images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
+        set_rates(optimizer, lr=0.1, weight_decay=0.04)
+        student([images]).logits().pow(2).sum().backward()
+        step_if_finite(optimizer, torch.tensor(True))
+        optimizer.zero_grad()
+        center.accumulate(teacher([images]).logits().detach())
+        center.update()
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lars"])
+def test_what_is_restored_goes_on_bit_for_bit(tmp_path, optimizer, batch_norm):
+    first, first_optimizer = build(optimizer, batch_norm)
+    train(first, first_optimizer, 3)
+    names = optimizer_names(first_optimizer, first["student"])
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, collect(first, first_optimizer, names), {})
+    torch.manual_seed(1)
+    second, second_optimizer = build(optimizer, batch_norm)
+    train(second, second_optimizer, 1)
+    restore(checkpoints.newest(), second, second_optimizer, names)
+    for modules, its_optimizer in ((first, first_optimizer), (second, second_optimizer)):
+        train(modules, its_optimizer, 2)
+    expected, found = (
+        collect(modules, its, names)
+        for modules, its in ((first, first_optimizer), (second, second_optimizer))
+    )
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert any("running_mean" in name for name in found) == batch_norm
+    assert {name.split(".")[1] for name in found if name.startswith("optimizer.")} == {
+        "adamw": {"step", "exp_avg", "exp_avg_sq"}
+    }.get(optimizer, {"momentum_buffer"})
+
+
+def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
+    modules, optimizer = build("adamw", False)
+    names = optimizer_names(optimizer, modules["student"])
+    whole = {name: tensor.clone() for name, tensor in collect(modules, optimizer, names).items()}
+    one = "optimizer.exp_avg.head.mlp.0.weight"
+    cases = {
+        "teacher.backbone.cls_token is missing": {
+            k: v for k, v in whole.items() if k != "teacher.backbone.cls_token"
+        },
+        f"{one} is missing": {k: v for k, v in whole.items() if k != one},
+        "student.extra has no place here": {**whole, "student.extra": torch.ones(1)},
+        f"{one} is \\(3,\\) in the file and \\(8, 16\\) here": {**whole, one: torch.ones(3)},
+    }
+    for said, tensors in cases.items():
+        checkpoints = Checkpoints(tmp_path / said[:20])
+        checkpoints.save(1, {name: torch.ones_like(tensor) for name, tensor in tensors.items()}, {})
+        with pytest.raises(StorageError, match=f"of another network or optimiser: .*{said}"):
+            restore(checkpoints.newest(), modules, optimizer, names)
+        now = collect(modules, optimizer, names)
+        assert all(torch.equal(now[name], whole[name]) for name in whole), "nothing of it was taken"
+    _, other = build("sgd", False)
+    checkpoints = Checkpoints(tmp_path / "sgd")
+    checkpoints.save(1, whole, {})
+    with pytest.raises(StorageError, match="of another network or optimiser"):
+        restore(checkpoints.newest(), modules, other, names)
+
+
+def test_what_is_written_says_what_it_is(tmp_path):
+    write(Checkpoints(tmp_path), 7)
+    _, metadata = read_tensors(tmp_path / "checkpoints" / "step-00000007.safetensors")
+    assert json.loads(metadata["dino_vit"])["kind"] == "checkpoint"
+
+
+def test_optimizer_names_follow_the_optimizers_order():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = build_optimizer("sgd", parameter_groups(module))
+    assert optimizer_names(optimizer, module) == ["0.weight", "1.weight", "0.bias", "1.bias"]

@@ -1,0 +1,73 @@
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dino_vit.core.distributed import all_gather, all_reduce_mean, rank, world_size
+from dino_vit.method.loss import Center, loss_statistics
+from dino_vit.method.optim import all_finite
+
+
+def test_a_single_process_needs_no_group():
+    tensor = torch.arange(3.0)
+    assert (rank(), world_size()) == (0, 1)
+    assert all_reduce_mean(tensor) is tensor
+    assert all_gather(tensor) is tensor
+
+
+def test_two_processes_agree(tmp_path):
+    torch.manual_seed(0)
+    logits = torch.randn(8, 5)
+    mp.spawn(_check_in_process, args=(f"file://{tmp_path / 'rendezvous'}", logits), nprocs=2)
+    assert sorted(os.listdir(tmp_path))[:2] == ["done0", "done1"]
+
+
+def _check_in_process(number, rendezvous, logits):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
+    try:
+        assert (rank(), world_size()) == (number, 2)
+        mine = torch.full((2,), float(number))
+        assert all_reduce_mean(mine).tolist() == [0.5, 0.5]
+        assert mine.tolist() == [number, number]
+        _check_gather(number)
+        _check_center(number, logits)
+        _check_statistics(number, logits)
+        loss = torch.tensor(float("inf") if number else 1.0)
+        assert not all_finite(loss, torch.tensor(1.0))
+        assert all_finite(torch.tensor(1.0), torch.tensor(1.0))
+    finally:
+        dist.destroy_process_group()
+    open(rendezvous.removeprefix("file://").replace("rendezvous", f"done{number}"), "w").close()
+
+
+def _check_gather(number):
+    for rows in ((2, 3), (0, 2), (1, 1), (0, 0)):
+        of_all = torch.arange(2.0 * sum(rows), requires_grad=True).view(-1, 2)
+        mine = of_all.split(rows)[number]
+        gathered = all_gather(mine)
+        assert torch.equal(gathered, of_all)
+        assert not gathered.requires_grad
+    assert all_gather(torch.full((1,), number)).tolist() == [0, 1]
+
+
+def _check_center(number, logits):
+    center = Center(prototypes=5)
+    center.accumulate(logits.chunk(2)[number])
+    center.update()
+    torch.testing.assert_close(center.center, 0.1 * logits.mean(0, keepdim=True))
+
+
+def _check_statistics(number, logits):
+    center = torch.zeros(1, 5)
+    of_half = loss_statistics(
+        torch.tensor([3.0, 5.0])[number], logits.chunk(2)[number], center, teacher_temperature=0.5
+    )
+    targets = (logits / 0.5).softmax(-1)
+    entropy = -(targets * targets.log()).sum(-1).mean()
+    mean = targets.mean(0)
+    torch.testing.assert_close(of_half.mean_output_entropy, -(mean * mean.log()).sum())
+    torch.testing.assert_close(of_half.output_entropy, entropy)
+    torch.testing.assert_close(of_half.student_divergence, 4.0 - entropy)
+    assert of_half.prototypes_in_use == len(set(logits.argmax(-1).tolist()))

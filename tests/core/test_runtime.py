@@ -1,0 +1,147 @@
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+import dino_vit.core.runtime
+from dino_vit.core.runtime import (
+    Interruption,
+    adopt_slurm,
+    check_trackers,
+    choose_precision,
+    cores_of_a_process,
+    first_host,
+)
+from tests.support.runs import server
+
+STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456"}
+
+
+def adopted(**environ):
+    taken = {**STEP, **environ}
+    adopt_slurm(taken)
+    return {name: value for name, value in taken.items() if not name.startswith("SLURM_")}
+
+
+def test_srun_is_adopted():
+    assert adopted(SLURM_STEP_NUM_TASKS="8", SLURM_STEP_NODELIST="gpu[003-004]") == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu003",
+        "MASTER_PORT": str(10_000 + 123456 % 20_000),
+    }
+
+
+def test_what_stands_in_the_environment_wins_over_slurm():
+    taken = adopted(SLURM_NTASKS="8", MASTER_ADDR="here", MASTER_PORT="1")
+    assert (taken["MASTER_ADDR"], taken["MASTER_PORT"], taken["WORLD_SIZE"]) == ("here", "1", "8")
+    assert adopted(SLURM_NTASKS="8", RANK="3") == {"RANK": "3"}
+
+
+def test_a_single_task_or_a_batch_script_is_no_launch():
+    assert adopted(SLURM_NTASKS="1") == {}
+    assert adopted() == {}
+    assert adopted(SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="1") == {}, "the step counts, not the job"
+    outside_of_srun = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
+    before = dict(outside_of_srun)
+    adopt_slurm(outside_of_srun)
+    assert outside_of_srun == before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("a,b", "a"),
+        ("gpu[003-005,9],login", "gpu003"),
+        ("gpu[7,9]", "gpu7"),
+        ("rack[1-2]-cluster.org,x[1-3]", "rack1-cluster.org"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_precision_is_native_bfloat16_or_none(monkeypatch):
+    cpu, mps = torch.device("cpu"), torch.device("mps")
+    for wanted in ("no", "bf16", "fp16"):
+        assert choose_precision(wanted, cpu) == wanted
+    for avx, amx, chosen in ((False, False, "no"), (True, False, "bf16"), (False, True, "bf16")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        assert choose_precision("auto", cpu) == chosen
+    assert choose_precision("auto", mps) == "no"
+    for native, chosen in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native
+        )
+        assert choose_precision("auto", torch.device("cuda")) == chosen
+
+
+@pytest.mark.parametrize(
+    ("environ", "processes", "cores"),
+    [
+        ({}, 1, 8),
+        ({}, 3, 2),
+        ({}, 99, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 16, 2),
+        ({"SLURM_CPUS_PER_TASK": "6"}, 16, 6),
+        ({"SLURM_CPUS_PER_TASK": "64"}, 16, 8),
+        ({"SLURM_CPUS_PER_TASK": "8", "LOCAL_WORLD_SIZE": "4"}, 16, 2),
+    ],
+)
+def test_a_process_has_its_share_of_the_cores(monkeypatch, environ, processes, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cores_of_a_process(processes) == cores
+
+
+def test_trackers_are_known_and_installed(monkeypatch):
+    monkeypatch.setattr(dino_vit.core.runtime, "get_available_trackers", lambda: ["tensorboard"])
+    check_trackers(["tensorboard"])
+    check_trackers([])
+    with pytest.raises(ValueError, match=r"knows no tensorbord; it knows aim, .*tensorboard.*wandb"):
+        check_trackers(["tensorboard", "tensorbord"])
+    with pytest.raises(ValueError, match=r"wandb is not installed. Run `pip install wandb`.*tensorboard"):
+        check_trackers(["wandb"])
+
+
+def leave_after(names):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Interruption() as interruption:
+            assert not interruption.asked
+            for name in names:
+                os.kill(os.getpid(), name)
+                assert interruption.asked
+        code = interruption.exit_code
+    except KeyboardInterrupt:
+        code = 1
+    assert signal.getsignal(signal.SIGTERM) == before
+    sys.exit(code)
+
+
+def test_signals_are_remembered_until_the_step_is_over():
+    term, user, interrupt, at_once = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, 1
+    cases = {
+        (term,): 75,
+        (user,): 75,
+        (interrupt,): 130,
+        (term, term): 75,
+        (interrupt, term): 75,
+        (interrupt, interrupt): at_once,
+        (term, interrupt): at_once,
+    }
+    started = {names: server.Process(target=leave_after, args=(names,)) for names in cases}
+    for process in started.values():
+        process.start()
+    for names, process in started.items():
+        process.join()
+        assert process.exitcode == cases[names], names

@@ -1,0 +1,390 @@
+import io
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from einops import rearrange
+from PIL import Image, ImageOps
+
+from dino_vit.data.images.decode import UnreadableImage, decode, read_image
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.synthetic import SyntheticSource
+from tests.support.images import broken_files, npy, png, png16, saved, tiff
+
+CLEAR = ("LA", "RGBA")
+RANDOM = np.random.default_rng(0)
+
+
+def picture(*shape, dtype=np.uint8):
+    high = 2 if dtype is bool else np.iinfo(dtype).max + 1
+    return RANDOM.integers(0, high, shape).astype(dtype)
+
+
+def smooth(mode="RGB", size=(30, 20)):
+    small = Image.fromarray(picture(4, 5, 3))
+    image = small.resize(size, Image.Resampling.BICUBIC).convert(mode)
+    if mode in CLEAR:
+        image.putalpha(image.getchannel(0))
+    return image
+
+
+def tensor(array):
+    array = np.asarray(array)
+    return torch.from_numpy(rearrange(array.reshape(*array.shape[:2], -1), "h w c -> c h w").copy())
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *(("JPEG", mode) for mode in ("L", "RGB")),
+        *(("PNG", mode) for mode in ("1", "L", "LA", "RGB", "RGBA")),
+        *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+        *(("BMP", mode) for mode in ("1", "L", "RGB")),
+        *(("TIFF", mode) for mode in ("1", "L", "LA", "RGB", "RGBA")),
+    ],
+)
+def test_every_format_gives_the_channels_that_it_has(kind, mode):
+    data = saved(smooth(mode), kind, **({"lossless": True} if kind == "WEBP" else {}))
+    image = decode(data, "x")
+    expected = Image.open(io.BytesIO(data)).convert("L" if mode == "1" else mode)
+    assert image.dtype == torch.uint8
+    assert image.shape == (len(expected.getbands()), 20, 30)
+    assert torch.equal(image, tensor(expected))
+    if mode in CLEAR:
+        assert torch.equal(decode(data, "x", alpha=False), image[:-1])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF"])
+def test_a_palette_is_looked_up(kind):
+    colours = smooth().quantize(16)
+    assert torch.equal(decode(saved(colours, kind), "x"), tensor(colours.convert("RGB")))
+
+
+def test_a_palette_with_a_transparent_colour_has_an_alpha_channel():
+    colours = smooth().quantize(16)
+    for kind in ("PNG", "GIF"):
+        data = saved(colours, kind, transparency=3)
+        expected = tensor(Image.open(io.BytesIO(data)).convert("RGBA"))
+        assert 0 in expected[3]
+        assert torch.equal(decode(data, "x"), expected)
+        assert torch.equal(decode(data, "x", alpha=False), expected[:3])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_grey_of_few_bits_goes_from_black_to_white(bits):
+    levels = picture(8, 8) % 2**bits
+    data = saved(Image.fromarray(levels * (255 // (2**bits - 1))), "PNG", bits=8)
+    assert torch.equal(decode(data, "x"), tensor(levels * (255 // (2**bits - 1))))
+    palette = Image.fromarray(levels, mode=None).convert("L")
+    palette.putpalette(bytes(range(256)) * 3)
+    expected = tensor(palette.convert("RGB"))
+    assert torch.equal(decode(saved(palette, "PNG", bits=bits), "x"), expected)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_cmyk_becomes_the_rgb_that_it_stands_for(kind):
+    original = smooth()
+    image = decode(saved(original.convert("CMYK"), kind), "x")
+    assert image.shape == (3, 20, 30)
+    assert (image.float() - tensor(original).float()).abs().mean() < 6
+
+
+def test_lab_becomes_rgb():
+    original = smooth()
+    lab = decode(saved(original.convert("LAB"), "TIFF"), "x")
+    assert (lab.float() - tensor(original).float()).abs().mean() < 6
+
+
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_sixteen_bits_stay_sixteen_bits(byteorder):
+    grey, colour = picture(20, 30, dtype=np.uint16), picture(20, 30, 3, dtype=np.uint16)
+    for data, expected in (
+        (saved(Image.fromarray(grey), "PNG"), grey),
+        (tiff(grey, byteorder=byteorder), grey),
+        (tiff(colour, photometric="rgb", byteorder=byteorder), colour),
+        (npy(grey.astype(f"{byteorder}u2")), grey),
+    ):
+        image = decode(data, "x")
+        assert image.dtype == torch.uint16
+        assert torch.equal(image.int(), tensor(expected.astype(np.int32)))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_png_of_16_bits_keeps_them_in_every_colour_type(channels):
+    array = picture(20, 30, channels, dtype=np.uint16)
+    image = decode(png16(array), "x")
+    assert image.dtype == torch.uint16
+    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
+    opaque = decode(png16(array), "x", alpha=False)
+    assert len(opaque) == {1: 1, 2: 1, 3: 3, 4: 3}[channels]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
+@pytest.mark.parametrize("compression", [None, "zlib"])
+@pytest.mark.parametrize("form", ["contig", "separate", "pages", "ome"])
+def test_five_channels_of_a_tiff_in_every_form(form, dtype, compression):
+    array = (1000 * RANDOM.random((5, 20, 30))).astype(dtype)
+    options = {
+        "contig": {"photometric": "minisblack", "planarconfig": "contig"},
+        "separate": {"photometric": "minisblack", "planarconfig": "separate"},
+        "pages": {"photometric": "minisblack"},
+        "ome": {"ome": True, "metadata": {"axes": "CYX"}, "photometric": "minisblack"},
+    }[form]
+    stored = rearrange(array, "c h w -> h w c") if form == "contig" else array
+    image = decode(tiff(stored, compression=compression, **options), "x")
+    assert image.numpy().dtype == array.dtype
+    assert np.array_equal(image.numpy(), array)
+
+
+def test_channels_of_imagej():
+    array = picture(5, 20, 30, dtype=np.uint16)
+    assert np.array_equal(decode(tiff(array, imagej=True, metadata={"axes": "CYX"}), "x").numpy(), array)
+
+
+def test_colours_with_a_further_band_lose_nothing():
+    array = picture(20, 30, 4)
+    infrared = tiff(array, photometric="rgb", extrasamples=[0])
+    assert torch.equal(decode(infrared, "x", alpha=False), tensor(array))
+    clear = tiff(array, photometric="rgb", extrasamples=[2])
+    assert torch.equal(decode(clear, "x", alpha=False), tensor(array[..., :3]))
+    deep = tiff(array.astype(np.uint16), photometric="rgb", extrasamples=[2])
+    assert torch.equal(decode(deep, "x", alpha=False).int(), tensor(array[..., :3].astype(np.int32)))
+
+
+def test_a_tiff_of_several_pictures_gives_the_first_and_a_stack_is_refused():
+    pictures = [smooth() for _ in range(3)]
+    data = saved(pictures[0], "TIFF", save_all=True, append_images=pictures[1:])
+    assert torch.equal(decode(data, "x"), tensor(pictures[0]))
+    stack = tiff(picture(4, 20, 30), imagej=True, metadata={"axes": "ZYX"})
+    with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is no image"):
+        decode(stack, "x")
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff):
+    data = bytearray(tiff(picture(5, 20, 30), photometric="minisblack", byteorder=byteorder, bigtiff=bigtiff))
+    assert decode(bytes(data), "x").shape == (5, 20, 30)
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        offsets = [page.offset for page in file.pages]
+    kind = byteorder + ("Q" if bigtiff else "I")
+    place = data.rindex(struct.pack(kind, offsets[-1]))  # where the last page but one names the last
+    data[place : place + struct.calcsize(kind)] = struct.pack(kind, offsets[1])
+    with pytest.raises(UnreadableImage, match="its pages form a circle"):
+        decode(bytes(data), "x")
+
+
+def test_white_may_be_zero():
+    array = picture(20, 30, dtype=np.uint16)
+    for dtype in (np.uint8, np.uint16):
+        values = array.astype(dtype)
+        data = tiff(values, photometric="miniswhite")
+        assert np.array_equal(decode(data, "x")[0].numpy(), np.iinfo(dtype).max - values)
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (5, 20, 30), (20, 30, 5), (1, 20, 30)])
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.uint16, np.int32])
+def test_arrays_have_their_channels_at_the_shorter_end(shape, dtype):
+    array = picture(*shape, dtype=dtype)
+    first = len(shape) == 3 and shape[0] < 20
+    expected = array if first else rearrange(np.atleast_3d(array), "h w c -> c h w")
+    image = decode(npy(np.asfortranarray(array)), "x")
+    assert np.array_equal(image.numpy(), expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "PALETTE", "DEEP PNG", "DEEP TIFF"])
+def test_every_format_is_turned_upright(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    if kind == "DEEP TIFF":
+        array = picture(20, 30, 3, dtype=np.uint16)
+        data = tiff(array, photometric="rgb", extratags=[(274, "H", 1, orientation, True)])
+        small = Image.fromarray((array >> 8).astype(np.uint8))
+        small.getexif()[0x0112] = orientation
+        expected = tensor(ImageOps.exif_transpose(small))
+        assert torch.equal((decode(data, "x").int() >> 8).byte(), expected)
+        return
+    image = smooth("P" if kind == "PALETTE" else "RGB")
+    if kind == "DEEP PNG":
+        image = Image.fromarray(picture(20, 30, dtype=np.uint16))
+    options = {"lossless": True} if kind == "WEBP" else {"quality": 100} if kind == "JPEG" else {}
+    name = {"PALETTE": "PNG", "DEEP PNG": "PNG"}.get(kind, kind)
+    data = saved(image, name, exif=exif, **options)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    expected = expected.convert("RGB") if kind == "PALETTE" else expected
+    assert np.array_equal(decode(data, "x").numpy(), tensor(np.array(expected)).numpy())
+
+
+def test_an_animation_gives_its_first_frame():
+    frames = [Image.new("RGB", (8, 6), colour) for colour in ("white", "black")]
+    for kind in ("GIF", "WEBP", "PNG"):
+        data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
+        assert torch.equal(decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8))
+
+
+def test_wherever_a_jpeg_is_cut_it_is_said_in_words():
+    whole = saved(smooth(), "JPEG")
+    for end in range(3, len(whole) - 20):
+        with pytest.raises(UnreadableImage) as caught:
+            decode(whole[:end], "cut")
+        assert "unpack" not in str(caught.value), end
+
+
+def test_what_is_no_image_is_said_in_a_line():
+    whole = saved(smooth(), "JPEG")
+    broken = {
+        "empty": (b"", "the file is empty"),
+        "text": (b"hello", "it is no JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
+        "cut": (whole[: len(whole) // 2], "it cannot be decoded: .*([Tt]runcated)"),
+        "png": (saved(smooth(), "PNG")[:60], "it cannot be decoded: "),
+        "tiff": (tiff(picture(20, 30, 5), photometric="minisblack")[:300], "it cannot be decoded: "),
+        "words": (npy(np.array(["a", "b"])), r"an array of <U1 is no image"),
+        "cube": (npy(picture(4, 5, 4)), r"an array of shape \(4, 5, 4\) is no image"),
+        "short": (npy(picture(20, 30))[:-1], "the file is truncated"),
+        "none": (npy(picture(0, 30)), "the image has no pixels"),
+    }
+    for name, (data, reason) in broken.items():
+        with pytest.raises(UnreadableImage, match=f"^{name}: {reason}") as caught:
+            decode(data, name)
+        assert "\n" not in str(caught.value)
+
+
+def test_bombs_are_refused_before_they_are_decoded():
+    start = time.process_time()
+    whole = smooth(size=(64, 64))
+    bombs = {
+        "png": (png(60_000, 60_000, bytes(100)), "60000 × 60000"),
+        "deep tiff": (tiff(np.zeros((6, 64, 64), np.uint16), photometric="minisblack"), "64 × 64"),
+        "npy": (npy(np.zeros((64, 64), np.uint8)), "64 × 64"),
+        **{kind: (saved(whole, kind), "64 × 64") for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
+    }
+    for kind, (data, size) in bombs.items():
+        with pytest.raises(UnreadableImage, match=f"{size} pixels are more than data.max_pixels=4095"):
+            decode(data, kind, max_pixels=4095)
+        if kind != "png":
+            assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
+    assert time.process_time() - start < 2
+
+
+def test_many_channels_count_as_pixels():
+    data = tiff(np.zeros((64, 64, 64), np.uint8), photometric="minisblack", planarconfig="contig")
+    with pytest.raises(UnreadableImage, match="64 × 64 pixels are more than"):
+        decode(data, "x", max_pixels=16 * 4096 - 1)
+    assert decode(data, "x", max_pixels=16 * 4096).shape == (64, 64, 64)
+
+
+def test_broken_files_of_every_kind_are_one_kind_of_error():
+    pixels, source = Pixels(), SyntheticSource(length=1)
+    for name, data in broken_files().items():
+        source.read, source.name = lambda index, data=data: data, lambda index, name=name: name
+        with pytest.raises(UnreadableImage, match=f"^{name}: ."):
+            read_image(source, 0, pixels)
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_deep_png_that_would_end_the_process_is_refused(channels):
+    """Whatever libpng stumbles over in rows, torchvision's decoder does not survive."""
+    rows = [b"\0" + RANDOM.bytes(2 * channels * 30) for _ in range(20)]
+    packed, kind = zlib.compress(b"".join(rows)), {2: 4, 3: 2, 4: 6}[channels]
+    for damaged in (
+        png(30, 20, b"".join(rows[:-1]), depth=16, kind=kind),
+        png(30, 20, b"".join([*rows[:-1], b"\7" + rows[-1][1:]]), depth=16, kind=kind),
+        png(30, 20, b"", depth=16, kind=kind, packed=packed[:-4] + bytes(4)),
+        png(30, 20, b"", depth=16, kind=kind, packed=packed[:100] + bytes(9) + packed[109:]),
+        png(30, 20, b"", depth=16, kind=kind, packed=packed[:-9]),
+        png(30, 20, b"".join(rows), depth=16, kind=kind)[:-30],
+        png(30, 20, b"".join(rows), depth=16, kind=kind).replace(packed[50:60], bytes(10)),
+    ):
+        with pytest.raises(UnreadableImage):
+            decode(damaged, "x")
+    assert decode(png(30, 20, b"".join(rows), depth=16, kind=kind), "x").shape == (channels, 20, 30)
+
+
+def test_deep_png_may_be_interlaced():
+    array = picture(13, 11, 3, dtype=np.uint16)
+    starts = ((0, 0), (4, 0), (0, 4), (2, 0), (0, 2), (1, 0), (0, 1))
+    passes = zip(starts, ((8, 8), (8, 8), (4, 8), (4, 4), (2, 4), (2, 2), (1, 2)), strict=True)
+    parts = [array[y::down, x::right] for (x, y), (right, down) in passes]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for part in parts for row in part if row.size)
+    image = decode(png(11, 13, rows, depth=16, kind=2, interlaced=1), "x")
+    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
+
+
+FUZZ = """
+import random, sys, warnings, logging, time
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+from tests.data.images.test_decode import fuzzed
+from dino_vit.data.images.decode import UnreadableImage, decode
+import torch
+torch.set_num_threads(1)
+read = refused = 0
+for name, data in fuzzed(random.Random(0)):
+    start = time.monotonic()
+    try:
+        image = decode(data, name, max_pixels=1 << 20)
+        assert image.ndim == 3 and image.numel() and image.shape[1] * image.shape[2] <= 1 << 20
+        int(image.flatten()[:1].float().isnan())
+        read += 1
+    except UnreadableImage as error:
+        assert str(error).startswith(name + ": ") and len(str(error)) > len(name) + 2
+        refused += 1
+    assert time.monotonic() - start < 5, name
+print(read, refused)
+"""
+
+
+def fuzzed(random):
+    """Yield whole files of every format, cut off and with flipped bits and bytes."""
+    small, deep = smooth(size=(24, 16)), picture(16, 24, 3, dtype=np.uint16)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = {
+        "grey.jpg": saved(small.convert("L"), "JPEG"),
+        "colour.jpg": saved(small, "JPEG", exif=exif),
+        "progressive.jpg": saved(small, "JPEG", progressive=True),
+        "cmyk.jpg": saved(small.convert("CMYK"), "JPEG"),
+        "colour.png": saved(small, "PNG", exif=exif),
+        "palette.png": saved(small.quantize(16), "PNG", transparency=3),
+        "deep.png": png16(deep),
+        "deep-grey.png": png16(deep[..., :1]),
+        "lossy.webp": saved(small, "WEBP"),
+        "lossless.webp": saved(smooth("RGBA", size=(24, 16)), "WEBP", lossless=True),
+        "two.gif": saved(small.quantize(16), "GIF", save_all=True, append_images=[small.quantize(8)]),
+        "plain.bmp": saved(small, "BMP"),
+        "palette.bmp": saved(small.quantize(16), "BMP"),
+        "plain.tif": saved(small, "TIFF"),
+        "lzw.tif": saved(small, "TIFF", compression="tiff_lzw"),
+        "jpeg.tif": saved(small, "TIFF", compression="jpeg"),
+        "deep.tif": tiff(deep, photometric="rgb", compression="zlib"),
+        "pages.tif": tiff(picture(5, 16, 24), photometric="minisblack"),
+        "ome.tif": tiff(picture(5, 16, 24), ome=True, metadata={"axes": "CYX"}, photometric="minisblack"),
+        "array.npy": npy(deep),
+    }
+    for name, data in files.items():
+        yield name, data
+        for _ in range(30):
+            cut = data[: random.randrange(len(data))]
+            flipped = bytearray(data)
+            for _ in range(random.choice([1, 1, 2, 8, 50])):
+                at = random.randrange(len(data) if random.random() < 0.5 else min(len(data), 200))
+                flipped[at] = flipped[at] ^ (1 << random.randrange(8)) if random.random() < 0.7 else 255
+            yield name, cut
+            yield name, bytes(flipped)
+
+
+def test_damaged_files_of_every_format_give_an_image_or_an_error_and_never_a_crash():
+    code = FUZZ.format(tests=str(Path(__file__).parents[3]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    read, refused = map(int, done.stdout.split())
+    assert read > 100
+    assert refused > 500

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.data.images.pixels import RGB, Pixels, unit_scale
+
+GREY16 = Pixels(channels=1, bits=16)
+
+
+def image(values, dtype=torch.uint8):
+    return torch.tensor(values, dtype=torch.float64).to(dtype).reshape(1, 1, -1)
+
+
+def test_eight_bits_of_the_right_channels_are_left_alone():
+    picture = torch.randint(0, 256, (3, 4, 5), dtype=torch.uint8)
+    assert RGB.conform(picture) is picture
+
+
+def test_grey_becomes_rgb_by_repetition_and_nothing_else_is_made_up():
+    grey = torch.randint(0, 256, (1, 4, 5), dtype=torch.uint8)
+    assert torch.equal(RGB.conform(grey), torch.cat([grey, grey, grey]))
+    for channels, wanted in ((3, 1), (4, 3), (2, 3), (5, 3), (1, 5), (3, 5)):
+        with pytest.raises(ValueError, match=f"it has {channels} channels where {wanted} are wanted"):
+            Pixels(channels=wanted).conform(torch.zeros(channels, 4, 5, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int16", "int32", "int64", "bool"])
+def test_zero_to_the_largest_value_becomes_zero_to_one(dtype):
+    dtype = getattr(torch, dtype)
+    top = 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    values = torch.from_numpy(np.array([0, top // 3, top])).to(dtype).reshape(1, 1, 3)
+    expected = torch.tensor([[[0, (top // 3) / top, 1]]], dtype=torch.float64)
+    deep, shallow = GREY16.conform(values), Pixels(channels=1).conform(values)
+    assert deep.dtype == torch.float32
+    assert torch.equal(deep, expected.float())
+    assert shallow.dtype == torch.uint8
+    assert torch.equal(shallow, (255 * expected).round().to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_floats_go_from_zero_to_one(dtype):
+    values = image([0, 0.25, 1], dtype)
+    before = values.clone()
+    assert torch.equal(GREY16.conform(values), values.float())
+    assert torch.equal(Pixels(channels=1).conform(values), image([0, 64, 255]))
+    assert torch.equal(values, before)
+
+
+def test_sixteen_bits_survive_exactly():
+    values = torch.from_numpy(np.arange(65536, dtype=np.uint16)).reshape(1, 256, 256)
+    back = (GREY16.conform(values).double() * 65535).round().int()
+    assert torch.equal(back, values.int())
+
+
+def test_a_range_stretches_and_clips():
+    pixels = Pixels(channels=1, bits=16, range=(-1000, 3000))
+    assert torch.equal(
+        pixels.conform(image([-2000, -1000, 0, 3000, 9000], torch.int16)),
+        image([0, 0, 0.25, 1, 1], torch.float32),
+    )
+    eight = Pixels(channels=1, range=(0, 100))
+    assert torch.equal(eight.conform(image([0, 50, 100, 200])), image([0, 128, 255, 255]))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "reason"),
+    [
+        (
+            [-5, 3],
+            torch.int16,
+            r"its int16 values go from -5 to 3, beyond 0 to 32767; .* data.range=\[low, high\]",
+        ),
+        ([0, 1.5], torch.float32, "its float32 values go from 0 to 1.5, beyond 0 to 1"),
+        ([0, float("nan")], torch.float32, "infinite or no numbers"),
+        ([0, float("inf")], torch.float32, "infinite or no numbers"),
+    ],
+)
+def test_what_has_no_place_between_zero_and_one_is_refused(values, dtype, reason):
+    with pytest.raises(ValueError, match=reason):
+        GREY16.conform(image(values, dtype))
+
+
+def test_eight_bits_among_deeper_ones_are_not_taken_for_black():
+    with pytest.raises(ValueError, match=r"its 8 bits cannot reach data.range=\[0, 4095\]"):
+        Pixels(channels=1, bits=16, range=(0, 4095)).conform(image([0, 255]))
+
+
+def test_complex_values_and_other_shapes_are_no_images():
+    with pytest.raises(ValueError, match="complex64 values have no brightness"):
+        GREY16.conform(torch.zeros(1, 2, 2, dtype=torch.complex64))
+    for shape in ((4, 5), (1, 0, 5), (1, 1, 4, 5)):
+        with pytest.raises(ValueError, match="is no image"):
+            GREY16.conform(torch.zeros(shape, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("wrong", [{"channels": 0}, {"bits": 12}, {"max_pixels": 0}, {"range": (1.0, 1.0)}])
+def test_pixels_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"pixels have|low < high"):
+        Pixels(**wrong)
+
+
+def test_unit_scale_takes_both_and_owns_what_it_gives():
+    eight, deep = torch.tensor([0, 51, 255], dtype=torch.uint8), torch.tensor([0, 0.2, 1])
+    assert torch.equal(unit_scale(eight), deep)
+    assert torch.equal(unit_scale(deep), deep)
+    assert unit_scale(deep) is not deep

@@ -1,0 +1,294 @@
+import io
+import logging
+import pickle
+import struct
+import subprocess
+import tarfile
+import tracemalloc
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from dino_vit.data.sources import files
+from dino_vit.data.sources.archives import key_of
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.tarfiles import BrokenTar, read_members
+from tests.support.image_sets import FILES, NAMES, items, write_tar, write_zip
+
+LONG = "deep/" * 60 + "x" * 120 + ".png"
+
+
+def members(path):
+    data = path.read_bytes()
+    return {
+        m.name: data[m.start : m.start + m.size] for m in read_members(str(path), io.BytesIO(data), len(data))
+    }
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_members_are_found_where_the_standard_library_finds_them(tmp_path, format):
+    contents = {**FILES, LONG: b"long", "empty.png": b"", "./dotted.png": b"dotted"}
+    path = write_tar(tmp_path / "a.tar", contents, format=format)
+    expected = {name.removeprefix("./").encode(): data for name, data in contents.items()}
+    assert members(path) == expected
+
+
+def test_ustar_prefixes_are_read(tmp_path):
+    name = "p" * 100 + "/" + "n" * 90 + ".png"
+    path = write_tar(tmp_path / "a.tar", {name: b"data"}, format=tarfile.USTAR_FORMAT)
+    assert members(path) == {name.encode(): b"data"}
+
+
+def test_what_gnu_tar_writes_is_read(tmp_path):
+    (tmp_path / "in").mkdir()
+    odd = b"odd \xff\n.png"
+    with open(bytes(tmp_path / "in") + b"/" + odd, "wb") as file:
+        file.write(b"odd")
+    (tmp_path / "in" / "one.png").write_bytes(b"one")
+    (tmp_path / "in" / "two.png").hardlink_to(tmp_path / "in" / "one.png")
+    (tmp_path / "in" / "link.png").symlink_to("one.png")
+    for kind in ("gnu", "posix"):
+        path = tmp_path / f"{kind}.tar"
+        command = [
+            "tar",
+            f"--format={kind}",
+            "--sort=name",
+            "-cf",
+            str(path),
+            "-C",
+            str(tmp_path / "in"),
+            ".",
+        ]
+        subprocess.run(command, check=True)
+        assert members(path) == {odd: b"odd", b"one.png": b"one", b"two.png": b"one"}
+    source = open_source(str(path))
+    assert [source.read(i) for i in range(3)] == [b"odd", b"one", b"one"]
+    assert source.name(0).encode(errors="surrogateescape") == odd
+
+
+def test_sizes_beyond_octal_are_read():
+    header = bytearray(tarfile.TarInfo("big.png").tobuf())
+    header[124:136] = b"\x80" + (2**33).to_bytes(11, "big")
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + sum(header[156:]) + 8 * 32)
+
+    class Sparse(io.BytesIO):
+        def seek(self, place):
+            self.place = place
+
+        def read(self, size):
+            return (bytes(header) if self.place == 0 else bytes(512))[:size]
+
+    length = 512 + 2**33 + 1024
+    assert [tuple(m) for m in read_members("", Sparse(), length)] == [(b"big.png", 512, 2**33)]
+
+
+def test_archives_one_after_another_are_one(tmp_path):
+    first, second = (
+        write_tar(tmp_path / "1.tar", {"a.png": b"a"}),
+        write_tar(tmp_path / "2.tar", {"b.png": b"b"}),
+    )
+    both = tmp_path / "both.tar"
+    both.write_bytes(first.read_bytes() + second.read_bytes())
+    assert members(both) == {b"a.png": b"a", b"b.png": b"b"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:900], r"ends in the middle of b'1\.png', it was cut off"),
+        (lambda data: data[: len(data) // 2], "cut off"),
+        (lambda data: data[: data.rindex(b"\0" * 512) // 10240 * 10240 - 3000], "cut off"),
+        (lambda data: data[:700], "cut off"),
+        (lambda data: data[:100], "ends in the middle of a header"),
+        (lambda data: b"\x1f\x8b" + data[2:], r"compressed \(gzip\).*Decompress it"),
+        (lambda data: b"?" + data[1:], "no header at byte 0"),
+        (lambda data: data[:124] + b"99999999999\0" + data[136:], "no header at byte 0"),
+    ],
+)
+def test_broken_shards_are_errors_that_name_the_file(tmp_path, damage, said):
+    path = write_tar(tmp_path / "shard.tar", {f"{n}.png": bytes([n]) * 700 for n in range(1, 40)})
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=said) as caught:
+        open_source(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_any_cut_is_noticed(tmp_path):
+    data = write_tar(tmp_path / "a.tar", {f"{n}.png": b"x" * 600 * n for n in range(3)}).read_bytes()
+    end = 512 * 3 + 512 * (0 + 2 + 3)
+    for length in range(1, end, 100):
+        with pytest.raises(ValueError, match="broken"):
+            list(read_members("a.tar", io.BytesIO(data[:length]), length))
+
+
+def test_any_flipped_bit_ends_in_members_or_an_error(tmp_path):
+    data = bytearray(write_tar(tmp_path / "a.tar", {LONG: b"x" * 600, "b.png": b"y"}).read_bytes()[:6144])
+    rng = np.random.default_rng(0)
+    for place in rng.integers(0, len(data), 400):
+        data[place] ^= 1 << int(rng.integers(8))
+        try:
+            for member in read_members("a.tar", io.BytesIO(data), len(data)):
+                assert member.start + member.size <= len(data)
+        except BrokenTar:
+            pass
+        finally:
+            data[:] = (tmp_path / "a.tar").read_bytes()[:6144]
+
+
+def test_keys_end_at_the_first_dot_of_the_last_part():
+    assert key_of(b"a.b/0001.left.jpg") == (b"a.b/0001", b"left.jpg")
+    assert key_of(b"0001") == (b"0001", b"")
+
+
+def test_labels_of_shards(tmp_path):
+    def shard(number, contents):
+        write_tar(tmp_path / f"{number:03d}.tar", contents)
+        return open_source(str(tmp_path / f"{number:03d}.tar"))
+
+    cls = {
+        f"{key}.{ext}": data
+        for key, n in (("a", b"10"), ("b", b"9\n"), ("c", b"10"))
+        for ext, data in (("jpg", b"image"), ("cls", n))
+    }
+    source = shard(0, {**cls, "d.jpg": b"image"})
+    assert [source.label(i) for i in range(4)] == [1, 0, 1, None]
+    assert source.classes == ["9", "10"]
+    source = shard(
+        1, {"a.jpg": b"", "a.json": b'{"label": "cat", "width": 3}', "b.jpg": b"", "b.json": b"{}"}
+    )
+    assert [source.label(0), source.label(1), source.classes] == [0, None, ["cat"]]
+    source = shard(2, {"top/dog/a.jpg": b"", "top/cat/b.jpg": b""})
+    assert [source.name(0), source.label(0), source.classes] == ["top/cat/b.jpg", 0, ["cat", "dog"]]
+    write_tar(tmp_path / "bad.tar", {"a.jpg": b"", "a.json": b"{"})
+    with pytest.raises(ValueError, match=r"bad\.tar: 'a\.json' is no JSON"):
+        open_source(str(tmp_path / "bad.tar"))
+
+
+def test_several_images_of_a_sample_are_said(tmp_path, caplog):
+    path = write_tar(tmp_path / "a.tar", {"1.jpg": b"a", "1.seg.png": b"b", "1.cls": b"3"})
+    with caplog.at_level(logging.WARNING, "dino_vit"):
+        source = open_source(str(path))
+    assert [source.label(0), source.label(1)] == [0, 0]
+    assert "1 samples have several images (jpg, seg.png)" in caplog.text
+
+
+def test_a_name_in_several_shards_is_told_apart(tmp_path):
+    for shard in ("1.tar", "2.tar"):
+        write_tar(tmp_path / shard, {"a.png": shard.encode()})
+    source = open_source(str(tmp_path / "*.tar"))
+    assert [source.name(i) for i in range(2)] == ["1.tar/a.png", "2.tar/a.png"]
+    assert [source.read(i) for i in range(2)] == [b"1.tar", b"2.tar"]
+
+
+def test_more_shards_than_files_may_be_open_from_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "OPEN_FILES", 3)
+    for shard in range(20):
+        write_tar(
+            tmp_path / f"{shard:03d}.tar", {f"{shard:03d}-{n}.png": b"%d %d" % (shard, n) for n in range(5)}
+        )
+    source = open_source(str(tmp_path / "{000..019}.tar"))
+    expected = [b"%d %d" % (shard, n) for shard in range(20) for n in range(5)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert list(pool.map(source.read, range(100))) == expected
+    assert len(source._ranges._opened) <= 3
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.read(99) == b"19 4"
+
+
+def test_a_shard_that_changes_under_a_run_is_an_error_and_no_garbage(tmp_path):
+    path = write_tar(tmp_path / "a.tar", {"a.png": b"a", "b.png": b"b"})
+    source = open_source(str(path))
+    write_tar(path, {"bb.png": b"b" * 99999})
+    with pytest.raises(OSError, match="was changed after it was indexed"):
+        source.read(0)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_zips_of_every_method(tmp_path, method):
+    source = open_source(
+        str(
+            write_zip(tmp_path / "a.zip", {**FILES, "notes.txt": b"", "__MACOSX/._a.png": b""}, method=method)
+        )
+    )
+    assert {name: data for name, data, _ in items(source)} == FILES
+    assert pickle.loads(pickle.dumps(source)).read(0) == source.read(0)
+
+
+def test_damaged_bytes_in_a_zip_are_an_error_of_that_image(tmp_path):
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        path = write_zip(
+            tmp_path / f"{method}.zip", {"a.png": b"a" * 1000, "b.png": b"b" * 1000}, method=method
+        )
+        data = bytearray(path.read_bytes())
+        place = data.index(b"a.png") + 5
+        data[place] ^= 0xFF
+        path.write_bytes(data)
+        source = open_source(str(path))
+        with pytest.raises(OSError, match=r"checksum|decompressed|bytes"):
+            source.read(0)
+        assert source.read(1) == b"b" * 1000
+
+
+def test_a_zip_bomb_stops_at_the_size_that_it_states(tmp_path):
+    path = write_zip(tmp_path / "a.zip", {"a.png": bytes(10_000_000)})
+    data = bytearray(path.read_bytes())
+    for signature, place in ((b"PK\1\2", 24), (b"PK\3\4", 22)):
+        start = data.index(signature) + place
+        data[start : start + 4] = struct.pack("<L", 100)
+    path.write_bytes(data)
+    source = open_source(str(path))
+    tracemalloc.start()
+    with pytest.raises(OSError, match="says that it has 100 bytes"):
+        source.read(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_broken_and_encrypted_zips(tmp_path):
+    path = write_zip(tmp_path / "a.zip")
+    data = path.read_bytes()
+    path.write_bytes(data[:-30])
+    with pytest.raises(ValueError, match=r"a\.zip is broken or no zip"):
+        open_source(str(path))
+    locked = bytearray(data)
+    locked[locked.index(b"PK\1\2") + 8] |= 1
+    path.write_bytes(locked)
+    with pytest.raises(ValueError, match="encrypted"):
+        open_source(str(path))
+
+
+def test_names_in_archives_are_never_paths(tmp_path):
+    names = ["../../evil.png", "/absolute.png", "C:\\x.png"]
+    for path in (
+        write_tar(tmp_path / "a.tar", dict.fromkeys(names, b"x")),
+        write_zip(tmp_path / "a.zip", dict.fromkeys(names, b"x")),
+    ):
+        source = open_source(str(path))
+        assert sorted(source.name(i) for i in range(3)) == sorted(names)
+        assert {source.read(i) for i in range(3)} == {b"x"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "a.zip"]
+    assert not (tmp_path.parent.parent / "evil.png").exists()
+
+
+def test_archives_without_images_say_so(tmp_path):
+    with pytest.raises(ValueError, match="has no images in it"):
+        open_source(str(write_tar(tmp_path / "a.tar", {"a.txt": b""})))
+    with pytest.raises(ValueError, match="has no images in it"):
+        open_source(str(write_zip(tmp_path / "a.zip", {"a.txt": b""})))
+
+
+def test_compressed_tars_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match=r"compressed.*Decompress it"):
+        open_source(str(tmp_path / "a.tar.gz"))
+
+
+def test_every_name_survives(tmp_path):
+    assert sorted(name for name, *_ in items(open_source(str(write_tar(tmp_path / "a.tar"))))) == sorted(
+        NAMES
+    )

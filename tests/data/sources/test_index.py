@@ -1,0 +1,238 @@
+import logging
+import multiprocessing
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+import dino_vit.data.sources.folder
+from dino_vit.data.sources.index import Draft, cache_folder, open_index
+from dino_vit.data.sources.open import FolderSource, open_source
+from dino_vit.data.sources.texts import Texts
+from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("DINO_VIT_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Counts how often a folder is listed."""
+    times = []
+    listing = dino_vit.data.sources.folder._list_local
+    monkeypatch.setattr(
+        dino_vit.data.sources.folder, "_list_local", lambda root: times.append(root) or listing(root)
+    )
+    return times
+
+
+def age(root, seconds=60):
+    """Make all that is there look as if it had been written a while ago."""
+    for path in [root, *root.rglob("*")]:
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_an_index_is_built_once_and_again_when_the_folder_changes(tmp_path, built):
+    write_folder(tmp_path)
+    age(tmp_path)
+    for _ in range(3):
+        assert len(FolderSource(tmp_path)) == 5
+    assert len(built) == 1
+    (tmp_path / "dog" / "deep" / "2.png").write_bytes(b"new")
+    assert FolderSource(tmp_path).read(4) == b"new"
+    assert len(built) == 2
+    age(tmp_path)
+    before = FolderSource(tmp_path).fingerprint
+    (tmp_path / "dog" / "deep" / "2.png").unlink()
+    assert len(FolderSource(tmp_path)) == 5
+    assert FolderSource(tmp_path).fingerprint != before
+
+
+def test_what_was_just_written_is_looked_at_again(tmp_path, built):
+    """A change within the clock's resolution leaves the time of a folder as it was."""
+    write_folder(tmp_path)
+    status = (tmp_path / "cat").stat()
+    assert len(FolderSource(tmp_path)) == 5
+    (tmp_path / "cat" / "new.png").write_bytes(b"new")
+    os.utime(tmp_path / "cat", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert len(FolderSource(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("write", [write_tar, write_parquet])
+def test_files_are_indexed_again_when_they_change(tmp_path, write):
+    path = tmp_path / f"a.{write.__name__.removeprefix('write_')}"
+    write(path)
+    age(tmp_path)
+    before = open_source(str(path))
+    index = before.index._file
+    assert open_source(str(path)).index._file == index
+    write(path, dict(list(FILES.items())[:3]))
+    after = open_source(str(path))
+    assert (len(before), len(after)) == (5, 3)
+    assert before.fingerprint != after.fingerprint
+
+
+def test_a_pattern_that_matches_more_is_indexed_again(tmp_path):
+    write_tar(tmp_path / "1.tar", {"a.png": b"a"})
+    age(tmp_path)
+    assert len(open_source(str(tmp_path / "*.tar"))) == 1
+    write_tar(tmp_path / "2.tar", {"b.png": b"b"})
+    os.utime(tmp_path / "2.tar", (time.time() - 60,) * 2)
+    assert len(open_source(str(tmp_path / "*.tar"))) == 2
+
+
+def test_torn_and_damaged_indices_are_built_anew(tmp_path, cache, built, caplog):
+    write_folder(tmp_path)
+    age(tmp_path)
+    FolderSource(tmp_path)
+    (path,) = cache.glob("*.index")
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    damaged = [b"", b"?", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"?", b"x" * len(whole)]
+    for place in [*rng.integers(0, len(whole), 40), len(whole) - 20]:
+        flipped = bytearray(whole)
+        flipped[place] ^= 4
+        damaged.append(bytes(flipped))
+    names = ORDER
+    for data in damaged:
+        path.write_bytes(data)
+        source = FolderSource(tmp_path)
+        assert [source.name(index) for index in range(5)] == names
+        assert source.read(2) == FILES[names[2]]
+    assert len(built) > 30  # a flip in the padding between columns changes nothing
+    assert "is damaged and will be built anew" in caplog.text
+    assert sorted(p.suffix for p in cache.iterdir()) == [".index", ".lock"]
+
+
+@pytest.mark.parametrize("blocked", ["file", "read-only"])
+def test_where_nothing_can_be_written_it_stays_in_memory(tmp_path, cache, monkeypatch, caplog, blocked):
+    place = cache / "below"
+    if blocked == "file":
+        place.write_text("")
+    else:
+        monkeypatch.setattr("dino_vit.data.sources.index.replacing", deny)
+    monkeypatch.setenv("DINO_VIT_CACHE", str(place))
+    write_parquet(tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert "the index is kept in memory" in caplog.text
+    for one in (source, pickle.loads(pickle.dumps(source))):
+        assert [one.name(index) for index in range(5)] == ORDER
+        assert one.read(4) == FILES[ORDER[4]]
+
+
+def deny(path):
+    raise PermissionError(f"{path} is not for you")
+
+
+def test_too_much_for_memory_is_refused(tmp_path, cache, monkeypatch):
+    monkeypatch.setenv("DINO_VIT_CACHE", str(cache / "file"))
+    (cache / "file").write_text("")
+    monkeypatch.setattr("dino_vit.data.sources.index.MEMORY", 100)
+    with pytest.raises(ValueError, match="set DINO_VIT_CACHE to a folder"):
+        open_source(str(write_parquet(tmp_path / "a.parquet")))
+
+
+def test_an_error_in_the_source_leaves_no_index(tmp_path, cache):
+    (tmp_path / "a.tar").write_bytes(b"no tar" * 1000)
+    with pytest.raises(ValueError, match="broken"):
+        open_source(str(tmp_path / "a.tar"))
+    assert not list(cache.glob("*.index"))
+    assert not list(cache.glob(".*"))
+
+
+def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
+    monkeypatch.delenv("DINO_VIT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "dino-vit"
+
+
+def test_pickles_are_small_and_refuse_another_index(tmp_path):
+    for number in range(300):
+        (tmp_path / f"{number:03d}.png").write_bytes(b"x")
+    source = FolderSource(tmp_path)
+    pickled = pickle.dumps(source)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).name(299) == "299.png"
+    (tmp_path / "new.png").write_bytes(b"x")
+    FolderSource(tmp_path)
+    with pytest.raises(ValueError, match=r"built anew while .* start again"):
+        pickle.loads(pickled)
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.01)
+
+
+def open_slowly(folder):
+    """Build an index until there is a file `go`; said by files, as what is killed may hold a queue."""
+
+    def build(sink):
+        (folder / f"building-{os.getpid()}").touch()
+        until((folder / "go").exists)
+        stamps = np.array([[-1, -1, 0]], dtype=np.int64)
+        watched = [str(folder / "missing")]
+        return Draft(columns=Texts.of(["a"]).columns("names"), about={}, watched=watched, stamps=stamps)
+
+    assert list(open_index("test", str(folder), build).texts("names")) == ["a"]
+
+
+def builders(folder):
+    return len(list(folder.glob("building-*")))
+
+
+def test_one_process_builds_and_the_others_wait(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=open_slowly, args=(tmp_path,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    until(lambda: builders(tmp_path))
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert builders(tmp_path) == 1
+
+
+def test_a_builder_that_is_killed_holds_nobody_up(tmp_path):
+    context = multiprocessing.get_context("fork")
+    first, second = (context.Process(target=open_slowly, args=(tmp_path,)) for _ in range(2))
+    first.start()
+    until(lambda: builders(tmp_path) == 1)
+    second.start()
+    first.kill()
+    first.join()
+    until(lambda: builders(tmp_path) == 2)
+    (tmp_path / "go").touch()
+    second.join(30)
+    assert second.exitcode == 0
+
+
+def test_texts_are_two_arrays_and_any_bytes():
+    words = ["a", "", "é\n", os.fsdecode(b"\xff\xfe")]
+    texts = Texts.of(words)
+    assert (len(texts), list(texts), [texts[place] for place in range(4)]) == (4, words, words)
+    assert texts[-1] == words[-1]
+    with pytest.raises(IndexError):
+        texts[4]
+    assert list(Texts.of([])) == []
+
+
+def test_long_work_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("dino_vit.core.progress.PATIENCE", -1)
+    monkeypatch.setattr("dino_vit.core.progress.LINE_EVERY", -1)
+    write_folder(tmp_path)
+    with caplog.at_level(logging.INFO, "dino_vit"):
+        FolderSource(tmp_path)
+    assert f"Listing {tmp_path}: 5, " in caplog.text
+    assert "Reading the sizes of files: 5, " in caplog.text
+    assert " a second in 0 s" in caplog.text

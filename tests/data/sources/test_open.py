@@ -1,0 +1,387 @@
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dino_vit.data.images.decode import read_image
+from dino_vit.data.sources.open import open_source
+from dino_vit.views.geometry import Photometry, View
+from dino_vit.views.loader import Loader
+from dino_vit.views.sampler import Sampler
+from tests.support.image_sets import (
+    CLASSES,
+    FILES,
+    ORDER,
+    items,
+    write_folder,
+    write_parquet,
+    write_tar,
+    write_zip,
+)
+
+CIFAR = Path(__file__).parents[4] / "shared" / "data" / "cifar10"
+
+
+def parts(number):
+    """The images in two parts, each in an order that is not theirs."""
+    names = list(FILES)
+    return {name: FILES[name] for name in (names[:2], names[2:])[number]}
+
+
+def write_list(root):
+    write_folder(root)
+    rows = "".join(f'"{name}",{name.split("/")[0]}\n' for name in FILES)
+    (root / "list.csv").write_text("path,label\n" + rows)
+    return root / "list.csv"
+
+
+def write_shards(root):
+    for number in range(2):
+        write_tar(root / f"{number:03d}.tar", parts(number))
+    return root / "{000..001}.tar"
+
+
+def write_tables(root):
+    for number in range(2):
+        write_parquet(root / f"train-{number}.parquet", parts(number))
+    return root / "train-*.parquet"
+
+
+def write_archive_folder(root):
+    write_shards(root)
+    (root / "README.md").write_text("")
+    return root
+
+
+def write_below(root):
+    return write_tar(root / "below.tar", {f"./photos/{name}": data for name, data in FILES.items()})
+
+
+KINDS = {
+    "folder": write_folder,
+    "list": write_list,
+    "tar": lambda root: write_tar(root / "a.tar"),
+    "shards": write_shards,
+    "folder of shards": write_archive_folder,
+    "zip": lambda root: write_zip(root / "a.zip"),
+    "parquet": lambda root: write_parquet(root / "a.parquet"),
+    "tables": write_tables,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_images_are_the_same_items(tmp_path, kind):
+    (tmp_path / "set").mkdir()
+    source = open_source(str(KINDS[kind](tmp_path / "set")))
+    expected = [(name, FILES[name], name.split("/")[0]) for name in ORDER]
+    for one in (source, pickle.loads(pickle.dumps(source))):
+        assert items(one) == expected
+        assert one.classes == CLASSES
+        assert one.name(-1) == ORDER[-1]
+        for get in (one.read, one.name, one.label):
+            with pytest.raises(IndexError):
+                get(5)
+    assert source.fingerprint == open_source(str(write_folder(tmp_path / "other"))).fingerprint
+
+
+def test_a_folder_that_all_share_changes_neither_order_nor_labels(tmp_path):
+    source = open_source(str(write_below(tmp_path)))
+    assert [data for _, data, _ in items(source)] == [FILES[name] for name in ORDER]
+    assert source.classes == CLASSES
+
+
+def test_fingerprints_follow_names_and_sizes(tmp_path):
+    before = open_source(str(write_tar(tmp_path / "1.tar"))).fingerprint
+    longer = {**FILES, ORDER[0]: FILES[ORDER[0]] + b" "}
+    assert open_source(str(write_tar(tmp_path / "2.tar", longer))).fingerprint != before
+    renamed = {name.replace("x", "y"): data for name, data in FILES.items()}
+    assert open_source(str(write_tar(tmp_path / "3.tar", renamed))).fingerprint != before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_views_are_the_same_from_every_kind(tmp_path, workers):
+    view = View(size=(16, 16), scale=(0.3, 1.0), photometry=Photometry(blur=0.5, solarise=0.2))
+    seen = []
+    for kind in ("folder", "shards", "zip", "parquet"):
+        (tmp_path / kind).mkdir()
+        source = open_source(str(KINDS[kind](tmp_path / kind)))
+        sampler = Sampler(length=len(source), batch_size=4, seed=1)
+        batches = Loader(source=source, views=[view], sampler=sampler, workers=workers).batches()
+        seen.append([next(batches) for _ in range(3)])
+        batches.close()
+    for other in seen[1:]:
+        for mine, theirs in zip(seen[0], other, strict=True):
+            assert torch.equal(mine.views[16, 16], theirs.views[16, 16])
+            assert torch.equal(mine.photometry[16, 16], theirs.photometry[16, 16])
+
+
+def test_forked_processes_share_what_is_open(tmp_path):
+    for kind in ("shards", "parquet"):
+        (tmp_path / kind).mkdir()
+        source = open_source(str(KINDS[kind](tmp_path / kind)))
+        expected = [source.read(index) for index in range(5)]
+        loader = torch.utils.data.DataLoader(
+            range(200), batch_size=None, num_workers=2, collate_fn=lambda i, s=source: s.read(i % 5)
+        )
+        assert list(loader) == expected * 40
+
+
+def test_a_folder_of_archives_must_be_of_one_kind_and_split(tmp_path):
+    write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
+    assert len(open_source(str(tmp_path))) == 5
+    write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"holds splits \(test, train\).*Write which are meant") as caught:
+        open_source(str(tmp_path))
+    suggested = str(caught.value).split("'")[1]
+    assert Path(suggested).name == "test*.parquet"
+    assert len(open_source(suggested)) == 5
+    write_tar(tmp_path / "a.tar")
+    with pytest.raises(ValueError, match=r"several kinds of archives"):
+        open_source(str(tmp_path))
+
+
+def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
+    write_folder(tmp_path)
+    write_tar(tmp_path / "a.tar")
+    assert len(open_source(str(tmp_path))) == 5
+    assert "1 archives in it are passed over, such as a.tar" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("missing", "is no source that exists: give a folder"),
+        ("*.zip", "matches no file"),
+        ("{1..3}.tar", r"2 of the files do not exist, the first is .*2\.tar"),
+        ("*", "files of several kinds"),
+        ("*.[jd]*", "files of several kinds"),
+        ("a.docx", "is of no kind that is read"),
+        ("a.parquet", r"a\.parquet is broken or no Parquet file"),
+        ("a.npy", "is broken or holds no plain arrays"),
+        ("empty.txt", "lists no images"),
+        ("wrong.txt", r"None of the 1 files that .* lists exist"),
+    ],
+)
+def test_what_is_no_source_is_told_what_to_do(tmp_path, spec, said):
+    for name in ("a.jpg", "b.jpg", "a.docx", "a.parquet", "a.npy", "1.tar", "empty.txt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "wrong.txt").write_text("nowhere/x.jpg\n")
+    with pytest.raises(ValueError, match=said):
+        open_source(str(tmp_path / spec))
+
+
+def test_some_files_of_a_list_may_be_missing(tmp_path, caplog):
+    write_folder(tmp_path)
+    (tmp_path / "list.txt").write_text("cat/é.jpg\nnowhere.png\n")
+    source = open_source(str(tmp_path / "list.txt"))
+    assert (len(source), source.read(0), source.label(0)) == (2, FILES["cat/é.jpg"], None)
+    assert "lists 1 files that do not exist" in caplog.text
+    with pytest.raises(FileNotFoundError):
+        source.read(1)
+
+
+def test_lists_may_have_absolute_paths_and_urls(tmp_path):
+    write_folder(tmp_path / "set")
+    fsspec.filesystem("memory").pipe("/far/x.png", b"far")
+    (tmp_path / "list.txt").write_text(f"memory://far/x.png\n{tmp_path}/set/cat/é.jpg\n")
+    source = open_source(str(tmp_path / "list.txt"))
+    assert [source.read(0), source.read(1)] == [FILES["cat/é.jpg"], b"far"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "list"])
+def test_remote_sources_are_as_local_ones(tmp_path, kind):
+    (tmp_path / "set").mkdir()
+    spec = KINDS[kind](tmp_path / "set").relative_to(tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.rm("/", recursive=True)
+    memory.put(f"{tmp_path}/set", "/set", recursive=True)
+    source = open_source(f"memory://{spec}")
+    assert items(source) == [(name, FILES[name], name.split("/")[0]) for name in ORDER]
+    assert items(open_source(f"file://{tmp_path}/{spec}")) == items(source)
+    assert items(pickle.loads(pickle.dumps(source))) == items(source)
+
+
+def test_remote_changes_are_seen_and_losses_are_errors():
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/changing/a.png": b"a"})
+    assert open_source("memory://changing").name(0) == "a.png"
+    memory.pipe({"/changing/b.png": b"bb"})
+    source = open_source("memory://changing")
+    assert source.read(1) == b"bb"
+    memory.rm("/changing/b.png")
+    with pytest.raises(OSError, match=r"b\.png"):
+        source.read(1)
+    with pytest.raises(ValueError, match="is no source that exists"):
+        open_source("memory://nowhere")
+    with pytest.raises(ValueError, match="cannot be reached"):
+        open_source("nonsense://nowhere")
+
+
+def test_tables_without_names_keep_their_order(tmp_path):
+    source = open_source(str(write_parquet(tmp_path / "t.parquet", names=False)))
+    assert items(source) == [
+        (f"t.parquet/{row:09d}", data, name.split("/")[0]) for row, (name, data) in enumerate(FILES.items())
+    ]
+
+
+def test_tables_of_other_makes(tmp_path):
+    data = list(FILES.values())
+    table = pa.table({"id": range(5), "image": data, "class": ["b", "a", None, "b", "10"]})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    source = open_source(str(tmp_path / "a.parquet"))
+    assert [item[1:] for item in items(source)] == list(zip(data, ["b", "a", None, "b", "10"], strict=True))
+    images = pa.array([*data[:4], None], pa.large_binary())
+    pq.write_table(pa.table({"photo": images, "label": [700, 3, 3, -1, None]}), tmp_path / "b.parquet")
+    source = open_source(str(tmp_path / "b.parquet"))
+    assert [source.label(index) for index in range(5)] == [2, 1, 1, 0, None]
+    assert source.read(4) == b""
+
+
+def test_tables_that_do_not_say_which_column(tmp_path):
+    def write(**columns):
+        pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+        return str(tmp_path / "a.parquet")
+
+    with pytest.raises(ValueError, match=r"no column of images: none of x \(int64\), y \(string\)"):
+        open_source(write(x=[1], y=["text"]))
+    with pytest.raises(ValueError, match=r"several columns of images: front, back. Call one of them `image`"):
+        open_source(write(front=[b"1"], back=[b"2"]))
+    assert open_source(write(depth=[b"1"], image=[b"2"])).read(0) == b"2"
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    with pytest.raises(ValueError, match=r"no bytes of images, perhaps paths only"):
+        open_source(write(image=pa.array([{"bytes": None, "path": "a.png"}], kind)))
+    pq.write_table(pa.table({"image": [b"1"]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"img": [b"1"]}), tmp_path / "2.parquet")
+    with pytest.raises(ValueError, match=r"2\.parquet has other columns than .*1\.parquet"):
+        open_source(str(tmp_path / "[12].parquet"))
+
+
+def test_labels_without_a_name_are_refused(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet")
+    table = pq.read_table(path)
+    table = table.set_column(1, "label", pa.array([0, 1, 2, 3, -1])).replace_schema_metadata(
+        table.schema.metadata
+    )
+    pq.write_table(table, path)
+    with pytest.raises(ValueError, match="has label 3, but names for 0 to 2 only"):
+        open_source(str(path))
+
+
+ARRAYS = {
+    "grey": ((7, 12, 9), (1, 12, 9)),
+    "last": ((7, 12, 9, 3), (3, 12, 9)),
+    "first": ((7, 5, 12, 9), (5, 12, 9)),
+    "flat": ((7, 12, 1, 3), None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
+@pytest.mark.parametrize("name", ["grey", "last", "first"])
+@pytest.mark.parametrize("kind", ["npy", "npz", "compressed", "fortran"])
+def test_arrays_are_images_of_any_dtype(tmp_path, name, dtype, kind):
+    shape, expected = ARRAYS[name]
+    array = (np.random.default_rng(0).random(shape) * 250).astype(dtype)
+    path = tmp_path / ("a.npy" if kind in ("npy", "fortran") else "a.npz")
+    labels = [5, 5, 6, 5, 9, 9, 6]
+    if path.suffix == ".npy":
+        np.save(path, np.asfortranarray(array) if kind == "fortran" else array)
+    else:
+        (np.savez_compressed if kind == "compressed" else np.savez)(path, x=array, y=np.array(labels))
+    source = open_source(str(path))
+    for one in (source, pickle.loads(pickle.dumps(source))):
+        image = one.read(3)
+        assert (image.shape, len(one), one.name(3)) == (expected, 7, "000000003")
+        planes = np.moveaxis(array[3], -1, 0) if name == "last" else array[3].reshape(expected)
+        assert np.array_equal(image.numpy(), planes)
+        assert image.is_contiguous()
+        image.fill_(0)
+        assert one.read(3).any()
+    if path.suffix == ".npz":
+        assert [source.classes[source.label(index)] for index in range(7)] == list(map(str, labels))
+    other = array.copy()
+    other[4] = 1
+    np.save(tmp_path / "b.npy", other)
+    assert open_source(str(tmp_path / "b.npy")).fingerprint != source.fingerprint
+
+
+def test_arrays_of_uint8_are_read_by_everything(tmp_path):
+    np.save(tmp_path / "a.npy", np.full((2, 8, 8, 3), 7, dtype=np.uint8))
+    assert torch.equal(read_image(open_source(str(tmp_path / "a.npy")), 0), torch.full((3, 8, 8), 7).byte())
+
+
+def test_arrays_that_do_not_say_what_they_are(tmp_path):
+    images = np.zeros((4, 8, 8), dtype=np.uint8)
+    path = tmp_path / "a.npz"
+    np.savez(path, x_train=images, x_test=images[:2], y_train=np.arange(4), y_test=np.array(["a", "b"]))
+    with pytest.raises(ValueError, match=r"Write which: .*a\.npz:x_train, .*a\.npz:x_test"):
+        open_source(str(path))
+    source = open_source(f"{path}:x_test")
+    assert (len(source), source.label(1), source.classes) == (2, 1, ["a", "b"])
+    with pytest.raises(ValueError, match="must have one array of images"):
+        open_source(f"{path}:z")
+    np.save(tmp_path / "cube.npy", np.zeros((2, 8, 8, 8)))
+    with pytest.raises(ValueError, match=r"which axis of \(2, 8, 8, 8\) has the channels"):
+        open_source(str(tmp_path / "cube.npy"))
+    for wrong in (np.zeros((2, 8, 8), dtype=complex), np.zeros((0, 8, 8)), np.zeros((2, 8, 8), dtype=bool)):
+        np.save(tmp_path / "wrong.npy", wrong)
+        with pytest.raises(ValueError, match="integers or floats"):
+            open_source(str(tmp_path / "wrong.npy"))
+    np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="must have one array of images"):
+        open_source(str(tmp_path / "object.npy"))
+    fsspec.filesystem("memory").pipe("/a.npy", b"")
+    with pytest.raises(ValueError, match="copy it here first"):
+        open_source("memory://a.npy")
+
+
+def test_datasets_of_the_hub(tmp_path, monkeypatch):
+    """A local folder in the place of a repository: the library reads both alike."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for split, number in (("train", 0), ("test", 1)):
+        write_parquet(tmp_path / "set" / f"{split}-0.parquet", parts(number))
+    datasets.disable_progress_bars()
+    spec = f"hf:{tmp_path / 'set'}"
+    with pytest.raises(ValueError, match=r"Write hf:.*set:train, hf:.*set:test"):
+        open_source(spec)
+    source = open_source(f"{spec}:test")
+    expected = [(name, FILES[name], name.split("/")[0]) for name in ORDER if name in parts(1)]
+    assert items(source) == expected
+    assert items(pickle.loads(pickle.dumps(source))) == expected
+    assert source.classes == CLASSES
+    write_parquet(tmp_path / "whole" / "train-0.parquet")
+    whole = open_source(f"hf:{tmp_path / 'whole'}")
+    assert whole.fingerprint == open_source(str(write_folder(tmp_path / "folder"))).fingerprint
+
+
+def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'dino-vit\[hub\]'"):
+        open_source("hf:owner/name")
+
+
+@pytest.mark.skipif(not CIFAR.is_dir(), reason="needs CIFAR-10 as Parquet in ../shared/data/cifar10")
+def test_cifar_10():
+    source = open_source(str(CIFAR / "test.parquet"))
+    assert len(source) == 10_000
+    assert (source.classes[0], source.classes[9], len(source.classes)) == ("airplane", "truck", 10)
+    assert np.bincount([source.label(index) for index in range(10_000)]).tolist() == [1000] * 10
+    for index in (0, 5000, -1):
+        assert read_image(source, index).shape == (3, 32, 32)
+        assert source.name(index).split("/")[1] == source.classes[source.label(index)]
+    with pytest.raises(ValueError, match=r"splits \(test, train\)"):
+        open_source(str(CIFAR))
+
+
+def test_names_are_only_names_in_json_too(tmp_path):
+    write_zip(tmp_path / "a.zip", {"a.png": b"a"}, method=zipfile.ZIP_STORED)
+    (tmp_path / "labels.json").write_text(json.dumps({"a.png": 7}))
+    source = open_source(str(tmp_path / "a.zip"), labels=tmp_path / "labels.json")
+    assert items(source) == [("a.png", b"a", "7")]

@@ -1,0 +1,126 @@
+import json
+import logging
+
+import pytest
+
+from dino_vit.data.labels import folder_labels, number_labels, read_entries
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import SyntheticSource
+from tests.support.image_sets import FILES, write_folder
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers", "classes"),
+    [
+        (["b", "a", "b"], [1, 0, 1], ["a", "b"]),
+        ([10, 9, None, 700], [1, 0, -1, 2], ["9", "10", "700"]),
+        (["10", "9", "", "-1.5"], [2, 1, -1, 0], ["-1.5", "9", "10"]),
+        (["10", "9", "x"], [0, 1, 2], ["10", "9", "x"]),
+        (["nan", "1"], [1, 0], ["1", "nan"]),
+        ([True, False], [1, 0], ["False", "True"]),
+        ([b"cat", "ant"], [1, 0], ["ant", "cat"]),
+        ([None, None], [-1, -1], []),
+    ],
+)
+def test_labels_are_numbered_in_order_without_gaps(values, numbers, classes):
+    found = number_labels(values)
+    assert found.numbers.tolist() == numbers
+    assert found.classes == classes
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        ([b"a/1", b"b/1", b"top"], ["a", "b"]),
+        ([b"set/train/a/1", b"set/train/b/x/2"], ["a", "b"]),
+        ([b"/abs/a/1", b"rel/b/2"], ["rel"]),
+        ([b"10/x", b"9/x"], ["9", "10"]),
+        ([b"one/1", b"one/2"], []),
+        ([b"a"], []),
+    ],
+)
+def test_folders_are_labels_below_what_all_share(names, classes):
+    assert folder_labels(names).classes == classes
+
+
+def entries(name, text):
+    return [tuple(entry) for entry in read_entries(name, text.encode())]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.txt", "x.jpg\ny.png\r\n\n", [("x.jpg", None), ("y.png", None)]),
+        ("a.txt", "x y.jpg 3\nb.JPEG\tcat 1", [("x y.jpg", "3"), ("b.JPEG", "cat 1")]),
+        ("a.txt", "a.jpg.png, 7\nplain\t2\nplain", [("a.jpg.png", "7"), ("plain", "2"), ("plain", None)]),
+        ("a.csv", "x.jpg\ny.jpg\n", [("x.jpg", None), ("y.jpg", None)]),
+        ("a.csv", "x.jpg,1\ny.jpg,\n", [("x.jpg", "1"), ("y.jpg", None)]),
+        ("a.csv", "3,x.jpg\n4,y.jpg\n", [("x.jpg", "3"), ("y.jpg", "4")]),
+        ("a.csv", "\ufefflabel,width,path\ncat,3,x.jpg\n", [("x.jpg", "cat")]),
+        ("a.csv", 'file,species\n"a, b.jpg",cat\n', [("a, b.jpg", "cat")]),
+        ("a.csv", 'path,label\n"new\nline.jpg",cat\n', [("new\nline.jpg", "cat")]),
+        ("a.csv", "photo,species\nx.jpg,cat\n", [("x.jpg", "cat")]),
+        ("a.tsv", "path\tclass\nx,1.jpg\tcat\n", [("x,1.jpg", "cat")]),
+        ("a.csv", "", []),
+    ],
+)
+def test_lists_of_every_make(name, text, expected):
+    assert entries(name, text) == expected
+
+
+def test_a_row_that_is_too_short_is_named():
+    with pytest.raises(ValueError, match=r"a\.csv, row 3 has 1 of 2 columns"):
+        entries("a.csv", "path,label\nx.jpg,1\ny.jpg\n")
+
+
+def test_columns_that_say_nothing_are_no_labels(caplog):
+    assert entries("a.csv", "x.jpg,1,2\n") == [("x.jpg", None)]
+    assert "no labels" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["labels.json", "labels.csv", "labels.txt"])
+def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
+    root = write_folder(tmp_path / "photos", {key: FILES[key] for key in ["cat/é.jpg", "dog-2/x.bmp"]})
+    (root / "third.png").write_bytes(b"")
+    table = {"dog-2/x.bmp": 30, "third.png": 4, "missing.png": 4}
+    path = tmp_path / name
+    if name.endswith("json"):
+        path.write_text(json.dumps(table))
+    else:
+        header = "filename,label\n" if name.endswith("csv") else ""
+        path.write_text(header + "".join(f"{key},{value}\n" for key, value in table.items()))
+    with caplog.at_level(logging.WARNING, "dino_vit"):
+        source = open_source(str(root), labels=path)
+    assert [source.label(index) for index in range(3)] == [None, 1, 0]
+    assert source.classes == ["4", "30"]
+    assert "no label for 1 of 3 images, such as 'cat/é.jpg'" in caplog.text
+    assert "1 labels are for names that are not in the source, such as 'missing.png'" in caplog.text
+    plain = open_source(str(root))
+    assert (source.fingerprint, source.name(1), source.read(1)) == (
+        plain.fingerprint,
+        plain.name(1),
+        plain.read(1),
+    )
+    with pytest.raises(IndexError):
+        source.label(3)
+
+
+def test_labels_join_to_any_source(tmp_path):
+    names = [SyntheticSource().name(index) for index in range(3)]
+    (tmp_path / "labels.json").write_text(json.dumps(dict.fromkeys(names, "texture")))
+    source = open_source("synthetic:3", labels=tmp_path / "labels.json")
+    assert (source.label(2), source.classes) == (0, ["texture"])
+
+
+def test_labels_for_other_names_are_refused(tmp_path):
+    (tmp_path / "labels.csv").write_text("a.jpg,1\n")
+    with pytest.raises(ValueError, match=r"labels for none of the images: it speaks of 'a\.jpg'"):
+        open_source("synthetic:3", labels=tmp_path / "labels.csv")
+    (tmp_path / "labels.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="must be one object"):
+        open_source("synthetic:3", labels=tmp_path / "labels.json")
+    (tmp_path / "labels.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        open_source("synthetic:3", labels=tmp_path / "labels.json")
+    with pytest.raises(OSError, match="No such file"):
+        open_source("synthetic:3", labels=tmp_path / "none.csv")

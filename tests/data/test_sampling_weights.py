@@ -1,0 +1,151 @@
+"""A file that says how often images are drawn, and runs that draw by it."""
+
+import json
+import logging
+import os
+import signal
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.storage import read_metadata
+from dino_vit.data.sampling_weights import describe, fingerprint, read_weights
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.report.explorer import shortened
+from dino_vit.report.sheets import view_rows
+from tests.support.runs import Run, before_step, readings, run, tensors
+
+SOURCE = SyntheticSource(length=64)
+NAMES = [SOURCE.name(index) for index in range(64)]
+SHORT = {"budget.steps": 10, "optim.warmup_epochs": 0}
+
+
+def written(path, weights, header="name,weight"):
+    path.write_text("".join(f"{line}\n" for line in [header, *(f"{n},{w}" for n, w in weights.items())]))
+    return path
+
+
+def of_classes(path, scale=1.0):
+    """Weigh the images of three classes, and the others with 0."""
+    return written(path, {name: scale * max(0, index % 10 - 6) for index, name in enumerate(NAMES)})
+
+
+@pytest.mark.parametrize("name", ["weights.csv", "weights.tsv", "weights.json", "three.csv"])
+def test_weights_meet_images_by_name(tmp_path, name):
+    path, weights = tmp_path / name, dict(zip(NAMES[::-1], range(64), strict=True))
+    if name.endswith("json"):
+        path.write_text(json.dumps(weights))
+    elif name.startswith("three"):
+        written(path, {f"{key},cat": value for key, value in weights.items()}, "name,class,weight")
+    else:
+        separator = "\t" if name.endswith("tsv") else ","
+        written(path, weights).write_text(path.read_text().replace(",", separator))
+    found = read_weights(SOURCE, path)
+    assert found.dtype == np.float64
+    assert found.tolist() == list(range(63, -1, -1))
+
+
+def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
+    weights = dict.fromkeys(NAMES, 0.5) | {"b/none": 1, "a/none": 1}
+    with caplog.at_level(logging.WARNING, "dino_vit"):
+        assert (read_weights(SOURCE, written(tmp_path / "w.csv", weights)) == 0.5).all()
+    assert "2 weights are for names that are not in the source, such as 'a/none'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({NAMES[3]: "", NAMES[5]: ""}, rf"no weight for 2 of 64 images, such as '{NAMES[3]}'"),
+        ({NAMES[3]: -1}, rf"gives '{NAMES[3]}' the weight '-1'; it must be a finite number, 0 or more"),
+        ({NAMES[3]: "nan"}, "the weight 'nan'"),
+        ({NAMES[3]: "inf"}, "the weight 'inf'"),
+        ({NAMES[3]: "often"}, "the weight 'often'"),
+        (dict.fromkeys(NAMES, 0), "add up to 0.0, so none can be drawn"),
+        (dict.fromkeys(NAMES, 1e308), "add up to inf"),
+        (dict.fromkeys(NAMES, 5e-324), "add up to 3.16e-322"),
+    ],
+)
+def test_weights_that_cannot_be_meant_are_refused(tmp_path, changed, said):
+    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES, 1) | changed)
+    with pytest.raises(ValueError, match=said):
+        read_weights(SOURCE, path)
+
+
+def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
+    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES[1:], 1))
+    with pytest.raises(ValueError, match=f"no weight for 1 of 64 images, such as '{NAMES[0]}'"):
+        read_weights(SOURCE, path)
+    path.write_text(path.read_text() + f"{NAMES[0]},1\n{NAMES[0]},2\n")
+    with pytest.raises(ValueError, match=f"two things of '{NAMES[0]}': '1' and '2'"):
+        read_weights(SOURCE, path)
+
+
+def test_how_uneven_weights_are_is_said_in_images():
+    assert describe(np.ones(1000)) == "drawn by weight, which is as if 1,000 of 1,000 were drawn equally"
+    assert "as if 2 of 4 were drawn equally; 2 are never drawn" in describe(np.array([0.0, 3, 3, 0]))
+
+
+def test_a_fingerprint_tells_weights_apart():
+    assert fingerprint(None) is None
+    assert fingerprint(np.array([1.0, 2])) == fingerprint(np.array([1.0, 2]))
+    assert len({fingerprint(np.array(weights)) for weights in ([1.0, 2], [2.0, 1], [1.0, 2, 0])}) == 3
+
+
+def kill_before_step_8():
+    before_step(8, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
+    settings = {**SHORT, "data.weights": of_classes(tmp_path / "w.csv")}
+    said = run(tmp_path / "whole", settings)
+    assert "drawn by weight, which is as if 15 of 64 were drawn equally; 46 are never drawn" in said
+    run(tmp_path / "run", settings, code=-signal.SIGKILL, before=kill_before_step_8)
+    wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
+    for other in (wrong, SHORT):
+        assert "does not weigh the images as it began" in run(tmp_path / "run", other, code=2)
+    moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
+    assert "going on after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
+    ours, theirs = (tensors(tmp_path / name, 10) for name in ("run", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert readings(tmp_path / "run") == readings(tmp_path / "whole")
+    run(tmp_path / "plain", SHORT)
+    assert readings(tmp_path / "plain") != readings(tmp_path / "whole")
+    about = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
+    assert json.loads(about)["weights"] == fingerprint(read_weights(open_source("synthetic:64:32"), moved))
+
+
+def test_two_processes_draw_what_one_draws(tmp_path):
+    settings = {**SHORT, "budget.steps": 6, "model.drop_path": 0, "photometry.noise": 0.5}
+    settings["data.weights"] = of_classes(tmp_path / "w.csv")
+    run(tmp_path / "one", {**settings, "data.batch_size": 16})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    pair = [
+        Run(tmp_path / "two", settings, environ={**port, "RANK": str(n), "LOCAL_RANK": str(n)})
+        for n in (0, 1)
+    ]
+    assert [one.wait() for one in pair] == [0, 0], pair[0].said
+    for ours, theirs in zip(readings(tmp_path / "two"), readings(tmp_path / "one"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+def test_the_report_shows_images_that_were_drawn(tmp_path):
+    wanted = NAMES[40]
+    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES, 0) | {wanted: 1})
+    small = ["model.patch_size=8", "views.global_size=16", "views.local_size=8"]
+    config = load(PretrainConfig, None, [*small, f"data.weights={path}"])
+    assert {row.name for row in view_rows(config, SOURCE, epoch=1)} == {shortened(wanted)}
+
+
+def test_a_run_says_what_is_wrong_with_its_weights(tmp_path):
+    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES[1:], 1))
+    said = run(tmp_path / "run", {**SHORT, "data.weights": path}, code=2)
+    assert "no weight for 1 of 64 images" in said
+    assert "Traceback" not in said
+    assert "No such file" in run(tmp_path / "run", {**SHORT, "data.weights": tmp_path / "none.csv"}, code=2)

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.statistics import Sight, look, measure, sample
+from tests.data.images.test_decode import smooth
+from tests.support.images import npy, saved, tiff
+
+
+class Items:
+    """A source of given items."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def read(self, index):
+        return self.items[index]
+
+    def name(self, index):
+        return f"{index}.png"
+
+
+def test_images_are_seen_as_they_are():
+    deep = np.zeros((4, 5), np.uint16)
+    source = Items(
+        saved(smooth("L"), "PNG"),
+        saved(smooth("RGBA"), "PNG"),
+        saved(smooth("LA"), "PNG"),
+        tiff(np.zeros((9, 7, 4), np.uint8), photometric="rgb", extrasamples=[0]),
+        npy(deep),
+        torch.zeros(2, 6, 8),
+        b"",
+    )
+    seen = look(source, range(7))
+    assert seen.sights == (
+        Sight(20, 30, 1, False, "uint8"),
+        Sight(20, 30, 3, True, "uint8"),
+        Sight(20, 30, 1, True, "uint8"),
+        Sight(9, 7, 4, False, "uint8"),  # the fourth is no transparency
+        Sight(4, 5, 1, False, "uint16"),
+        Sight(6, 8, 2, False, "float32"),
+    )
+    assert [str(image) for image in seen.unreadable] == ["6.png: the file is empty"]
+    assert (seen.bits, seen.image_size) == (16, 13)
+    said = seen.describe(RGB)
+    for part in (
+        "6 images looked at: ",
+        "1 RGB with transparency (uint8)",
+        "2 lose their transparency",
+        "3 are made RGB by repetition",
+        "1 are scaled down to 8 bits, as data.bits=8 says",
+        "2 cannot become data.channels=3 and count as unreadable",
+        "1 cannot be read, first 6.png: the file is empty",
+    ):
+        assert part in said
+    kept = seen.describe(Pixels(channels=4, bits=16))
+    assert "lose" not in kept
+    assert "scaled" not in kept
+
+
+CHANNELS = [((1, 1), 1), ((1, 3, 1), 3), ((3, 3), 3), ((5, 5), 5), ((5, 5, 3), 5), ((1, 5, 5), 5)]
+
+
+@pytest.mark.parametrize(("channels", "wanted"), CHANNELS)
+def test_the_channels_are_those_that_all_images_can_be_given_or_most_have(channels, wanted):
+    source = Items(*(torch.zeros(count, 4, 4, dtype=torch.uint8) for count in channels))
+    assert look(source, range(len(source))).channels == wanted
+
+
+def test_what_fits_is_what_can_be_converted():
+    """`Sight.fits` foretells what `Pixels.conform` does."""
+    files = {mode: saved(smooth(mode), "PNG") for mode in ("L", "LA", "RGB", "RGBA")}
+    for mode, data in files.items():
+        for channels in range(1, 6):
+            (sight,) = look(Items(data), [0]).sights
+            usable = True
+            try:
+                measure(Items(data), [0], Pixels(channels=channels))
+            except ValueError:
+                usable = False
+            assert sight.fits(channels) == usable, (mode, channels)
+
+
+def test_a_sample_is_a_function_of_the_seed_all_over_the_source():
+    assert sample(SyntheticSource(length=50), 0, 64) == list(range(50))
+    source = SyntheticSource(length=1_000_000)
+    drawn = sample(source, 7, 256)
+    assert drawn == sample(source, 7, 256) == sorted(set(drawn))
+    assert drawn != sample(source, 8, 256)
+    assert 240 <= len(drawn) <= 256
+    assert drawn[0] < 50_000
+    assert drawn[-1] > 950_000
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_mean_and_std_are_those_of_a_loop_in_which_each_image_counts_the_same(bits):
+    generator = np.random.default_rng(0)
+    arrays = [generator.integers(0, 65536, (5, 8 + 3 * n, 9)).astype(np.uint16) for n in range(6)]
+    arrays[0] //= 2
+    found = measure(Items(*map(npy, arrays)), range(6), Pixels(channels=5, bits=bits))
+    levels = [np.rint(array / 257) / 255 if bits == 8 else array / 65535 for array in arrays]
+    mean = np.mean([[plane.mean() for plane in array] for array in levels], axis=0)
+    square = np.mean([[(plane**2).mean() for plane in array] for array in levels], axis=0)
+    assert found.mean == pytest.approx(mean, rel=1e-5)
+    assert found.std == pytest.approx(np.sqrt(square - mean**2), rel=1e-4)
+    assert found.highest == pytest.approx(max(array.max() for array in levels))
+    assert found.images == 6
+
+
+def test_what_cannot_be_used_is_left_out_unless_it_is_all():
+    grey = torch.full((1, 4, 4), 51, dtype=torch.uint8)
+    found = measure(Items(grey, torch.zeros(5, 4, 4), b""), range(3), RGB)
+    assert found.mean == pytest.approx((0.2,) * 3)
+    assert found.images == 1
+    with pytest.raises(ValueError, match=r"none of the 1 images .* 0.png: it has 5 channels where 3 are"):
+        measure(Items(torch.zeros(5, 4, 4)), [0], RGB)
+    with pytest.raises(ValueError, match="none of the 1 images that were tried can be read"):
+        look(Items(b""), [0])

@@ -1,0 +1,266 @@
+import io
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features.extraction import Kind, evaluating, extract_features, pixel_features
+from dino_vit.models.vit import Provenance, VisionTransformer
+from dino_vit.views.preparation import Preparation, fit, preparation_of
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+PREPARATION = Preparation(size=(32, 32), mean=MEAN, std=STD)
+SETTINGS = {"preparation": PREPARATION, "batch_size": 7}
+
+
+def backbone(**changes):
+    return VisionTransformer(
+        **{"image_size": 32, "patch_size": 8, "width": 24, "depth": 2, "heads": 2, **changes}
+    )
+
+
+def picture(height, width):
+    coarse = torch.rand(1, 3, max(2, height // 8), max(2, width // 8))
+    smooth = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")[0]
+    return (255 * smooth).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (256, 300), (225, 230), (1000, 226)])
+def test_fit_is_the_published_protocol_for_images_larger_than_the_crop(height, width):
+    image = picture(height, width)
+    resized = tv.resize(image, [256], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(fit(image, (224, 224)), tv.center_crop(resized, [224, 224]))
+
+
+def test_fit_keeps_the_border_of_images_no_larger_than_the_crop():
+    image = picture(32, 32)
+    assert torch.equal(fit(image, (32, 32)), image)
+    wide = picture(32, 41)
+    assert torch.equal(fit(wide, (32, 32)), wide[:, :, 4:36])  # round(4.5) is 4, as in torchvision
+    enlarged = tv.resize(picture(20, 28), [32], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert enlarged.shape == (3, 32, 44)
+    assert fit(picture(20, 28), (32, 32)).shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("size", [(16, 48), (48, 16), (30, 17)])
+def test_fit_fills_any_size_from_any_image(size):
+    for height in (1, 15, 16, 17, 31, 48, 50, 200):
+        for width in (1, 16, 18, 47, 49, 131):
+            image = torch.full((3, height, width), 200, dtype=torch.uint8)
+            fitted = fit(image, size)
+            assert fitted.shape == (3, *size)
+            assert bool((fitted == 200).all())
+
+
+def test_features_are_the_class_tokens_in_the_order_asked_for():
+    source, model = SyntheticSource(length=50, size=40), backbone()
+    indices = [3, 49, 3, 0, *range(10, 30)]
+    features = extract_features(model, source, indices, **SETTINGS)
+    assert features.values.shape == (24, 24)
+    assert features.values.dtype == torch.float32
+    assert not features.values.requires_grad
+    assert features.indices.tolist() == indices
+    assert features.unreadable == ()
+    model.eval()
+    for row, index in enumerate(indices[:5]):
+        resized = tv.resize(
+            source.read(index), [37], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+        )
+        image = tv.normalize(tv.center_crop(resized, [32, 32]) / 255, MEAN, STD)
+        torch.testing.assert_close(features.values[row], model(image[None])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+def test_kinds_are_made_of_the_tokens_that_they_name(registers):
+    source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
+    images = torch.stack([PREPARATION.normaliser(torch.device("cpu"))(source.read(i)) for i in range(4)])
+    with evaluating(model):
+        blocks = model.get_intermediate_layers(images, 3)
+    cls = [tokens[:, 0] for tokens in blocks]
+    patches = blocks[-1][:, 1 + registers :]
+    for kind, expected in (
+        (Kind(), cls[2]),
+        (Kind(blocks=3), torch.cat(cls, 1)),
+        (Kind(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
+        (Kind(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
+        (Kind(tokens="patches"), patches),
+    ):
+        features = extract_features(model, source, range(4), **SETTINGS, kind=kind)
+        torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
+        assert features.values.shape[1:] == kind.shape(model, (32, 32))
+        nothing = extract_features(model, source, [], **SETTINGS, kind=kind)
+        assert nothing.values.shape == (0, *kind.shape(model, (32, 32)))
+
+
+def test_the_weights_say_how_images_are_prepared(caplog):
+    model = backbone()
+    known = {"format": "dino-vit", "source": "x", "sha256": ""}
+    model.provenance = Provenance(**known, mean=MEAN, std=STD)
+    assert preparation_of(model) == PREPARATION
+    assert preparation_of(model, size=(16, 24), fit="whole").size == (16, 24)
+    with pytest.raises(ValueError, match="no whole number of patches"):
+        preparation_of(model, size=(30, 32))
+    model.provenance = Provenance(**known)
+    caplog.set_level("INFO")
+    assert preparation_of(model).mean == (0.485, 0.456, 0.406)
+    assert "ImageNet's mean and std are used" in caplog.text
+    other = backbone(channels=5)
+    with pytest.raises(ValueError, match="5 channels"):
+        preparation_of(other)
+
+
+def test_a_whole_image_is_squeezed():
+    image = picture(40, 50)
+    source = SyntheticSource(length=1)
+    source.read = lambda index: image
+    expected = tv.resize(image, [32, 32], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(replace(PREPARATION, fit="whole").read(source, 0), expected)
+
+
+def test_deep_images_keep_their_depth():
+    deep = replace(PREPARATION, pixels=Pixels(bits=16), mean=(0.0,) * 3, std=(1.0,) * 3)
+    ramp = torch.linspace(0, 65535, 3 * 40 * 40).reshape(3, 40, 40).to(torch.int32).to(torch.uint16)
+    source = SyntheticSource(length=2)
+    source.read = lambda index: ramp
+    image = deep.read(source, 0)
+    expected = tv.resize(
+        ramp.float() / 65535, [37], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+    )
+    torch.testing.assert_close(image, tv.center_crop(expected, [32, 32]), rtol=0, atol=1e-6)
+    assert len(image.unique()) > 1000
+    assert 0 <= image.min() <= image.max() <= 1
+    model = backbone()
+    features = extract_features(model, source, [0, 1], **{**SETTINGS, "preparation": deep})
+    with evaluating(model):
+        torch.testing.assert_close(features.values[1:], model(image[None]), rtol=1e-4, atol=1e-5)
+
+
+def test_images_of_other_channels_are_left_out():
+    source = SyntheticSource(length=2)
+    source.read = lambda index: picture(32, 32)[: 2 + index]
+    features = extract_features(backbone(), source, [0, 1], **SETTINGS)
+    assert features.indices.tolist() == [1]
+    assert [image.reason for image in features.unreadable] == ["it has 2 channels where 3 are wanted"]
+
+
+def test_deep_images_keep_their_bits_and_their_scale():
+    """A backbone's images are scaled as those that it learned from were, and no bit of them is lost."""
+    source = SyntheticSource(length=1)
+    deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
+    source.read = lambda index: deep.to(torch.uint16)
+    preparation = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
+    read = preparation.read(source, 0)
+    assert read.dtype == torch.float32
+    assert torch.equal(read, fit(deep / 4095, (32, 32)))
+    assert 0 <= read.min() <= read.max() <= 1
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    assert torch.allclose(preparation.normaliser(torch.device("cpu"))(read), (read - mean) / std)
+    model = backbone()
+    features = extract_features(model, source, [0], preparation=preparation, batch_size=2)
+    with torch.no_grad():
+        expected = model.forward_features(((read - mean) / std)[None])[:, 0]
+    torch.testing.assert_close(features.values, expected)
+
+
+def test_features_do_not_depend_on_the_batch_or_a_classifier():
+    source, model = SyntheticSource(length=20), backbone(num_classes=3)
+    whole = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 100})
+    parts = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 3})
+    torch.testing.assert_close(whole.values, parts.values)
+    assert whole.values.shape == (20, 24)
+
+
+def test_autocast_computes_in_its_dtype_and_returns_float32():
+    source, model = SyntheticSource(length=9), backbone()
+    exact = extract_features(model, source, range(9), **SETTINGS).values
+    rounded = extract_features(model, source, range(9), **SETTINGS, autocast=torch.bfloat16).values
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(exact, rounded, rtol=0.1, atol=0.1)
+
+
+def test_extraction_leaves_no_trace():
+    model = backbone(dropout=0.5, drop_path=0.5)
+    model.train()
+    model.blocks[1].eval()
+    model.norm.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    first = extract_features(model, SyntheticSource(length=12), range(12), **SETTINGS)
+    again = extract_features(model, SyntheticSource(length=12), range(12), **SETTINGS)
+    assert torch.equal(first.values, again.values)  # no dropout
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert random.getstate() == states[2]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.rand(1, 3, 32, 32)).sum().backward()
+    assert torch.is_grad_enabled()
+    assert model.cls_token.grad is not None
+
+
+def test_modes_come_back_after_an_error():
+    model = backbone().train()
+
+    with pytest.raises(ValueError, match="takes images"), evaluating(model):
+        model(torch.rand(1, 5, 32, 32))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.fixture
+def broken_folder(tmp_path):
+    for number in range(8):
+        buffer = io.BytesIO()
+        Image.fromarray(picture(40, 50).permute(1, 2, 0).numpy()).save(buffer, "PNG")
+        broken = number in (2, 3)
+        (tmp_path / f"{number}.png").write_bytes(buffer.getvalue()[:30] if broken else buffer.getvalue())
+    return FolderSource(tmp_path)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
+    features = extract_features(backbone(), broken_folder, range(8), **{**SETTINGS, "batch_size": batch_size})
+    assert features.indices.tolist() == [0, 1, 4, 5, 6, 7]
+    assert len(features.values) == 6
+    assert [error.name for error in features.unreadable] == ["2.png", "3.png"]
+    nothing = extract_features(backbone(), broken_folder, [2], **SETTINGS)
+    assert nothing.values.shape == (0, 24)
+    assert extract_features(backbone(), broken_folder, [], **SETTINGS).indices.shape == (0,)
+
+
+def test_no_more_than_the_next_batch_is_read_ahead():
+    class Counting(SyntheticSource):
+        read_so_far = 0
+
+        def read(self, index):
+            self.read_so_far += 1
+            return super().read(index)
+
+    class Watching(VisionTransformer):
+        def embed(self, images):
+            time.sleep(0.02)  # time enough to read everything, if one did
+            seen.append(source.read_so_far)
+            return super().embed(images)
+
+    seen, source = [], Counting(length=40)
+    model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
+    extract_features(model, source, range(40), **{**SETTINGS, "batch_size": 5})
+    assert all(read <= 5 * (number + 2) for number, read in enumerate(seen))
+    assert seen[-1] == 40
+
+
+def test_pixels_are_features_too():
+    source = SyntheticSource(length=5)
+    features = pixel_features(source, [4, 1], preparation=PREPARATION)
+    pixels = torch.stack([source.read(4), source.read(1)]) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (PREPARATION.mean, PREPARATION.std))
+    torch.testing.assert_close(features.values, ((pixels - mean) / std).flatten(1))

@@ -1,0 +1,147 @@
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.eval.knn import neighbours, shortlist
+from dino_vit.eval.knn.neighbours import exact_cosines, nearest, unit
+from dino_vit.eval.knn.shortlist import TorchFinder
+
+SEARCHES = [("faiss", "no"), ("torch", "no"), ("torch", "bf16"), ("torch", "fp16")]
+
+
+def features(rows, width, kind, seed=0):
+    """Features as they come: all over the sphere, close together, in groups, or many times the same."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(rows, width, generator=generator)
+    if kind == "cone":
+        return 20 + noise
+    if kind == "groups":
+        return torch.randn(5, width, generator=generator)[torch.arange(rows) % 5] + 0.3 * noise
+    if kind == "nearly":
+        return noise[:1] + 2e-7 * torch.randn(rows, width, generator=generator)
+    if kind == "copies":
+        return noise[torch.arange(rows) % max(1, rows // 3)]
+    return noise
+
+
+def sorted_matrix(bank, queries, k, own=None):
+    """All cosines, each pair's on its own, in order: the greater first, then the lower row."""
+    bank, queries = unit(bank), unit(queries)
+    every = torch.arange(len(bank)).expand(len(queries), -1)
+    cosines = torch.cat(
+        [exact_cosines(queries[i : i + 1], bank, every[i : i + 1]) for i in range(len(queries))]
+    )
+    if own is not None:
+        cosines[torch.arange(len(queries)), torch.arange(len(queries)) + own] = -torch.inf
+    order = cosines.sort(dim=1, descending=True, stable=True)
+    k = min(k, len(bank) - (own is not None))
+    return order.values[:, :k], order.indices[:, :k]
+
+
+@pytest.fixture(params=[False, True], ids=["one chunk", "many"])
+def _chunks(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(neighbours, "_BANK", 1)
+        monkeypatch.setattr(neighbours, "_FEWEST_ROWS", 700)
+        monkeypatch.setattr(shortlist, "_COLUMNS", 64)
+        monkeypatch.setattr(shortlist, "_LISTED", 300)
+        monkeypatch.setattr(shortlist, "_SCORES", {"cpu": 9000})
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(("search", "precision"), SEARCHES)
+@pytest.mark.parametrize("kind", ["sphere", "cone", "groups", "copies", "nearly"])
+@pytest.mark.parametrize(
+    ("rows", "k", "own"), [(2000, 10, None), (2000, 20, 100), (300, 299, 0), (7, 10, 2), (1, 1, None)]
+)
+def test_every_search_finds_the_sorted_matrix(monkeypatch, search, precision, kind, rows, k, own):
+    monkeypatch.setattr(shortlist, "choose_precision", lambda wanted, device: precision)
+    bank = features(rows, 24, kind)
+    queries = features(13, 24, kind, seed=1) if own is None else bank[own : own + 13]
+    cosines, found = nearest(bank, queries, k=k, own=own, search=search)
+    expected, order = sorted_matrix(bank, queries, k, own)
+    assert torch.equal(found, order)
+    assert torch.equal(cosines, expected)
+
+
+def test_cosines_are_those_of_float64():
+    bank, queries = features(50, 37, "cone"), features(9, 37, "sphere")
+    cosines, rows = nearest(bank, queries, k=50)
+    for query, of_query, found in zip(queries.double(), cosines.tolist(), rows.tolist(), strict=True):
+        for cosine, row in zip(of_query, found, strict=True):
+            other = bank[row].double()
+            exact = float(query @ other) / (math.hypot(*query.tolist()) * math.hypot(*other.tolist()))
+            assert cosine == pytest.approx(exact, abs=3e-7)
+
+
+def test_where_faiss_is_not_installed_torch_finds_the_same():
+    code = """
+import sys
+sys.modules["faiss"] = None  # no import finds it
+import torch
+from dino_vit.eval.knn.neighbours import nearest
+rows = torch.eye(20)
+print(nearest(rows, rows, k=1)[1].flatten().tolist() == list(range(20)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "True\n"
+
+
+def test_without_faiss_the_products_are_the_same_but_for_rounding(monkeypatch):
+    bank, queries = unit(features(90, 37, "sphere")), unit(features(5, 37, "groups"))
+    listed = torch.tensor([[3, -1, 89], [0, 1, 2], [-1, -1, -1], [5, 5, 5], [7, 8, -1]])
+    by_faiss = exact_cosines(queries, bank, listed)
+    monkeypatch.setattr(shortlist, "FAISS", False)
+    for products in (2**24, 1):
+        monkeypatch.setattr(neighbours, "_PRODUCTS", products)
+        torch.testing.assert_close(exact_cosines(queries, bank, listed), by_faiss, atol=2e-7, rtol=0)
+    assert torch.equal(by_faiss == -torch.inf, listed < 0)
+    with pytest.raises(ValueError, match="take search=torch"):
+        nearest(bank, queries, k=3, search="faiss")
+    assert torch.equal(nearest(bank, queries, k=9)[1], sorted_matrix(bank, queries, 9)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["sphere", "cone", "groups"])
+@pytest.mark.parametrize(("rows", "width", "count"), [(4000, 384, 64), (33, 2000, 3), (5, 3, 1)])
+def test_no_score_is_further_off_than_is_claimed(dtype, kind, rows, width, count):
+    """Nor so near that the claim is idle: the 16-bit scores use a hundredth of what they are allowed."""
+    chunk, queries = unit(features(rows, width, kind)), unit(features(count, width, kind, seed=1))
+    finder = TorchFinder(chunk, 1, dtype)
+    finder.group = 1
+    scores, _ = finder._score(queries, None)
+    scores = scores.permute(1, 0, 2).flatten(1)[:, :rows].double()
+    exact = queries.double() @ (chunk.double() - finder.mean.double()).T
+    off = (scores - exact).abs() - torch.finfo(dtype).eps / 2 * exact.abs()
+    error = finder.error_of(queries).double()
+    assert (off < error[:, None]).all()
+    if dtype != torch.float32 and rows > 1000:
+        assert off.amax() > 0.01 * error.amax()
+
+
+def test_the_memory_map_of_a_bank_is_a_bank(tmp_path):
+    bank, queries = features(500, 24, "groups"), features(9, 24, "groups", seed=1)
+    np.save(tmp_path / "bank.npy", bank.half().numpy())
+    mapped = np.load(tmp_path / "bank.npy", mmap_mode="c")
+    found = nearest(mapped, queries, k=20)
+    assert all(map(torch.equal, found, nearest(bank.half(), queries, k=20)))
+
+
+def test_features_that_are_not_numbers_are_refused():
+    bank = features(30, 8, "sphere")
+    bank[3, 2] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        nearest(bank, bank[:2], k=3)
+    with pytest.raises(ValueError, match="not finite"):
+        nearest(bank[:3], bank[3:4], k=3)
+
+
+def test_zeros_are_near_nothing():
+    bank = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+    cosines, rows = nearest(bank, torch.tensor([[2.0, 0.0], [0.0, 0.0]]), k=3)
+    assert cosines.tolist() == [[1, 0, -1], [0, 0, 0]]
+    assert rows.tolist() == [[1, 0, 2], [0, 1, 2]]

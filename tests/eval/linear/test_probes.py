@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+
+from dino_vit.eval.linear import probes
+from dino_vit.eval.linear.probes import count_right, rank_classes, train_heads
+from dino_vit.views.sampler import Sampler
+
+CPU = torch.device("cpu")
+COLUMNS = (slice(8, 16), slice(0, 24), slice(8, 24))
+RATES = (0.003, 0.3, 3.0)
+
+
+def labelled(count, seed, classes=5, width=24):
+    """Features whose classes overlap, so that the accuracy of a good probe is far from 0 and 100 %."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (count,), generator=generator)
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    return 0.5 * centers[targets] + torch.randn(count, width, generator=generator), targets
+
+
+def trained(features, targets, **changes):
+    setting = {"columns": COLUMNS, "rates": RATES, "classes": 5, "steps": 60, "batch_size": 32, "seed": 3}
+    return train_heads(features, targets, **{**setting, **changes}, device=CPU)
+
+
+def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
+    """One cell by torch's own layer, loss, optimiser and schedule, from the same start in the same order."""
+    (start,) = trained(features, targets, columns=[columns], rates=[0.0], steps=1)
+    probe = nn.Linear(start.weight.shape[-1], 5)
+    with torch.no_grad():
+        probe.weight.copy_(start.weight[0])
+        probe.bias.zero_()
+    optimizer = torch.optim.SGD(probe.parameters(), lr=rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    plans = Sampler(length=len(features), batch_size=batch_size, seed=3).plans()
+    for _, plan in zip(range(steps), plans, strict=False):
+        loss = nn.functional.cross_entropy(
+            probe(features[plan.samples][:, columns]), targets[plan.samples], reduction="mean"
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return probe
+
+
+def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():
+    features, targets = labelled(400, seed=0)
+    unseen, truth = labelled(2000, seed=1)
+    percents = []
+    for heads in trained(features, targets):
+        right = count_right(heads, unseen, truth)
+        for cell, rate in enumerate(RATES):
+            probe = single_probe(features, targets, heads.columns, rate)
+            torch.testing.assert_close(heads.weight[cell], probe.weight.data, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(heads.bias[cell], probe.bias.data, atol=1e-4, rtol=1e-4)
+            alone = (probe(unseen[:, heads.columns]).argmax(1) == truth).sum()
+            percents.append(100 * float(right[cell]) / len(truth))
+            assert percents[-1] == pytest.approx(100 * float(alone) / len(truth), abs=0.2)
+    assert max(percents) - min(percents) > 5, "the cells differ, or this would show nothing"
+
+
+def test_half_precision_features_that_lie_elsewhere_serve():
+    features, targets = labelled(100, seed=0)
+    half, whole = (trained(values, targets)[0] for values in (features.half(), features.half().float()))
+    torch.testing.assert_close(half.weight, whole.weight)
+    assert half.weight.dtype == torch.float32
+
+
+def test_the_start_and_the_order_are_of_the_seed_alone():
+    features, targets = labelled(100, seed=0)
+    torch.manual_seed(1)
+    first = trained(features, targets, steps=5)[0].weight
+    state = torch.get_rng_state()
+    assert torch.equal(first, trained(features, targets, steps=5)[0].weight)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(first, trained(features, targets, steps=5, seed=4)[0].weight)
+
+
+def test_classes_are_ranked_in_blocks_as_at_once(monkeypatch):
+    features, targets = labelled(50, seed=0)
+    heads = trained(features, targets, steps=10)[1]
+    expected = heads.scores(features)
+    monkeypatch.setattr(probes, "_SCORES", 7 * heads.bias.numel())
+    right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
+    assert count_right(heads, features, targets).tolist() == right
+    for best, columns in ((5, 5), (3, 3), (9, 5)):
+        ranked = rank_classes(heads.only(2), features, best=best)
+        assert torch.equal(ranked, expected[:, 2].argsort(dim=1, descending=True)[:, :columns])

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_vit.data.images.decode import read_image
+from dino_vit.data.sources.open import SyntheticSource
+from dino_vit.data.sources.subset import Subset
+from dino_vit.eval.datasets import open_sets, renumber
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name, classes, count=3):
+        for label in classes:
+            (tmp_path / name / label).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (8, 8)).save(tmp_path / name / label / f"{number}.png")
+        return str(tmp_path / name)
+
+    return make
+
+
+def test_labels_meet_by_the_names_of_their_classes():
+    labels = np.array([0, 2, -1, 2])
+    found = renumber(labels, ["cat", "unused", "dog"], ["ape", "cat", "dog"], where="val")
+    assert found.tolist() == [1, 2, -1, 2]
+    names = [f"n{number}" for number in range(9)]
+    with pytest.raises(ValueError, match=r"the 1 that are learned: n0, n1, n2, n3, n4 and 3"):
+        renumber(np.arange(9), names, ["n8"], where="val")
+
+
+def test_one_set_is_split_by_the_seed():
+    whole = SyntheticSource(length=103)
+    sets = open_sets("synthetic:103:32", seed=1)
+    assert sets.classes == tuple(whole.classes)
+    assert (len(sets.train), len(sets.val)) == (83, 20)
+    assert sorted([*sets.train.indices, *sets.val.indices]) == list(range(103))
+    for part in (sets.train, sets.val):
+        assert list(part.indices) == sorted(part.indices)
+        assert part.targets.tolist() == [index % 10 for index in part.indices]
+    assert len(set(sets.val.targets.tolist())) > 5, "not a run of a sorted set"
+    again, other = (open_sets("synthetic:103:32", seed=seed) for seed in (1, 2))
+    assert again.val.indices.tolist() == sets.val.indices.tolist() != other.val.indices.tolist()
+
+
+def test_a_part_is_a_source_of_its_images_alone():
+    sets = open_sets("synthetic:50:32")
+    images = sets.val.images
+    assert isinstance(images, Subset)
+    assert len(images) == 10
+    for place, index in enumerate(sets.val.indices.tolist()):
+        assert images.name(place) == sets.val.source.name(index)
+        assert images.label(place) == sets.val.targets[place]
+        assert (read_image(images, place) == read_image(sets.val.source, index)).all()
+    assert images.classes == sets.val.source.classes
+    prints = {images.fingerprint, sets.train.images.fingerprint, sets.val.source.fingerprint}
+    assert len(prints) == 3
+
+
+def test_two_folders_meet_by_name(folder):
+    sets = open_sets(folder("val", "bc"), train=folder("train", "abc"))
+    assert sets.classes == ("a", "b", "c")
+    assert sets.val.targets.tolist() == [1, 1, 1, 2, 2, 2]
+    assert sets.val.whole
+    assert sets.val.images is sets.val.source
+
+
+def test_sets_that_teach_nothing_are_refused(folder, tmp_path):
+    two, same = folder("two", "ab"), tmp_path / "same.csv"
+    same.write_text("".join(f"{label}/{number}.png,a\n" for label in "ab" for number in range(3)))
+    (tmp_path / "flat").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
+    with pytest.raises(ValueError, match="of one class, a: there is nothing to tell apart"):
+        open_sets(two, train=two, train_labels=str(same))
+    with pytest.raises(ValueError, match="are of one class"):
+        open_sets(two, labels=str(same))
+    with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
+        open_sets(str(tmp_path / "flat"))
+    with pytest.raises(ValueError, match="not among the 2 that are learned: c"):
+        open_sets(folder("three", "abc"), train=two)

@@ -1,0 +1,187 @@
+import io
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features.extraction import extract_features, pixel_features
+from dino_vit.eval.knn.voting import weighted_knn
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.rankme import rankme
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import Preparation
+
+PREPARATION = Preparation(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
+SETTINGS = {"preparation": PREPARATION}
+
+
+def backbone():
+    return VisionTransformer(image_size=32, patch_size=8, width=24, depth=2, heads=2)
+
+
+def test_figures_are_those_of_each_image_among_the_others():
+    source, model = SyntheticSource(length=500), backbone()
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=3, images=120, batch_size=50)
+    figures = evaluation(model)
+    features = extract_features(model, source, evaluation.indices, **SETTINGS, batch_size=50).values
+    similar = F.normalize(features) @ F.normalize(features).T
+    right = 0
+    for query in range(120):
+        others = sorted((i for i in range(120) if i != query), key=lambda i: -similar[query, i])[:20]
+        votes = [0.0] * 10
+        for other in others:
+            votes[source.label(evaluation.indices[other])] += math.exp(similar[query, other] / 0.07)
+        right += votes.index(max(votes)) == source.label(evaluation.indices[query])
+    assert set(figures) == {"knn", "rankme"}
+    assert figures["knn"] == pytest.approx(100 * right / 120)
+    assert figures["rankme"] == pytest.approx(rankme(features))
+    assert evaluation(model) == figures
+
+
+def test_the_images_are_a_function_of_the_seed():
+    def indices(seed, **changes):
+        source = SyntheticSource(length=300)
+        return OnlineEvaluation(source=source, **SETTINGS, seed=seed, **{"images": 50, **changes}).indices
+
+    assert indices(0) == indices(0)
+    assert sorted(set(indices(0))) == sorted(indices(0))
+    assert len(indices(0)) == 50
+    assert indices(1) != indices(0)
+    assert sorted(indices(0, images=5000)) == list(range(300))
+
+
+class SpectrumBackbone(VisionTransformer):
+    """A stand-in that knows something: the amplitude spectrum, blind to place, as its class token."""
+
+    def __init__(self):
+        super().__init__(image_size=32, patch_size=8, width=544, depth=1, heads=1)
+
+    def forward_cls(self, images):
+        grey = images[:, 0] - images[:, 0].mean((1, 2), keepdim=True)
+        return torch.fft.rfft2(grey).abs().sqrt().flatten(1)
+
+
+def test_good_features_score_above_raw_pixels():
+    source = SyntheticSource(length=1200)
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
+    pixels, figures = evaluation.raw_pixels(), evaluation(SpectrumBackbone())
+    assert 0 < pixels < 26
+    assert figures["knn"] > pixels + 20
+
+
+def test_raw_pixels_of_large_images_are_shrunk():
+    source = SyntheticSource(length=300, size=128)
+    wide, small = (replace(PREPARATION, size=size) for size in ((128, 64), (32, 16)))
+    large = OnlineEvaluation(source=source, preparation=wide, seed=0, images=250)
+    pixels = pixel_features(source, large.indices, preparation=small).values
+    labels = torch.tensor(large.indices) % 10
+    ranked = weighted_knn(pixels, labels, pixels, k=[20], own=0)[20]
+    assert large.raw_pixels() == pytest.approx(100 * float((ranked[:, 0] == labels).float().mean()))
+
+
+class PartlyLabelled(SyntheticSource):
+    def __init__(self, length, labels):
+        super().__init__(length=length)
+        self.labels = labels
+
+    def label(self, index):
+        return self.labels.get(index)
+
+
+@pytest.mark.parametrize(
+    ("labels", "use"),
+    [({}, True), (dict.fromkeys(range(100), 7), True), (dict(enumerate(range(100))), False)],
+)
+def test_without_labels_the_rank_is_what_there_is(labels, use):
+    evaluation = OnlineEvaluation(
+        source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40, labels=use
+    )
+    assert set(evaluation(backbone())) == {"rankme"}
+    assert len(evaluation.indices) == 40
+    assert evaluation.raw_pixels() is None
+
+
+def test_images_with_labels_are_preferred():
+    labels = {index: index // 50 for index in range(0, 100, 5)}
+    evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
+    assert sorted(evaluation.indices) == sorted(labels)
+    assert 0 <= evaluation(backbone())["knn"] <= 100  # k is what so few images allow
+
+
+def test_evaluation_leaves_no_trace():
+    model = backbone().train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    evaluation = OnlineEvaluation(
+        source=SyntheticSource(length=60), **SETTINGS, seed=0, autocast=torch.bfloat16
+    )
+    evaluation(model)
+    evaluation.raw_pixels()
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert random.getstate() == states[2]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_broken_network_has_no_figures():
+    model = backbone()
+    nn.init.constant_(model.norm.weight, torch.nan)
+    figures = OnlineEvaluation(source=SyntheticSource(length=30), **SETTINGS, seed=0)(model)
+    assert all(math.isnan(figure) for figure in figures.values())
+    assert set(figures) == {"knn", "rankme"}
+
+
+def test_unreadable_images_are_left_out_and_said(tmp_path, caplog):
+    for number in range(12):
+        path = tmp_path / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        buffer = io.BytesIO()
+        Image.new("RGB", (32, 32), (20 * number, 0, 255 - 20 * number)).save(buffer, "PNG")
+        path.write_bytes(buffer.getvalue() if number > 1 else b"")
+    evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
+    assert math.isfinite(evaluation(backbone())["knn"])
+    assert "leaves out 2 images that cannot be read, first " in caplog.text
+    assert "the file is empty" in caplog.text
+
+
+def test_two_processes_have_the_figures_of_one(tmp_path):
+    torch.manual_seed(1)
+    model = backbone()
+    expected = [
+        OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
+        for length in (101, 2)
+    ]
+    mp.spawn(_evaluate, args=(f"file://{tmp_path / 'rendezvous'}", model.state_dict()), nprocs=2)
+    for number in range(2):
+        figures = torch.load(tmp_path / f"rendezvous{number}")
+        for of_group, alone in zip(figures, expected, strict=True):
+            assert of_group == pytest.approx(alone, rel=1e-5)
+
+
+def _evaluate(number, rendezvous, weights):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
+    try:
+        model = backbone()
+        model.load_state_dict(weights)
+        figures = [
+            OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
+            for length in (101, 2)
+        ]
+    finally:
+        dist.destroy_process_group()
+    torch.save(figures, f"{rendezvous.removeprefix('file://')}{number}")

@@ -1,0 +1,274 @@
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_vit.method.loss import Center, dino_loss, loss_statistics, teacher_targets
+
+TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
+VIEWS = [(g, g + local) for g, local in product([1, 2, 3], [0, 1, 6]) if g + local > 1]
+
+
+def make_batch(global_views, views, images=3, prototypes=40, dim=8, dtype=torch.float32):
+    """Return student features, prototype weight, teacher logits and centre."""
+    generator = torch.Generator().manual_seed(0)
+    weight = F.normalize(torch.randn(prototypes, dim, generator=generator, dtype=dtype), dim=1)
+    features = F.normalize(torch.randn(views * images, dim, generator=generator, dtype=dtype), dim=1)
+    teacher = F.normalize(torch.randn(global_views * images, dim, generator=generator, dtype=dtype), dim=1)
+    center = 0.1 * torch.randn(1, prototypes, generator=generator, dtype=dtype)
+    return features.requires_grad_(), weight.requires_grad_(), teacher @ weight.detach().T, center
+
+
+def double_loop(features, weight, teacher_logits, center, *, views, global_views):
+    """The loss as it is written in the paper."""
+    students = (features @ weight.T / TEMPERATURES["student_temperature"]).chunk(views)
+    teachers = ((teacher_logits - center) / TEMPERATURES["teacher_temperature"]).chunk(global_views)
+    total, pairs = 0.0, 0
+    for g, teacher in enumerate(teachers):
+        for v, student in enumerate(students):
+            if v != g:
+                total += -(F.softmax(teacher, dim=-1) * F.log_softmax(student, dim=-1)).sum(dim=-1).mean()
+                pairs += 1
+    return total / pairs
+
+
+@pytest.mark.parametrize(("global_views", "views"), VIEWS)
+@pytest.mark.parametrize("images_at_once", [1, 2, 3])
+def test_value_is_that_of_the_double_loop(global_views, views, images_at_once):
+    batch = make_batch(global_views, views)
+    sizes = {"views": views, "global_views": global_views}
+    expected = double_loop(*batch, **sizes)
+    loss = dino_loss(*batch, **sizes, **TEMPERATURES, chunk_bytes=4 * views * 40 * images_at_once)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("global_views", "views"), VIEWS)
+@pytest.mark.parametrize("images_at_once", [1, 2, 3])
+def test_gradients_are_those_of_the_double_loop(global_views, views, images_at_once):
+    batch = make_batch(global_views, views, dtype=torch.float64)
+    sizes = {"views": views, "global_views": global_views}
+    expected = torch.autograd.grad(3 * double_loop(*batch, **sizes), batch[:2])
+    loss = dino_loss(*batch, **sizes, **TEMPERATURES, chunk_bytes=4 * views * 40 * images_at_once)
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, batch[:2]), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_are_finite_differences():
+    features, weight, teacher_logits, center = make_batch(
+        2, 4, images=2, prototypes=5, dim=3, dtype=torch.float64
+    )
+
+    def loss(features, weight):
+        return dino_loss(features, weight, teacher_logits, center, views=4, global_views=2, **TEMPERATURES)
+
+    for number, tensor in enumerate((features, weight)):
+        (gradient,) = torch.autograd.grad(loss(features, weight), tensor)
+        for index in ((0, 0), (3, 1), (4, 2)):
+            step = torch.zeros_like(tensor)
+            step[index] = 1e-6
+            ends = [
+                loss(*(t + s * step if n == number else t for n, t in enumerate((features, weight))))
+                for s in (1, -1)
+            ]
+            assert gradient[index].item() == pytest.approx(
+                (ends[0] - ends[1]).item() / 2e-6, rel=1e-5, abs=1e-9
+            )
+
+
+def test_a_second_backward_pass_is_an_error():
+    batch = make_batch(2, 4)
+    loss = dino_loss(*batch, views=4, global_views=2, **TEMPERATURES)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("of_features", "of_weight"), [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_that_are_needed(of_features, of_weight):
+    features, weight, teacher_logits, center = make_batch(2, 4)
+    expected = torch.autograd.grad(
+        double_loop(features, weight, teacher_logits, center, views=4, global_views=2), (features, weight)
+    )
+    features, weight = (
+        tensor.detach().requires_grad_(needed)
+        for tensor, needed in ((features, of_features), (weight, of_weight))
+    )
+    loss = dino_loss(features, weight, teacher_logits, center, views=4, global_views=2, **TEMPERATURES)
+    assert loss.requires_grad == (of_features or of_weight)
+    if loss.requires_grad:
+        loss.backward()
+    for tensor, gradient in zip((features, weight), expected, strict=True):
+        if tensor.requires_grad:
+            torch.testing.assert_close(tensor.grad, gradient)
+        else:
+            assert tensor.grad is None
+
+
+@pytest.mark.parametrize(
+    ("of_features", "of_weight", "enabled", "products"),
+    [(True, True, True, 3), (True, False, True, 2), (False, True, True, 2), (True, True, False, 1)],
+)
+def test_no_work_for_gradients_that_nobody_needs(of_features, of_weight, enabled, products):
+    features, weight, *teacher = make_batch(2, 4)
+    inputs = [features.detach().requires_grad_(of_features), weight.detach().requires_grad_(of_weight)]
+    with torch.set_grad_enabled(enabled), torch.profiler.profile() as profile:
+        loss = dino_loss(*inputs, *teacher, views=4, global_views=2, **TEMPERATURES)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::mm"] == products
+    assert ("aten::exp_" in counts) == enabled == loss.requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_autocast_is_as_close_as_its_dtype(dtype, tolerance):
+    """With many prototypes almost every probability is below what float16 can hold unscaled."""
+    sizes = {"views": 8, "global_views": 2}
+    batch = make_batch(2, 8, images=4, prototypes=20000, dim=32)
+    expected = double_loop(*batch, **sizes)
+    gradients = torch.autograd.grad(expected, batch[:2])
+    with torch.autocast("cpu", dtype):
+        loss = dino_loss(*batch, **sizes, **TEMPERATURES)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for mine, exact in zip(torch.autograd.grad(1024 * loss, batch[:2]), gradients, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine / 1024 - exact).norm() < tolerance * exact.norm()
+
+
+def test_float16_keeps_the_gradients_of_unlikely_prototypes():
+    """Most probabilities are near or below the smallest float16 there is, 6e-8."""
+    sizes = {"views": 2, "global_views": 1}
+    batch = make_batch(1, 2, images=1, prototypes=20000, dim=3)
+    _, exact = torch.autograd.grad(double_loop(*batch, **sizes), batch[:2])
+    with torch.autocast("cpu", torch.float16):
+        loss = dino_loss(*batch, **sizes, **TEMPERATURES)
+    _, mine = torch.autograd.grad(loss, batch[:2])
+    relative = (mine - exact).norm(dim=1) / exact.norm(dim=1)
+    assert relative.median() < 0.01
+    assert relative.quantile(0.8) < 0.05
+
+
+def test_float16_holds_a_collapsed_batch():
+    """All rows agree on one prototype and the teacher on another: the largest gradient there can be."""
+    features = torch.zeros(8 * 64, 16).index_fill_(1, torch.tensor(0), 1.0).requires_grad_()
+    weight = torch.eye(16).requires_grad_()
+    teacher_logits = torch.zeros(2 * 64, 16).index_fill_(1, torch.tensor(1), 1.0)
+    with torch.autocast("cpu", torch.float16):
+        loss = dino_loss(
+            features, weight, teacher_logits, torch.zeros(1, 16), views=8, global_views=2, **TEMPERATURES
+        )
+    loss.backward()
+    assert weight.grad[0, 0].item() == pytest.approx(10, rel=1e-2)
+    assert weight.grad[1, 0].item() == pytest.approx(-10, rel=1e-2)
+
+
+def test_compiled_surroundings_give_the_same():
+    batch = make_batch(2, 4)
+
+    def surroundings(features, weight, teacher_logits, center):
+        return 2 * dino_loss(
+            features, weight, teacher_logits, center, views=4, global_views=2, **TEMPERATURES
+        )
+
+    expected = torch.autograd.grad(surroundings(*batch), batch[:2])
+    compiled = torch.compile(surroundings, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*batch), batch[:2]), expected)
+
+
+@pytest.mark.parametrize(("views", "global_views"), [(1, 1), (2, 0), (2, 3)])
+def test_views_without_a_pair_are_refused(views, global_views):
+    features, weight, *_ = make_batch(1, views)
+    with pytest.raises(ValueError, match="give no pair"):
+        dino_loss(
+            features,
+            weight,
+            torch.zeros(global_views * 3, 40),
+            torch.zeros(1, 40),
+            views=views,
+            global_views=global_views,
+            **TEMPERATURES,
+        )
+
+
+def test_teacher_targets_are_centred_and_sharpened_in_float32():
+    _, _, logits, center = make_batch(2, 2)
+    targets = teacher_targets(logits.bfloat16(), center, 0.04)
+    assert targets.dtype == torch.float32
+    exponentials = ((logits.bfloat16().float() - center) / 0.04).exp()
+    torch.testing.assert_close(targets, exponentials / exponentials.sum(1, keepdim=True))
+
+
+def test_the_center_is_the_same_in_one_or_many_pieces():
+    torch.manual_seed(0)
+    whole, pieces = Center(prototypes=7), Center(prototypes=7)
+    expected = torch.zeros(1, 7)
+    for _ in range(3):
+        logits = torch.randn(64, 7)
+        whole.accumulate(logits)
+        whole.update()
+        for piece in logits.split([16, 16, 30, 2]):
+            torch.testing.assert_close(pieces.center, expected)  # the one from before the step
+            pieces.accumulate(piece)
+        pieces.update()
+        expected = expected * 0.9 + logits.mean(0) * 0.1
+        torch.testing.assert_close(whole.center, expected)
+        torch.testing.assert_close(pieces.center, expected)
+
+
+def test_the_center_is_kept_from_what_is_not_finite():
+    center = Center(prototypes=3)
+    center.accumulate(torch.ones(4, 3))
+    center.update()
+    before = center.center.clone()
+    center.accumulate(torch.tensor([[1.0, float("nan"), 1.0]]))
+    center.update()
+    assert torch.equal(center.center, before)
+    center.accumulate(torch.ones(4, 3))
+    center.update()
+    torch.testing.assert_close(center.center, before * 0.9 + 0.1)
+
+
+def test_the_center_alone_is_saved():
+    assert list(Center(prototypes=3).state_dict()) == ["center"]
+
+
+def test_statistics_take_the_loss_apart():
+    batch = make_batch(2, 5, images=4)
+    _, _, teacher_logits, center = batch
+    loss = double_loop(*batch, views=5, global_views=2)
+    statistics = loss_statistics(loss, teacher_logits, center, teacher_temperature=0.04)
+    targets = F.softmax((teacher_logits - center) / 0.04, dim=-1)
+    mean = targets.mean(0)
+    entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in targets.tolist()]
+    mean_entropy = -sum(p * math.log(p) for p in mean.tolist() if p > 0)
+    assert all(value.ndim == 0 for value in statistics)
+    assert statistics.output_entropy.item() == pytest.approx(sum(entropies) / 8, rel=1e-5)
+    assert statistics.mean_output_entropy.item() == pytest.approx(mean_entropy, rel=1e-5)
+    assert statistics.entropy_gap.item() == pytest.approx(mean_entropy - sum(entropies) / 8, rel=1e-5)
+    assert statistics.prototypes_in_use.item() == len({row.index(max(row)) for row in targets.tolist()})
+    assert statistics.student_divergence.item() == pytest.approx(naive_divergence(batch, 5, 2), rel=1e-5)
+
+
+def naive_divergence(batch, views, global_views):
+    """KL(teacher || student), averaged over all pairs of different views and the images."""
+    features, weight, teacher_logits, center = batch
+    students = F.log_softmax(features @ weight.T / 0.1, dim=-1).chunk(views)
+    teachers = F.softmax((teacher_logits - center) / 0.04, dim=-1).chunk(global_views)
+    divergences = [
+        F.kl_div(students[v], teachers[g], reduction="batchmean").item()
+        for g, v in product(range(global_views), range(views))
+        if g != v
+    ]
+    return sum(divergences) / len(divergences)
+
+
+@pytest.mark.parametrize("collapse", ["uniform", "one prototype"])
+def test_statistics_of_a_collapse(collapse):
+    logits = torch.zeros(6, 10)
+    if collapse == "one prototype":
+        logits[:, 4] = 50.0
+    statistics = loss_statistics(torch.tensor(3.0), logits, torch.zeros(1, 10), teacher_temperature=0.04)
+    assert statistics.entropy_gap.item() == pytest.approx(0, abs=1e-6)
+    assert statistics.prototypes_in_use == 1
+    assert statistics.output_entropy.item() == pytest.approx(math.log(10) if collapse == "uniform" else 0)

@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+
+from dino_vit.method.schedules import warmup_constant, warmup_cosine
+
+
+@pytest.mark.parametrize(
+    ("base", "final", "total", "warmup", "start"),
+    [(5e-4, 1e-6, 50, 10, 0.0), (0.04, 0.4, 37, 0, 0.0), (0.996, 1.0, 20, 1, 0.5), (1.0, 0.0, 8, 8, 0.1)],
+)
+def test_warmup_cosine_is_the_array_of_the_reference(base, final, total, warmup, start):
+    steps = np.arange(total - warmup)
+    cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * steps / max(len(steps), 1)))
+    expected = np.concatenate([np.linspace(start, base, warmup), cosine])
+    values = [
+        warmup_cosine(step, base=base, final=final, total=total, warmup=warmup, start=start)
+        for step in range(total)
+    ]
+    np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_warmup_cosine_holds_its_final_value():
+    schedule = {"base": 1.0, "final": 0.25, "total": 10, "warmup": 2}
+    assert [warmup_cosine(step, **schedule) for step in (10, 11, 15, 1000)] == [0.25] * 4
+    assert warmup_cosine(9, **schedule) > 0.25
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5])
+def test_warmup_constant_is_the_array_of_the_reference(warmup):
+    expected = np.concatenate([np.linspace(0.04, 0.07, warmup), np.full(12 - warmup, 0.07)])
+    values = [warmup_constant(epoch, start=0.04, final=0.07, warmup=warmup) for epoch in range(12)]
+    np.testing.assert_allclose(values, expected, rtol=1e-12)
+
+
+def test_impossible_schedules_are_refused():
+    with pytest.raises(ValueError, match="warm-up of 11 does not fit"):
+        warmup_cosine(0, base=1.0, final=0.0, total=10, warmup=11)
+    with pytest.raises(ValueError, match="no value at -1"):
+        warmup_cosine(-1, base=1.0, final=0.0, total=10)
+    with pytest.raises(ValueError, match="no value at -1"):
+        warmup_constant(-1, start=0.04, final=0.07, warmup=0)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dino_vit.models.block import EXPLICIT_BYTES, Attention, Block, attend
+from dino_vit.models.vit import VisionTransformer
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attend with one loop over images, heads and queries."""
+    out = torch.zeros_like(q)
+    for b, h, n in (
+        (b, h, n) for b in range(q.shape[0]) for h in range(q.shape[1]) for n in range(q.shape[2])
+    ):
+        scores = [scale * torch.dot(q[b, h, n], key) for key in k[b, h]]
+        shares = [math.exp(score) for score in scores]
+        out[b, h, n] = sum(share * value for share, value in zip(shares, v[b, h], strict=True)) / sum(shares)
+    return out
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_attend_is_the_formula(dtype: torch.dtype, tolerance: float, queries: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 9, 8)
+    q = q[:, :, :queries]
+    expected = naive_attention(q, k, v, scale=0.3)
+    out = attend(q.to(dtype), k.to(dtype), v.to(dtype), scale=0.3).float()
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+
+
+def test_explicit_attention_has_the_gradients_of_the_fused_kernel() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 2, 2, 9, 8)
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaf = inputs.to(dtype).requires_grad_()
+        q, k, v = leaf.unbind(0)
+        attend(q, k, v, scale=0.3).square().sum().backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad.float())
+    torch.testing.assert_close(*grads, atol=5e-2, rtol=0)
+
+
+def test_scores_too_large_to_hold_go_to_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 8, dtype=torch.bfloat16)
+    calls = []
+    monkeypatch.setattr("dino_vit.models.block._explicit", lambda q, *rest: calls.append(q.shape) or q)
+    attend(q, k, v, scale=1.0)
+    assert len(calls) == 1
+    monkeypatch.setattr("dino_vit.models.block.EXPLICIT_BYTES", 2 * 9 * 9 * 2 - 1)
+    attend(q, k, v, scale=1.0)
+    assert len(calls) == 1
+    assert EXPLICIT_BYTES > 2**20
+
+
+def test_queries_choose_rows_of_attention_and_block() -> None:
+    torch.manual_seed(0)
+    block = VisionTransformer(width=16, depth=1, heads=2, layer_scale=0.5, image_size=32).blocks[0]
+    assert isinstance(block, Block)
+    assert isinstance(block.attn, Attention)
+    x = torch.randn(2, 9, 16)
+    for rows in (slice(0, 1), slice(2, 5), slice(None)):
+        torch.testing.assert_close(block.attn(x, rows), block.attn(x)[:, rows], atol=1e-6, rtol=0)
+        torch.testing.assert_close(block(x, rows), block(x)[:, rows], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("drop_path", [0.0, 0.5])
+def test_forward_is_the_cls_row_of_all_features(depth: int, drop_path: float) -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        width=16, depth=depth, heads=2, image_size=32, patch_size=8, registers=2, drop_path=drop_path
+    )
+    images = torch.randn(4, 3, 24, 40)
+    outputs, grads = [], []
+    for features in (model, lambda images: model.forward_features(images)[:, 0]):
+        torch.manual_seed(1)  # the same branches are dropped
+        model.zero_grad()
+        out = features(images)
+        out.square().sum().backward()
+        outputs.append(out)
+        grads.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,104 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dino_vit.models.head import DINOHead
+
+SMALL = {"in_dim": 6, "prototypes": 20, "hidden_dim": 16, "bottleneck_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("layers", "batch_norm", "linears"),
+    [
+        (3, False, ["0.", "2.", "4."]),
+        (3, True, ["0.", "3.", "6."]),
+        (2, False, ["0.", "2."]),
+        (1, False, [""]),
+    ],
+)
+def test_parameters_are_named_as_in_the_reference(layers, batch_norm, linears):
+    head = DINOHead(**SMALL, layers=layers, batch_norm=batch_norm)
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    weights = {name for name, shape in shapes.items() if name.startswith("mlp") and len(shape) == 2}
+    assert weights == {f"mlp.{linear}weight" for linear in linears}
+    assert shapes["last_layer.weight_g"] == (20, 1)
+    assert shapes["last_layer.weight_v"] == (20, 8)
+
+
+def test_forward_is_the_naive_head():
+    torch.manual_seed(0)
+    head = DINOHead(**SMALL, norm_last_layer=False).double()
+    nn.init.uniform_(head.last_layer.weight_g, 0.5, 2.0)
+    x = torch.randn(5, 6, dtype=torch.double)
+    state = head.state_dict()
+    h = x
+    for layer in (0, 2, 4):
+        h = h @ state[f"mlp.{layer}.weight"].T + state[f"mlp.{layer}.bias"]
+        h = F.gelu(h) if layer < 4 else h
+    for row in range(5):
+        h[row] /= h[row].square().sum().sqrt()
+    expected = torch.empty(5, 20, dtype=torch.double)
+    for k in range(20):
+        direction = state["last_layer.weight_v"][k] / state["last_layer.weight_v"][k].square().sum().sqrt()
+        expected[:, k] = h @ (direction * state["last_layer.weight_g"][k])
+    torch.testing.assert_close(head(x), expected)
+    torch.testing.assert_close(head.project(x) @ head.prototype_weight().T, expected)
+
+
+def test_gradients_are_those_of_weight_norm():
+    torch.manual_seed(0)
+    head = DINOHead(**SMALL, norm_last_layer=False).double()
+    peer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 20, bias=False).double())
+    with torch.no_grad():
+        peer.parametrizations.weight.original0.copy_(head.last_layer.weight_g)
+        peer.parametrizations.weight.original1.copy_(head.last_layer.weight_v)
+    x, upstream = torch.randn(5, 8, dtype=torch.double), torch.randn(5, 20, dtype=torch.double)
+    head.last_layer(x).backward(upstream)
+    peer(x).backward(upstream)
+    torch.testing.assert_close(head.last_layer.weight_g.grad, peer.parametrizations.weight.original0.grad)
+    torch.testing.assert_close(head.last_layer.weight_v.grad, peer.parametrizations.weight.original1.grad)
+
+
+def test_initialisation_is_the_recipe():
+    torch.manual_seed(0)
+    head = DINOHead(in_dim=300, hidden_dim=400, bottleneck_dim=100, prototypes=1000)
+    for layer in (0, 2, 4):
+        assert head.mlp[layer].weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert not head.mlp[layer].bias.any()
+    direction = head.last_layer.weight_v
+    assert direction.std().item() == pytest.approx(0.1 / 3**0.5, rel=0.02)  # uniform within 1 / sqrt(100)
+    assert direction.abs().max() <= 0.1
+    assert (head.last_layer.weight_g == 1).all()
+
+
+@pytest.mark.parametrize("norm_last_layer", [True, False])
+def test_the_gain_learns_only_if_asked(norm_last_layer):
+    head = DINOHead(**SMALL, norm_last_layer=norm_last_layer)
+    assert head.last_layer.weight_g.requires_grad is not norm_last_layer
+    assert head.last_layer.weight_v.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_are_normalised_in_float32_under_autocast(dtype):
+    head = DINOHead(**SMALL)
+    with torch.no_grad():
+        head.mlp[4].weight.mul_(1e-3)  # the squares of such features vanish in float16
+    with torch.autocast("cpu", dtype):
+        features = head.project(torch.randn(4, 6))
+        assert head(torch.randn(4, 6)).dtype == dtype
+    assert features.dtype == torch.float32
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(4))
+
+
+def test_a_zero_feature_stays_finite():
+    head = DINOHead(**SMALL)
+    features = head.project(torch.zeros(3, 6))
+    features.sum().backward()
+    assert not features.any()
+    assert head.mlp[4].weight.grad.isfinite().all()
+
+
+def test_a_head_without_layers_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        DINOHead(**SMALL, layers=0)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dino_vit.models.onednn import Linear, OneDnnLinear
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no oneDNN"
+)
+
+
+def leaf(*shape: int, step: int = 1) -> Tensor:
+    """Return random numbers, every `step`-th of a larger tensor so that they are not contiguous."""
+    return torch.randn(*shape[:-1], shape[-1] * step)[..., ::step].detach().requires_grad_()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 16), (2, 7, 16), (2, 3, 4, 16)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_detour_gives_torchs_output_and_gradients(shape: tuple[int, ...], bias: bool, step: int) -> None:
+    torch.manual_seed(0)
+    inputs = [leaf(*shape, step=step), leaf(24, 16, step=step), *([leaf(24)] if bias else [])]
+    ours = OneDnnLinear.apply(*inputs, *([] if bias else [None]))
+    theirs = F.linear(*inputs)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    grad = torch.randn_like(theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_detour_has_second_derivatives() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = leaf(5, 16), leaf(24, 16), leaf(24)
+    penalties = []
+    for function in (OneDnnLinear.apply, F.linear):
+        (grad,) = torch.autograd.grad(function(x, weight, bias).tanh().sum(), x, create_graph=True)
+        penalties.append(torch.autograd.grad(grad.square().sum(), (x, weight, bias)))
+    for a, b in zip(*penalties, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+class Products(TorchDispatchMode):
+    """Count oneDNN's products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.mkldnn._linear_pointwise.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_only_gradients_that_are_needed_are_computed() -> None:
+    x, weight, bias = torch.randn(5, 16), leaf(24, 16), torch.randn(24)
+    with Products() as products:
+        OneDnnLinear.apply(x, weight, bias).sum().backward()
+    assert products.count == 2
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_layer_is_torchs_in_any_dtype_and_shape(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: slow)
+    layer, peer = Linear(16, 24), torch.nn.Linear(16, 24)
+    peer.load_state_dict(layer.state_dict())
+    for x in (torch.randn(3, 16), torch.randn(16), torch.randn(0, 16), torch.randn(2, 3, 16)):
+        torch.testing.assert_close(layer(x), peer(x), atol=1e-6, rtol=0)
+        layer(x).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), peer(x))
+    assert torch.equal(layer.double()(x.double()), peer.double()(x.double()))
+
+
+def test_detour_stays_out_of_traced_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: True)
+    program = torch.export.export(Linear(16, 24), (torch.randn(3, 16),))
+    assert "mkldnn" not in str(program.graph)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_detour_works_under_function_transforms() -> None:
+    x, weight = torch.randn(3, 5, 16), torch.randn(24, 16)
+
+    def penalty(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return function(x, weight, None).square().sum()
+
+    ours = torch.func.vmap(torch.func.grad(partial(penalty, OneDnnLinear.apply)))(x)
+    theirs = torch.func.vmap(torch.func.grad(partial(penalty, F.linear)))(x)
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)

@@ -1,0 +1,86 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_vit.models.positions import interpolate_pos_embs, sinusoidal_pos_embs
+
+
+def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
+    return torch.randn(1, 1 + grid[0] * grid[1], width)
+
+
+@pytest.mark.parametrize("mode", ["hf", "dino", "dinov2", "timm"])
+@pytest.mark.parametrize("trained", [(14, 14), (37, 37), (5, 9)])
+def test_every_grid_up_to_40_has_its_exact_shape_and_is_finite(mode, trained):
+    pos = embeddings(trained, width=2)
+    for h in range(1, 41):
+        for w in range(1, 41):
+            out = interpolate_pos_embs(pos, (h, w), trained_grid=trained, mode=mode)
+            assert out.shape == (1, 1 + h * w, 2), (h, w)
+            assert out.isfinite().all(), (h, w)
+
+
+@pytest.mark.parametrize("mode", ["hf", "dino", "dinov2", "timm"])
+def test_the_trained_grid_is_the_identity_and_the_class_token_stays(mode):
+    pos = embeddings((6, 4))
+    assert interpolate_pos_embs(pos, (6, 4), trained_grid=(6, 4), mode=mode) is pos
+    other = interpolate_pos_embs(pos, (4, 6), trained_grid=(6, 4), mode=mode)
+    assert torch.equal(other[:, 0], pos[:, 0])
+    assert not torch.allclose(other, pos), "as many patches in another shape are another grid"
+
+
+def test_rows_and_columns_keep_their_places():
+    h, w = 4, 6
+    rows = torch.arange(h).repeat_interleave(w).float()
+    columns = torch.arange(w).repeat(h).float()
+    pos = torch.cat((torch.zeros(1, 1, 2), torch.stack((rows, columns), dim=-1)[None]), dim=1)
+    out = interpolate_pos_embs(pos, (8, 6), trained_grid=(h, w))[0, 1:].view(8, 6, 2)
+    assert torch.allclose(out[..., 1], torch.arange(6.0).expand(8, 6), atol=1e-5), "columns were not resized"
+    assert (out[1:, :, 0] > out[:-1, :, 0]).all(), "rows grow downwards"
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (20, 9), (37, 37)])
+def test_modes_are_the_published_calls(grid):
+    pos = embeddings((14, 14))
+    field = pos[:, 1:].reshape(1, 14, 14, 8).permute(0, 3, 1, 2)
+    published = {
+        "dino": F.interpolate(
+            field, scale_factor=((grid[0] + 0.1) / 14, (grid[1] + 0.1) / 14), mode="bicubic"
+        ),
+        "hf": F.interpolate(field, size=grid, mode="bicubic", align_corners=False),
+        "timm": F.interpolate(field, size=grid, mode="bicubic", antialias=True),
+    }
+    for mode, expected in published.items():
+        out = interpolate_pos_embs(pos, grid, trained_grid=(14, 14), mode=mode)[:, 1:]
+        assert torch.allclose(out, expected.permute(0, 2, 3, 1).reshape(1, -1, 8), atol=1e-6), mode
+
+
+def test_half_precision_is_interpolated_in_float32():
+    pos = embeddings((14, 14))
+    exact = interpolate_pos_embs(pos.bfloat16().float(), (6, 6), trained_grid=(14, 14))
+    assert torch.equal(interpolate_pos_embs(pos.bfloat16(), (6, 6), trained_grid=(14, 14)), exact.bfloat16())
+
+
+def test_gradients_reach_every_trained_position():
+    pos = embeddings((6, 6)).requires_grad_()
+    interpolate_pos_embs(pos, (9, 3), trained_grid=(6, 6)).square().sum().backward()
+    assert (pos.grad.abs().sum(dim=-1) > 0).all()
+
+
+def test_sinusoids_equal_the_loop():
+    table = sinusoidal_pos_embs(7, 6)
+    for position in range(7):
+        for channel in range(6):
+            angle = position / 10000 ** (2 * (channel // 2) / 6)
+            expected = math.sin(angle) if channel % 2 == 0 else math.cos(angle)
+            assert table[0, position, channel].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_bad_requests_are_refused():
+    pos = embeddings((4, 4))
+    with pytest.raises(ValueError, match=r"0 × 3"):
+        interpolate_pos_embs(pos, (0, 3), trained_grid=(4, 4))
+    with pytest.raises(ValueError, match="none of hf, dino, dinov2, timm"):
+        interpolate_pos_embs(pos, (2, 3), trained_grid=(4, 4), mode="bilinear")

@@ -1,0 +1,351 @@
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dino_vit.models import block
+from dino_vit.models.block import DropPath, attend
+from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
+
+TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameter_counts_with_1000_classes_are_the_published_ones():
+    with torch.device("meta"):
+        assert count(vit_base(num_classes=1000)) == 86_567_656
+        assert count(vit_large(num_classes=1000)) == 304_326_632
+        assert count(vit_huge(num_classes=1000)) == 632_045_800
+        assert (vit_tiny().width, vit_tiny().heads) == (192, 3)
+        assert len(vit_small().state_dict()) == 150, "the tensors of the released ViT-S file"
+
+
+def test_cls_features_logits_and_tokens_have_their_shapes():
+    images = torch.randn(2, 3, 32, 48)
+    model = VisionTransformer(**TINY, registers=4)
+    assert model(images).shape == (2, 32)
+    assert model.forward_features(images).shape == (2, 1 + 4 + 4 * 6, 32)
+    torch.testing.assert_close(model(images), model.forward_features(images)[:, 0], atol=1e-5, rtol=0)
+    assert VisionTransformer(**TINY, num_classes=7)(images).shape == (2, 7)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 13])
+@pytest.mark.parametrize("stem", ["conv", "unfold"])
+def test_any_number_of_channels_and_patches_that_are_not_square(channels, stem):
+    model = VisionTransformer(
+        **{**TINY, "image_size": (16, 24), "patch_size": (4, 8)}, stem=stem, channels=channels
+    )
+    assert model.trained_grid == (4, 3)
+    assert model.forward_features(torch.randn(2, channels, 16, 24)).shape == (2, 13, 32)
+    assert model.forward_features(torch.randn(2, channels, 8, 40)).shape == (2, 11, 32)
+
+
+def test_unfolding_equals_the_convolution_when_the_weights_are_rearranged():
+    conv, unfold = VisionTransformer(**TINY), VisionTransformer(**TINY, stem="unfold")
+    weights = conv.state_dict()
+    weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"].flatten(1)
+    unfold.load_state_dict(weights)
+    images = torch.randn(2, 3, 40, 24)
+    assert torch.allclose(conv(images), unfold(images), atol=1e-5)
+
+
+def test_the_unfolding_stem_orders_pixels_as_torch_unfold_does():
+    model = VisionTransformer(**TINY, stem="unfold")
+    images = torch.randn(2, 3, 32, 32)
+    pixels = F.unfold(images, kernel_size=8, stride=8).transpose(1, 2)
+    assert torch.allclose(model.patch_embed(images), model.patch_embed.proj(pixels), atol=1e-5)
+
+
+def test_the_hybrid_equals_timm_at_trained_and_other_sizes():
+    peer = timm.models.vision_transformer.VisionTransformer(
+        img_size=64,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        num_classes=0,
+        dynamic_img_size=True,
+        embed_layer=lambda **keywords: timm.models.vision_transformer_hybrid.HybridEmbed(
+            timm.models.vision_transformer_hybrid._resnetv2(layers=(1, 2, 1)),
+            proj=True,
+            **without_patch(keywords),
+        ),
+    ).eval()
+    model = VisionTransformer(
+        image_size=64,
+        width=32,
+        depth=2,
+        heads=2,
+        stem="hybrid",
+        resnet_layers=(1, 2, 1),
+        position_mode="timm",
+    ).eval()
+    model.load_state_dict(peer.state_dict())
+    for size in ((64, 64), (96, 96), (32, 80)):
+        images = torch.randn(2, 3, *size)
+        assert torch.allclose(model(images), peer(images), atol=1e-5), size
+
+
+def without_patch(keywords):
+    return {name: value for name, value in keywords.items() if name != "patch_size"} | {"patch_size": 1}
+
+
+def test_the_grid_of_the_hybrid_is_that_of_its_feature_map():
+    model = VisionTransformer(
+        image_size=64, patch_size=32, width=32, depth=1, heads=2, stem="hybrid", resnet_layers=(1, 1, 1)
+    )
+    assert model.trained_grid == (2, 2)
+    assert model.forward_features(torch.randn(1, 3, 96, 64)).shape == (1, 7, 32)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        VisionTransformer(image_size=64, patch_size=8, stem="hybrid")
+
+
+def naive_attention(layer, tokens):
+    """Head by head, query by query."""
+    width, heads = tokens.shape[-1], layer.attn.heads
+    size = width // heads
+    qkv = F.linear(layer.norm1(tokens), layer.attn.qkv.weight, layer.attn.qkv.bias)
+    weights = torch.empty(len(tokens), heads, tokens.shape[1], tokens.shape[1])
+    for head in range(heads):
+        q = qkv[..., head * size : (head + 1) * size]
+        k = qkv[..., width + head * size : width + (head + 1) * size]
+        for query in range(tokens.shape[1]):
+            scores = (k @ q[:, query, :, None])[..., 0] / size**0.5
+            weights[:, head, query] = scores.softmax(dim=-1)
+    return weights
+
+
+def test_attention_weights_of_every_block_equal_the_loop():
+    model = VisionTransformer(**TINY).eval()
+    images = torch.randn(2, 3, 32, 40)
+    tokens = model.embed(images)
+    maps = model.get_attention(images)
+    assert len(maps) == 3
+    for layer, found in zip(model.blocks, maps, strict=True):
+        assert torch.allclose(found, naive_attention(layer, tokens), atol=1e-6)
+        tokens = layer(tokens)
+    last = model.get_attention(images, [-1], queries=slice(0, 1))
+    assert torch.allclose(last[0], maps[2][:, :, :1], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_the_attention_kernels_agree(dtype, tokens):
+    q, k, v = torch.randn(3, 2, 2, tokens, 16).to(dtype)
+    exact = (q.double() @ k.double().transpose(-2, -1) * 0.25).softmax(dim=-1) @ v.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(attend(q, k, v, scale=0.25).double(), exact, atol=tolerance)
+
+
+def test_scores_that_would_not_fit_are_not_spelt_out(monkeypatch):
+    fused = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: fused.append(1) or real(*a, **k))
+    q, k, v = torch.randn(3, 2, 2, 40, 16).bfloat16()
+    spelt_out = attend(q, k, v, scale=0.25)
+    assert not fused
+    monkeypatch.setattr(block, "EXPLICIT_BYTES", 2 * 2 * 40 * 40 * 2 - 1)
+    assert torch.allclose(attend(q, k, v, scale=0.25), spelt_out, atol=2e-2)
+    assert fused
+
+
+def test_intermediate_layers_are_the_normalised_tokens_of_the_named_blocks():
+    model = VisionTransformer(**TINY).eval()
+    images = torch.randn(2, 3, 32, 32)
+    tokens, after = model.embed(images), []
+    for layer in model.blocks:
+        tokens = layer(tokens)
+        after.append(model.norm(tokens))
+    for blocks, expected in ((2, after[1:]), ([0, -1], [after[0], after[2]]), ([2, 0], [after[2], after[0]])):
+        found = model.get_intermediate_layers(images, blocks)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="blocks 0 to 2"):
+        model.get_intermediate_layers(images, [3])
+
+
+def test_drop_path_grows_linearly_and_only_acts_in_training():
+    model = VisionTransformer(**{**TINY, "depth": 5}, drop_path=0.2)
+    assert [layer.drop_path.rate for layer in model.blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    drop = DropPath(0.25)
+    ones = torch.ones(20_000, 2, 3)
+    kept = drop(ones)
+    assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert (kept == kept[:, :1, :1]).all(), "a sample is dropped whole"
+    assert kept.mean().item() == pytest.approx(1.0, abs=0.02), "the expectation stays"
+    assert torch.equal(drop.eval()(ones), ones)
+
+
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "drop_path"])
+def test_each_rate_acts_in_training_and_rests_in_evaluation(rate):
+    model = VisionTransformer(**TINY, **{rate: 0.5})
+    images = torch.randn(4, 3, 32, 32)
+    assert not torch.equal(model.train()(images), model(images))
+    assert torch.equal(model.eval()(images), model(images))
+
+
+def test_qkv_without_bias_and_a_scale_of_its_own():
+    plain = VisionTransformer(**TINY, qkv_bias=False)
+    assert plain.blocks[0].attn.qkv.bias is None
+    scaled = VisionTransformer(**TINY, qkv_bias=False, qk_scale=0.01)
+    scaled.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    even = scaled.get_attention(images)[0]
+    assert even.std() < plain.get_attention(images)[0].std() / 5, "a small scale flattens the softmax"
+
+
+def test_initial_weights():
+    model = vit_tiny(num_classes=10)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and "patch_embed" not in name:
+            assert not parameter.any(), name
+        elif parameter.ndim == 2 or name in ("cls_token", "pos_embed"):
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
+            assert parameter.abs().max() <= 2.0
+    bound = (3 * 16 * 16) ** -0.5  # PyTorch's default for a convolution is uniform within 1/sqrt(fan in)
+    kernel = model.patch_embed.proj.weight
+    assert bound * 0.98 < kernel.abs().max() <= bound
+    assert model.no_weight_decay() == {"cls_token", "pos_embed"}
+
+
+def test_sinusoidal_positions_are_fixed():
+    model = VisionTransformer(**TINY, positions="sinusoidal")
+    assert not model.pos_embed.requires_grad
+    assert model.pos_embed.shape == (1, 17, 32)
+    assert model(torch.randn(1, 3, 48, 32)).shape == (1, 32)
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+def test_it_compiles_in_one_graph_at_two_sizes(registers):
+    model = VisionTransformer(**TINY, registers=registers).eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for size in (32, 48):
+        images = torch.randn(2, 3, size, 32)
+        assert torch.allclose(compiled(images), model(images), atol=1e-5)
+
+
+def test_resampled_positions_are_computed_once_and_follow_the_parameter():
+    model = VisionTransformer(**TINY).eval()
+    with torch.no_grad():
+        first = model.interpolate_pos_embs((3, 5))
+        assert model.interpolate_pos_embs((3, 5)) is first
+        model.pos_embed.mul_(2)
+        assert torch.allclose(model.interpolate_pos_embs((3, 5)), 2 * first, atol=1e-6)
+        model.load_state_dict(VisionTransformer(**TINY).state_dict(), assign=True)
+        fresh = VisionTransformer(**TINY)
+        fresh.load_state_dict(model.state_dict())
+        assert torch.equal(model.interpolate_pos_embs((3, 5)), fresh.interpolate_pos_embs((3, 5)))
+        model.position_mode = "timm"
+        assert not torch.equal(model.interpolate_pos_embs((3, 5)), fresh.interpolate_pos_embs((3, 5)))
+        model.double()
+        assert model.interpolate_pos_embs((3, 5)).dtype == torch.float64
+    assert model.interpolate_pos_embs((3, 5)).requires_grad, "training resamples for its gradient"
+    with torch.inference_mode():
+        model(torch.randn(1, 3, 24, 40).double())
+    model.pos_embed.requires_grad_(False)
+    model(torch.randn(1, 3, 24, 40).double()).sum().backward()  # what inference kept serves training
+
+
+def test_recomputed_blocks_give_the_same_gradients():
+    images = torch.randn(2, 3, 32, 48)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        model = VisionTransformer(**TINY, drop_path=0.3)
+        model.checkpoint_blocks = recompute
+        torch.manual_seed(2)
+        (model(images).square().sum() + model.forward_features(images).square().mean()).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own dependencies warn of many things
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_onnx_gives_the_same_features_at_a_fixed_and_at_any_size(tmp_path, dynamic):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = VisionTransformer(**TINY, registers=2).eval().requires_grad_(False)
+    path, images = tmp_path / "backbone.onnx", torch.randn(2, 3, 32, 48)
+    batch, rows, columns = (torch.export.Dim(name, min=1, max=64) for name in ("batch", "rows", "columns"))
+    any_size = ({0: batch, 2: 8 * rows, 3: 8 * columns},) if dynamic else None
+    torch.onnx.export(model, (images,), path, dynamo=True, dynamic_shapes=any_size, verbose=False)
+    session = onnxruntime.InferenceSession(path)
+    for size in ((2, 3, 32, 48), (1, 3, 56, 40), (3, 3, 32, 32)) if dynamic else (images.shape,):
+        images = torch.randn(size)
+        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        assert torch.allclose(torch.from_numpy(found), model(images), atol=1e-4), size
+
+
+def test_bad_images_and_shapes_are_refused_with_what_to_do():
+    model = VisionTransformer(**TINY)
+    with pytest.raises(ValueError, match=r"33 × 32 .* resize, crop or pad"):
+        model(torch.randn(1, 3, 33, 32))
+    with pytest.raises(ValueError, match=r"\(batch, 3, height, width\), but got \(1, 4, 32, 32\)"):
+        model(torch.randn(1, 4, 32, 32))
+    with pytest.raises(ValueError, match="choose heads that divide it"):
+        VisionTransformer(width=30, heads=4)
+
+
+def test_importing_the_library_is_silent_and_cheap():
+    """No seed drawn or set, no default changed, nothing heavier than torch loaded."""
+    code = (
+        "import torch, sys; state = torch.get_rng_state(); before = set(sys.modules);"
+        "threads = torch.get_num_threads();"
+        "import dino_vit; dino_vit.VisionTransformer; dino_vit.load_backbone;"
+        "assert torch.equal(state, torch.get_rng_state()) and threads == torch.get_num_threads();"
+        "assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled();"
+        "heavy = {'transformers', 'timm', 'torchvision', 'matplotlib', 'pyarrow', 'accelerate', 'faiss'};"
+        "assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        *[(name, "foo") for name in ("mlp", "stem", "positions", "position_mode")],
+        *[(name, 0) for name in ("patch_size", "channels", "width", "heads")],
+        *[(name, -1) for name in ("depth", "registers", "num_classes")],
+        *[(name, 1.0) for name in ("dropout", "attention_dropout", "drop_path")],
+    ],
+)
+def test_keywords_that_no_backbone_has_are_refused(keyword, value):
+    with pytest.raises(ValueError, match=f"{keyword}={value!r}"):
+        VisionTransformer(
+            **{"image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2, keyword: value}
+        )
+
+
+@pytest.mark.parametrize("mode", ["hf", "timm", "dino"])
+def test_it_exports_at_a_fixed_size_with_any_batch(mode):
+    model = VisionTransformer(**SMALL, position_mode=mode, registers=2).eval()
+    images = {"images": {0: torch.export.Dim("batch", max=64)}}
+    program = torch.export.export(model, (torch.randn(2, 3, 40, 24),), dynamic_shapes=images).module()
+    batch = torch.randn(5, 3, 40, 24)
+    assert torch.allclose(program(batch), model(batch), atol=1e-5)
+
+
+@pytest.mark.parametrize("example", [(32, 48), (40, 56)])
+@pytest.mark.parametrize("mode", ["hf", "timm"])
+def test_it_exports_for_any_size_the_trained_one_included(mode, example):
+    model = VisionTransformer(**SMALL, position_mode=mode).eval()
+    cells = [8 * torch.export.Dim(name, min=2, max=20) for name in "hw"]
+    sizes = {"images": {0: torch.export.Dim("batch", max=64), 2: cells[0], 3: cells[1]}}
+    program = torch.export.export(model, (torch.randn(2, 3, *example),), dynamic_shapes=sizes).module()
+    for size in ((32, 32), (64, 24), (32, 40)):
+        images = torch.randn(3, 3, *size)
+        assert torch.allclose(program(images), model(images), atol=1e-5), size
+
+
+def test_scale_factors_cannot_be_exported_for_any_size():
+    model = VisionTransformer(**SMALL, position_mode="dino").eval()
+    sizes = {"images": {2: 8 * torch.export.Dim("h", min=2, max=20)}}
+    with pytest.raises(ValueError, match="position_mode='hf', which is the same at the trained size"):
+        torch.export.export(model, (torch.randn(2, 3, 40, 32),), dynamic_shapes=sizes)
+
+
+SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}

@@ -1,0 +1,264 @@
+"""What the pages in docs/ say is so: commands parse, settings and files exist, tables and code are tried."""
+
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
+
+from dino_vit.cli import _config_class, build_parser
+from dino_vit.config import yaml
+from dino_vit.config.display import config_from, parse_arguments
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
+from dino_vit.config.settings import knobs, sections
+from dino_vit.core.storage import read_metadata, read_tensors
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import IMAGE_SUFFIXES
+from tests.support.documents import blocks, commands, quoted, rows
+from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
+from tests.support.runs import command, run
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+COMMANDS = [parts for text in PAGES.values() for parts in commands(text)]
+KNOBS = knobs(PretrainConfig)
+PROGRAMS = {
+    "launch/pretrain.py": "pretrain",
+    "launch/slurm/pretrain.sbatch": "pretrain",
+    "eval/knn.py": "knn",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run in it, evaluated, one of its images unreadable, the others embedded."""
+    folder = tmp_path_factory.mktemp("docs")
+    photos = {f"{name}-{number}.png": FILES[NAMES[0]] for name in ("cat/1", "dog/2") for number in range(20)}
+    write_folder(folder / "photos", {**photos, "dog/bad.png": b"no image"})
+    settings = {"data.source": folder / "photos", "run.eval_every": 1, "optim.warmup_epochs": 0.5}
+    (folder / "runs").mkdir()
+    run(folder / "runs" / "pretrain", {**settings, "run.trackers": "[tensorboard]"})
+    embed = [
+        "embed",
+        folder / "photos",
+        f"weights={folder / 'runs/pretrain'}",
+        f"cache={folder / 'features'}",
+    ]
+    for suffix, index in (("parquet", "flat"), ("npy", "null"), ("safetensors", "null")):
+        command(folder / "log", *embed, f"output={folder / 'photos'}.{suffix}", f"index={index}")
+    command(folder / "log", "knn", *embed[1:])
+    return folder
+
+
+@pytest.fixture
+def inside(trained, monkeypatch):
+    """The folder of the run, with the repository's own files in it, as where one is."""
+    monkeypatch.chdir(trained)
+    if not Path("configs").exists():
+        Path("configs").symlink_to(ROOT / "configs")
+    return trained
+
+
+def test_there_are_pages_and_commands():
+    assert PAGES.keys() == {"recipe", "data", "checkpoints", "multi-node"}
+    assert len(COMMANDS) >= 20
+
+
+@pytest.mark.parametrize("parts", COMMANDS, ids=" ".join)
+def test_every_command_is_understood(parts, inside):
+    program = next((part for part in parts if part in PROGRAMS), None)
+    job = PROGRAMS[program] if program else parts[1]
+    arguments = parts[parts.index(program or job) + 1 :]
+    if parts[:2] == ["accelerate", "launch"]:
+        assert launch_command_parser().parse_args(parts[2:]).training_script == program
+    elif parts[0] == "torchrun":
+        assert get_args_parser().parse_args(parts[1:]).training_script == program
+    elif parts[0] in ("srun", "sbatch"):
+        assert program
+    else:
+        assert parts[0] == "dino-vit"
+    args = parse_arguments(build_parser([job]), [job, *arguments])
+    if job in ("export", "inspect-weights"):
+        return
+    config_from(args, _config_class(job))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_exist_and_take_what_is_given(page, trained):
+    checkpoint = max((trained / "runs/pretrain/checkpoints").iterdir())
+    tensors = {name.split(".backbone.")[-1] for name in read_tensors(checkpoint)[0]} | {"loss.center"}
+    found = 0
+    for text in quoted(PAGES[page]):
+        key, equals, _ = text.partition("=")
+        if not re.fullmatch(r"\w+\.\w+", key) or key.split(".")[0] not in sections(PretrainConfig):
+            continue
+        found += 1
+        assert key in KNOBS or key in tensors, text
+        if equals:
+            load(PretrainConfig, None, [text])
+    assert found >= 3
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_links_exist(page):
+    named = re.findall(r"\b(?:launch|configs|docs|benchmarks|eval)/[\w/.-]*\w\.\w+", PAGES[page])
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page]):
+        path, _, anchor = target.partition("#")
+        text = (ROOT / "docs" / path).read_text()
+        assert not anchor or re.search(
+            rf"^#+ {anchor.replace('-', ' ')}$", text, re.MULTILINE | re.IGNORECASE
+        )
+
+
+def test_the_recipe_has_our_defaults():
+    table = [row for row in rows(PAGES["recipe"]) if len(row) == 5]
+    shown = {setting.strip("`"): default.strip("`") for _, _, setting, default, _ in table}
+    assert shown == {key: yaml.write(KNOBS[key].default) for key in shown}
+    assert all(note for *_, note in table)
+    own = ("model.width", "model.depth", "model.heads", "model.checkpoint_blocks")
+    parts = ("model", "head", "views", "photometry", "loss", "optim", "teacher")
+    assert {key for key in KNOBS if key.split(".")[0] in parts} - set(own) <= shown.keys()
+
+
+def test_the_recipe_says_all_that_auto_fills():
+    table = PAGES["recipe"].split("What `recipe=auto` fills in")[1].split("```")[0]
+    assert {text for text in quoted(table) if text in KNOBS} == AUTO_KEYS
+
+
+def test_what_may_change_is_listed():
+    said = PAGES["checkpoints"].split("may change freely:")[1].split("\n\n")[0]
+    assert set(quoted(said)) == {key for key, knob in KNOBS.items() if knob.may_change}
+
+
+def test_suffixes_are_those_of_images():
+    said = next(text for text in quoted(PAGES["data"]) if text.startswith(".jpg "))
+    assert {*said.split(), ".npy"} == set(IMAGE_SUFFIXES)
+
+
+def test_sources_open(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(Path("photos"), {"cat.jpg": FILES[NAMES[1]], "far/off/dog.png": FILES[NAMES[0]]})
+    Path("list.txt").write_text("photos/cat.jpg cat\n")
+    Path("list.csv").write_text("path,label\nphotos/cat.jpg,cat\n")
+    Path("list.tsv").write_text("path\tlabel\nphotos/cat.jpg\tcat\n")
+    for number in range(11):
+        write_tar(Path(f"shards/{number:03}.tar"), {f"{number}.png": FILES[NAMES[0]]})
+    write_zip(Path("photos.zip"), method=zipfile.ZIP_BZIP2)
+    write_parquet(Path("train.parquet"))
+    shutil.copy("train.parquet", write_parquet(Path("data/train-0.parquet")))
+    images = np.zeros((3, 20, 20, 2), dtype=np.uint16)
+    np.save("images.npy", images)
+    np.savez_compressed("images.npz", KEY=images, labels=np.array(["a", "b", "a"]))
+    table = PAGES["data"].split("## Sources")[1].split("\n\n")[2]
+    found = {}
+    for what, _ in rows(table):
+        for spec in quoted(what):
+            if not spec.startswith("hf:"):
+                found[spec] = open_source(spec.replace("LENGTH", "40").replace("SIZE", "16"))
+    lengths = {spec: len(source) for spec, source in found.items()}
+    assert len(lengths) == 19
+    assert (lengths["photos"], lengths["photos/**/*.png"], lengths["shards"]) == (2, 1, 11)
+    assert (lengths["synthetic"], lengths["synthetic:LENGTH:SIZE"]) == (20_000, 40)
+    assert list(found["images.npz"].classes) == ["a", "b"]
+    assert found["list.txt"].classes == found["list.csv"].classes == found["list.tsv"].classes == ["cat"]
+
+
+def test_a_run_folder_holds_what_the_page_says(trained):
+    table = PAGES["checkpoints"].split("## A run folder")[1].split("\n\n")[1]
+    assert (trained / "runs/pretrain/eval/knn.json").exists()
+    said = {quoted(what)[0].rstrip("/") for what, _ in rows(table)}
+    assert {path.name for path in (trained / "runs/pretrain").iterdir()} == said - {"report.html"}
+
+
+def test_a_checkpoint_holds_what_the_page_says(trained):
+    page = PAGES["checkpoints"].split("## A checkpoint")[1].split("## Going on")[0]
+    path = max((trained / "runs/pretrain/checkpoints").iterdir())
+    metadata = read_metadata(path)
+    assert metadata.keys() == {"dino_vit", "sha256"}
+    named = [(quoted(what), quoted(meaning)) for what, meaning in rows(page)]
+    entries = {name for what, _ in named for name in what if "." not in name}
+    assert json.loads(metadata["dino_vit"]).keys() == entries
+    stars = [name for what, _ in named for name in what if "." in name]
+    groups = {name: re.compile(re.escape(name).replace(r"\*", ".+")) for name in stars}
+    tensors = read_tensors(path)[0]
+    assert all(any(group.fullmatch(name) for group in groups.values()) for name in tensors)
+    assert all(any(group.fullmatch(name) for name in tensors) for group in groups.values())
+    examples = [
+        name
+        for _, meaning in named
+        for name in meaning
+        if re.search(r"(weight|embed|token|bias|_[vg])$", name)
+    ]
+    assert len(examples) >= 8
+    assert all(any(name.endswith(f".{example}") for name in tensors) for example in examples)
+
+
+def test_the_python_runs(inside):
+    spaces = []
+    for code in blocks(PAGES["checkpoints"], "python"):
+        spaces.append({})
+        exec(code, spaces[-1])
+    assert spaces[0]["about"]["step"] == 20
+    model = spaces[1]["model"].state_dict()
+    assert {f"teacher.backbone.{name}" for name in model} == spaces[0]["teacher"].keys()
+    described = json.loads(read_metadata(Path("backbone.safetensors"))["dino_vit"])
+    said = PAGES["checkpoints"].split("metadata of `kind`")[1].split("`dino-vit export`")[0]
+    assert described.keys() - {"kind"} == set(quoted(said)) - {"backbone"}
+
+
+def test_the_settings_of_a_run_go_on_with_it(trained, tmp_path):
+    said = command(tmp_path / "log", "pretrain", "--config", trained / "runs/pretrain/config.yaml")
+    assert "going on after step 20" in said
+
+
+def test_features_and_embeddings_hold_what_the_page_says(trained):
+    page = PAGES["checkpoints"].split("## Features and embeddings")[1]
+    (folder,) = (trained / "features").iterdir()
+    assert (
+        {path.name for path in folder.iterdir()}
+        == {"values.npy", "indices.npy", "about.json"}
+        <= set(quoted(page))
+    )
+    schema = pq.read_schema(trained / "photos.parquet")
+    (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
+    assert columns == [*schema.names, "dino_vit"]
+    said = page.split("The provenance:")[1].split("With `index")[0]
+    about = json.loads(schema.metadata[b"dino_vit"])
+    assert about.keys() == set(quoted(said))
+    assert json.loads((trained / "photos.json").read_text()) == about
+    tensors, metadata = read_tensors_of_others(trained / "photos.safetensors")
+    assert tensors == {"embedding", "index", "label", "names", "name_ends"} <= set(quoted(page))
+    assert json.loads(metadata["dino_vit"]).keys() - about.keys() == {"classes"}
+    assert (trained / "photos.faiss").exists()
+
+
+def read_tensors_of_others(path):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return set(file.keys()), file.metadata()
+
+
+def test_environment_variables_are_those_that_are_read():
+    table = PAGES["multi-node"].split("## Environment variables")[1].split("##")[0]
+    named = {name for what, _ in rows(table) for name in re.findall(r"[A-Z][A-Z_]+", what)}
+    code = "".join(path.read_text() for path in (ROOT / "dino_vit").rglob("*.py"))
+    assert len(named) >= 12
+    assert {name for name in named if name not in code} == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+
+
+def test_launch_files_are_all_named():
+    files = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "launch").rglob("*")
+        if path.suffix in (".py", ".yaml", ".sbatch")
+    }
+    assert files <= set(quoted(PAGES["multi-node"]))

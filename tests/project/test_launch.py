@@ -1,0 +1,208 @@
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "launch" / "accelerate_configs"
+BATCH_SCRIPT = ROOT / "launch" / "slurm" / "pretrain.sbatch"
+ARGUMENTS = ["--config", "a b.yaml", "data.source=/my photos/*", "views.global_scale=[0.4, 1]", 'quo"te$HOME']
+
+
+def test_pretrain_is_the_console_command(monkeypatch):
+    called = []
+    monkeypatch.setattr("dino_vit.cli.main", lambda argv: called.append(argv) or 75)
+    monkeypatch.setattr(sys, "argv", ["launch/pretrain.py", *ARGUMENTS])
+    with pytest.raises(SystemExit, match="75"):
+        runpy.run_path(str(ROOT / "launch" / "pretrain.py"), run_name="__main__")
+    assert called == [["pretrain", *ARGUMENTS]]
+    runpy.run_path(str(ROOT / "launch" / "pretrain.py"), run_name="__mp_main__")  # as a spawned worker does
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes"),
+    [
+        ("cpu", "MULTI_GPU", 2),
+        ("single_gpu", "NO", 1),
+        ("multi_gpu", "MULTI_GPU", -1),
+        ("multi_node", "MULTI_GPU", -1),
+    ],
+)
+def test_accelerate_takes_the_config(name, kind, processes):
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert config.distributed_type.value == kind
+    assert config.num_processes == processes  # -1: accelerate insists on --num_processes
+    assert config.mixed_precision is None
+    assert config.num_machines == (2 if name == "multi_node" else 1)
+    assert config.use_cpu == (name == "cpu")
+
+
+def test_every_config_is_tested():
+    assert {path.stem for path in CONFIGS.iterdir()} == {"cpu", "single_gpu", "multi_gpu", "multi_node"}
+
+
+def test_the_cpu_config_starts_two_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ranks = torch.tensor([float(dist.get_rank() + 1)])\n"
+        "dist.all_reduce(ranks)\n"
+        "sys.stdout.write(f'SUM {ranks.item()} {torch.cuda.device_count()} {sys.argv[1]}\\n')\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            CONFIGS / "cpu.yaml",
+            script,
+            "a b",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.count("SUM 3.0 0 a b\n") == 2, done.stdout + done.stderr
+
+
+# Stand-ins for SLURM's commands and for the program, which says what it got and does as its environment asks.
+SRUN = """
+import json, os, signal, subprocess, sys
+at = sys.argv.index("python")
+options, command = sys.argv[1:at], sys.argv[at:]
+tasks = [
+    subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n % 2)})
+    for n in range(int(os.environ["SLURM_NTASKS"]))
+]
+signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+open("srun", "w").write(json.dumps(options))
+sys.exit(max(task.wait() for task in tasks))
+"""
+SCONTROL = """
+import os, sys
+if sys.argv[1:] == ["show", "hostnames", "node[07-08]"]:
+    print("node07\\nnode08")
+else:
+    open("requeued", "a").write(" ".join(sys.argv[1:]))
+    sys.exit(int(os.environ.get("REFUSE_REQUEUE", "0")))
+"""
+PYTHON = """
+import json, os, signal, sys, time
+signals = []
+signal.signal(signal.SIGUSR1, lambda *_: signals.append("USR1"))
+names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT")
+said = {"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
+file = "task" + os.environ["SLURM_PROCID"]
+open(file + ".part", "w").write(json.dumps(said))
+os.rename(file + ".part", file)
+code = int(os.environ.get("PROGRAM_CODE", "-1"))
+deadline = time.monotonic() + 20
+while code < 0 and time.monotonic() < deadline:
+    time.sleep(0.02)
+    if signals:
+        time.sleep(0.2)  # saving
+        code = 75
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts the batch script as SLURM would."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, source in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+        (commands / name).write_text(f"#!{sys.executable} -IS\n{source}")
+        (commands / name).chmod(0o755)
+
+    jobs = []
+
+    def start(*arguments, tasks=2, **environment):
+        job = {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "70012",
+            "SLURM_JOB_NODELIST": "node[07-08]",
+            "SLURM_NTASKS": str(tasks),
+            "SLURM_CPUS_PER_TASK": "6",
+        }
+        with open(tmp_path / "log", "w") as log:
+            jobs.append(
+                subprocess.Popen(
+                    ["bash", BATCH_SCRIPT, *arguments],
+                    cwd=tmp_path,
+                    env={**job, **environment},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+
+
+def test_the_batch_script_hands_arguments_and_places_to_every_task(start, tmp_path):
+    assert start(*ARGUMENTS, PROGRAM_CODE="0").wait(30) == 0
+    for number in range(2):
+        said = json.loads((tmp_path / f"task{number}").read_text())
+        assert said["argv"] == ["launch/pretrain.py", *ARGUMENTS]
+        assert (said["SLURM_PROCID"], said["SLURM_LOCALID"], said["SLURM_NTASKS"]) == (
+            str(number),
+            str(number),
+            "2",
+        )
+        assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == ("node07", "20012")
+    assert json.loads((tmp_path / "srun").read_text())[:2] == ["--cpus-per-task", "6"]
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "refused", "left_with", "requeued"),
+    [
+        (1, False, 1, False),
+        (2, False, 2, False),
+        (137, False, 137, False),
+        (75, False, 0, True),
+        (75, True, 75, True),
+    ],
+)
+def test_only_a_saved_run_goes_back_into_the_queue(start, tmp_path, code, refused, left_with, requeued):
+    job = start(PROGRAM_CODE=str(code), REFUSE_REQUEUE=str(int(refused)))
+    assert job.wait(30) == left_with
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 70012"
+
+
+def test_a_signal_reaches_the_program_which_saves_and_is_requeued(start, tmp_path):
+    job = start()
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / name).exists() for name in ("srun", "task0", "task1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)  # once more while it saves
+    assert job.wait(30) == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 70012"
+    assert "back into the queue" in (tmp_path / "log").read_text()
+
+
+def test_the_batch_script_asks_slurm_for_what_it_needs():
+    directives = {
+        line.split(maxsplit=1)[1] for line in BATCH_SCRIPT.read_text().splitlines() if "#SBATCH" in line
+    }
+    assert {"--open-mode=append", "--requeue", "--signal=B:USR1@120"} <= directives

@@ -1,0 +1,70 @@
+"""What the README says is there, and its commands mean something; the long ones are not run here."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dino_vit
+from dino_vit.cli import build_parser
+from dino_vit.config.display import parse_arguments
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.training import diagnosis
+from tests.support.documents import commands
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+COMMANDS = commands(README)
+PRETRAINING = [
+    parts[parts.index(name) + 1 :]
+    for parts in COMMANDS
+    for name in ("pretrain", "launch/pretrain.py", "launch/slurm/pretrain.sbatch")
+    if name in parts
+]
+
+
+def test_there_are_commands_to_check():
+    assert len(COMMANDS) >= 8
+    assert len(PRETRAINING) >= 4
+
+
+@pytest.mark.parametrize("arguments", PRETRAINING, ids=" ".join)
+def test_every_pretraining_command_has_good_settings(arguments):
+    args = parse_arguments(build_parser(["pretrain"]), ["pretrain", *arguments])
+    assert load(PretrainConfig, args.config and ROOT / args.config, args.settings).data.source == "photos"
+
+
+@pytest.mark.parametrize("parts", [p for p in COMMANDS if p[0] == "dino-vit"], ids=" ".join)
+def test_every_console_command_parses(parts):
+    parse_arguments(build_parser(parts[1:]), parts[1:])
+
+
+@pytest.mark.parametrize("target", [parts[1] for parts in COMMANDS if parts[0] == "make"])
+def test_every_make_target_exists(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"(?:launch|configs|docs|benchmarks|eval)/[\w/.-]*\w\.\w+", README)))
+)
+def test_every_file_that_is_named_exists(name):
+    assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\b(\w+)\.py\b", README.split("## Layout")[1]))))
+def test_the_layout_names_modules_that_exist(name):
+    assert list((ROOT / "dino_vit").rglob(f"{name}.py"))
+
+
+def test_the_table_of_states_has_all_of_them():
+    known = {value.state for value in vars(diagnosis).values() if isinstance(value, diagnosis.Diagnosis)}
+    table = README.split("What the words in the log mean")[1].split("\n\n")[1]
+    assert set(re.findall(r"^\| ([\w() -]+?) \|", table, flags=re.MULTILINE)) - {"state"} == known
+
+
+def test_python_names_are_public():
+    for name in re.findall(r"from dino_vit import (\w+)", README):
+        assert hasattr(dino_vit, name)

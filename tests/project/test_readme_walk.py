@@ -1,0 +1,111 @@
+"""The README's commands, one after the other, in a folder with photos: only the sizes are made small.
+
+`make` and `sbatch` are left to the newcomer's trial and to the tests of launching.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit import VisionTransformer, export_backbone
+from dino_vit.cli import main
+from tests.project.test_readme import COMMANDS, README, ROOT
+from tests.support.runs import TINY
+
+OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
+SMALL = [f"{key}={value}" for key, value in TINY.items() if key not in OWN]
+SMALL += ["data.batch_size=4", "run.eval_every=1", "optim.warmup_epochs=0"]
+SMALLER = {
+    "linear": ["grid.steps=20", "logistic.iterations=50", "batch_size=8"],
+    "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
+    "report": ["images=20"],
+}
+WALKED = [parts for parts in COMMANDS if parts[0] not in ("make", "sbatch")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("walk")
+    generator = np.random.default_rng(0)
+    for label, colour in (("sky", (60, 120, 220)), ("grass", (70, 160, 60))):
+        (folder / "photos" / label).mkdir(parents=True)
+        for number in range(16):
+            noise = generator.integers(-50, 50, (40, 48, 3))
+            pixels = np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / "photos" / label / f"{number}.png")
+    (folder / "query.jpg").write_bytes((folder / "photos" / "sky" / "0.png").read_bytes())
+    published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
+    export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
+    return folder
+
+
+def small(parts):
+    """Return a command of the README with settings behind it that make it small."""
+    if parts[0] in ("accelerate", "torchrun"):
+        text = shlex.join(parts).replace("multi_gpu.yaml", "cpu.yaml").replace("8", "2", 1)
+        launched = shlex.split(text)
+        own = re.sub(r"\W", "", parts[0])
+        drop = {"--config", "configs/pretrain/vits16.yaml"}
+        kept = [part for part in launched if part not in drop]
+        return [*kept, *SMALL, f"output=runs/{own}", "optim.accumulate=1"]
+    if parts[1] == "pretrain" and not any(part.startswith("init.") for part in parts):
+        return [*parts, *SMALL]
+    if parts[1] == "pretrain":
+        own = ("model.", "optim.lr")  # those of the weights, and of a run from weights
+        return [*parts, *(one for one in SMALL if not one.startswith(own)), "optim.min_lr=0"]
+    return [*parts, *SMALLER.get(parts[1], [])]
+
+
+def run(parts, place):
+    if parts[0] == "dino-vit":
+        return main(parts[1:])
+    command = [str(Path(sys.executable).with_name(parts[0])), *parts[1:]]
+    command = [str(ROOT / part) if part.startswith("launch/") else part for part in command]
+    return subprocess.run(command, cwd=place, check=False, capture_output=True, timeout=300).returncode
+
+
+def test_every_command_works_in_its_order(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    for parts in WALKED:
+        if "--serve" in parts:
+            look_at_the_served_page(parts, place)
+            continue
+        code = run(small(parts), place)
+        assert code == 0, f"{shlex.join(parts)}: {capsys.readouterr().err}"
+    for made in ("views.png", "photos-packed", "runs/pretrain/report.html", "photos.parquet", "vits16"):
+        assert (place / made).exists()
+
+
+def look_at_the_served_page(parts, place):
+    command = [sys.executable, "-m", "dino_vit", *parts[1:], "images=20", "port=0"]
+    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        try:
+            said, end = "", time.monotonic() + 120
+            while "http://" not in said and time.monotonic() < end:
+                said += server.stdout.readline().decode()
+            address = re.search(r"http://[\w.]+:\d+/?", said)
+            assert address, said
+            page = urllib.request.urlopen(address[0], timeout=60).read().decode()
+        finally:
+            server.terminate()
+    assert "<html" in page
+
+
+def test_the_python_block_works(place, monkeypatch):
+    monkeypatch.chdir(place)
+    (block,) = (
+        text for text in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "load_b" in text
+    )
+    names = {"images": torch.rand(2, 3, 32, 32)}
+    exec(block, names)
+    assert names["features"].shape == (2, 32)
+    assert names["maps"].shape == (2, 2, 17, 17)

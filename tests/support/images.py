@@ -1,0 +1,65 @@
+"""Sets of image files for the tests: of every kind, and broken in every way."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import tifffile
+from PIL import Image
+
+from dino_vit.data.sources.synthetic import SyntheticSource
+
+
+def saved(image, kind, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def tiff(array, **options):
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, array, **options)
+    return buffer.getvalue()
+
+
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def png16(array):
+    """Write 16-bit PNG in colour, which Pillow cannot."""
+    height, width, channels = array.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    return png(width, height, rows, depth=16, kind={1: 0, 2: 4, 3: 2, 4: 6}[channels])
+
+
+def png(width, height, rows, *, depth=8, kind=0, interlaced=0, packed=None):
+    """Write PNG with any claims in its header."""
+    header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced)
+    chunks = ((b"IHDR", header), (b"IDAT", packed or zlib.compress(rows)), (b"IEND", b""))
+    whole = (struct.pack(">I", len(b)) + n + b + struct.pack(">I", zlib.crc32(n + b)) for n, b in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(whole)
+
+
+def broken_files():
+    """Return files that cannot be used, by kind; all begin as images do, but for the text."""
+    whole = Image.fromarray(SyntheticSource(length=1).read(0).permute(1, 2, 0).numpy())
+    jpeg, plain = saved(whole, "JPEG"), saved(whole, "PNG")
+    not_a_number = np.full((32, 32), np.nan, dtype=np.float32)
+    return {
+        "empty.jpg": b"",
+        "text.jpg": b"<html>404 Not Found</html>",
+        "truncated.jpg": jpeg[: len(jpeg) // 2],
+        "truncated.png": plain[: len(plain) // 2],
+        "damaged.png": plain[:60] + bytes(20) + plain[80:],
+        "header.jpg": jpeg[:3],
+        "bomb.png": png(60_000, 60_000, bytes(100)),
+        "bomb.gif": b"GIF89a" + struct.pack("<HH", 65_000, 65_000) + saved(whole, "GIF")[10:],
+        "bands.tif": tiff(np.zeros((32, 32, 5), np.uint8), photometric="minisblack", planarconfig="contig"),
+        "nan.npy": npy(not_a_number),
+        "zeros.webp": b"RIFF" + bytes(500),
+        "objects.npy": npy(np.array([{}, []], dtype=object)),
+    }

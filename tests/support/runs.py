@@ -1,0 +1,190 @@
+"""Runs of the command in real processes, which start fast: forked from one that has imported torch."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_vit.core.storage import read_tensors
+
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload(["dino_vit.training.loop", "dino_vit.config.display"])
+
+ROOT = Path(__file__).parents[2]
+CPU = ROOT / "launch" / "accelerate_configs" / "cpu.yaml"  # two processes
+
+TINY = {
+    "data.source": "synthetic:64:32",
+    "data.batch_size": 8,
+    "data.workers": 0,
+    "model.arch": "null",
+    "model.width": 32,
+    "model.depth": 2,
+    "model.heads": 2,
+    "model.patch_size": 8,
+    "head.prototypes": 256,
+    "head.hidden_dim": 64,
+    "head.bottleneck_dim": 32,
+    "views.global_size": 32,
+    "views.local_size": 16,
+    "views.local_count": 2,
+    "optim.lr": 0.03,
+    "optim.warmup_epochs": 1,
+    "optim.freeze_last_layer_epochs": 0.5,
+    "budget.epochs": "null",
+    "budget.steps": 20,
+    "run.precision": "no",
+    "run.log_every": 1,
+    "run.eval_every": "null",
+    "run.checkpoint_every": 5,
+    "run.trackers": "[]",
+}
+
+
+def arguments(output: Path, settings: Mapping[str, object] = {}) -> list[str]:
+    """Return the arguments of a run of 8 steps an epoch, 20 in all, that take about a second."""
+    merged = {**TINY, "output": output, **settings}
+    return ["pretrain", *(f"{key}={value}" for key, value in merged.items())]
+
+
+class Command:
+    """A command that was started in a process of its own; what it says goes to a file."""
+
+    def __init__(
+        self,
+        argv: list[str],
+        log: Path,
+        *,
+        environ: Mapping[str, str] = {},
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.log = log
+        self.process = server.Process(target=_run, args=(argv, log, dict(environ), before))
+        self.process.start()
+
+    def wait(self, seconds: float = 120) -> int:
+        """Return the exit code; that of a process ended by a signal is negative."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"the run hangs, having said:\n{self.said}")
+        return self.process.exitcode
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end or self.process.exitcode is not None:
+                self.process.kill()
+                raise TimeoutError(f"what was waited for did not come; the run said:\n{self.said}")
+            time.sleep(0.01)
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+class Run(Command):
+    """A pretraining that was started."""
+
+    started = 0
+
+    def __init__(self, output: Path, settings: Mapping[str, object] = {}, **options: Any) -> None:
+        Run.started += 1
+        self.output = output
+        super().__init__(
+            arguments(output, settings), output.with_name(f"{output.name}.{Run.started}.log"), **options
+        )
+
+
+def command(log: Path, *argv: object, code: int = 0, **options: Any) -> str:
+    """Run a command to the end, check the exit code and return what it said."""
+    started = Command([str(argument) for argument in argv], log, **options)
+    assert started.wait() == code, started.said
+    return started.said
+
+
+def run(output: Path, settings: Mapping[str, object] = {}, *, code: int = 0, **options: object) -> str:
+    """Run to the end, check the exit code and return what was said."""
+    started = Run(output, settings, **options)
+    assert started.wait() == code, started.said
+    return started.said
+
+
+def program(name: str, *words: object, processes: int = 1) -> str:
+    """Run a program of eval/ as users do, by `accelerate launch` on several processes; return its output."""
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CPU)] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, f"eval/{name}.py", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[], None] | None) -> None:
+    import torch
+
+    from dino_vit.cli import main
+
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environ)
+    multiprocessing.set_start_method("fork", force=True)  # as it is in a process that nobody forked
+    torch.set_num_threads(1)
+    if before:
+        before()
+    try:
+        code = main(argv)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def before_step(step, action):
+    """Have the loop act just before it takes a step."""
+    import dino_vit.training.loop
+
+    rates = dino_vit.training.loop.set_rates
+    taken = 0
+
+    def set_rates(*arguments, **keywords):
+        nonlocal taken
+        if taken == step:
+            action()
+        taken += 1
+        rates(*arguments, **keywords)
+
+    dino_vit.training.loop.set_rates = set_rates
+
+
+def readings(output: Path) -> list[dict[str, object]]:
+    """Return the lines of metrics.jsonl, without what depends on the clock."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["images_per_second"], line["data_wait"]
+    return lines
+
+
+def tensors(output: Path, step: int) -> dict[str, object]:
+    return read_tensors(output / "checkpoints" / f"step-{step:08d}.safetensors")[0]
+
+
+def steps(output: Path) -> list[int]:
+    """Return the steps of the checkpoints."""
+    return sorted(int(path.stem[5:]) for path in (output / "checkpoints").glob("*.safetensors"))

@@ -1,0 +1,85 @@
+"""Where photometry runs, and that on a CPU it does not matter to the result."""
+
+import pytest
+import torch
+
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.data.sources.open import SyntheticSource
+from dino_vit.training.placing import Costs, choose_place, enlarged, measure, resolve_place
+from tests.support.runs import readings, run, tensors
+
+CPU = torch.device("cpu")
+
+
+def config(*settings):
+    small = ("model.patch_size=8", "views.global_size=32", "views.local_size=16")
+    return load(PretrainConfig, None, [*small, *settings])
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "place"),
+    [
+        (Costs(2.0, 2.0, 2.0, 0.1), 1, "device"),  # the only worker is as slow as this process
+        (Costs(2.0, 2.0, 2.0, 0.1), 3, "worker"),
+        (Costs(2.0, 2.0, 2.0, 0.1), 2, "device"),  # no slower than now, but no faster either
+        (Costs(2.0, 2.0, 0.05, 0.04), 16, "device"),  # an accelerator
+        (Costs(2.0, 0.1, 2.0, 1.9), 3, "device"),  # what is won is lost again on the way
+    ],
+)
+def test_the_place_is_where_the_slowest_station_is_faster(costs, workers, place):
+    assert choose_place(costs, workers)[0] == place
+
+
+def test_stations_are_measured_and_leave_no_trace():
+    before = torch.get_rng_state(), torch.get_num_threads()
+    costs = measure(config(), SyntheticSource(length=20), CPU)
+    assert min(costs) > 0
+    assert costs.fetch < costs.fetch_and_colour
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_num_threads() == before[1]
+
+
+def test_a_device_is_measured_with_as_much_as_it_trains_on():
+    images, rows = torch.rand(6, 3, 8, 8), torch.rand(6, 4)
+    assert torch.equal(enlarged(images, 3), torch.cat([images] * 3))
+    assert torch.equal(enlarged(rows, 2), torch.cat([rows] * 2))
+    assert enlarged(images, 1) is images
+
+
+def test_the_choice_is_measured_once_and_gives_way_to_the_user():
+    source = SyntheticSource(length=20)
+
+    def resolved(*settings, before=None, workers=1):
+        found, choices = resolve_place(config(*settings), before, source, workers=workers, device=CPU)
+        return found.data.photometry, [choice.reason for choice in choices]
+
+    place, reasons = resolved()
+    assert place in ("worker", "device")
+    assert "images/s on the device" in reasons[0]
+    assert resolved(workers=0) == ("device", ["there are no loader processes"])
+    assert resolved(before="worker") == ("worker", ["as the run began"])
+    assert resolved("data.photometry=worker", before="device") == ("worker", [])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path, workers):
+    settings = {"budget.steps": 5, "optim.warmup_epochs": 0, "data.workers": workers}
+    settings["photometry.noise"] = 0.5
+    for place in ("worker", "device"):
+        run(tmp_path / place, {**settings, "data.photometry": place})
+    ours, theirs = (tensors(tmp_path / place, 5) for place in ("worker", "device"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert readings(tmp_path / "worker") == readings(tmp_path / "device")
+
+
+def test_a_run_keeps_its_place(tmp_path):
+    settings = {"budget.steps": 10, "optim.warmup_epochs": 0, "run.checkpoint_every": 5}
+    run(tmp_path / "run", {**settings, "data.photometry": "worker"})
+    (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
+    said = run(tmp_path / "run", {**settings, "data.workers": 1})
+    assert "data.photometry=worker: as the run began" in said
+    assert "photometry: worker" in (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
+    said = run(tmp_path / "run", {**settings, "data.photometry": "device"}, code=2)
+    assert "data.photometry was worker and is device" in said

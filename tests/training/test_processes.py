@@ -1,0 +1,143 @@
+"""Two processes are one run: the same images, losses and teacher as one process with twice the batch."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.runs import CPU, Run, arguments, before_step, readings, run, steps, tensors
+
+# Stochastic depth is drawn on each process for its own images.
+SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
+ONE = {**SETTINGS, "data.batch_size": 16}
+TWO = {**SETTINGS, "data.batch_size": 8}
+LAUNCHERS = {
+    "accelerate": ["accelerate.commands.launch", "--config_file", str(CPU), "--main_process_port"],
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    output = tmp_path_factory.mktemp("alone") / "run"
+    run(output, ONE)
+    return output
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def pair(output, settings, environ, **options):
+    """Start the two tasks of one launch."""
+    port = free_port()
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [Run(output, settings, environ={**common, **environ(n)}, **options) for n in (0, 1)]
+
+
+def torchrun_environ(number):
+    return {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
+
+
+def srun_environ(number):
+    rank = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+    return {**rank, "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+
+
+def assert_follows(output, alone):
+    found, expected = readings(output), readings(alone)
+    assert [line["step"] for line in found] == list(range(1, 11))
+    for key in ("loss", "gradient_norm", "mean_output_entropy", "output_entropy", "student_divergence"):
+        ours, theirs = (torch.tensor([line[key] for line in lines]) for lines in (found, expected))
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, key=key: key + text)
+    assert [line["rows"] for line in found] == [32] * 10
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_follow_one(tmp_path, alone, launcher):
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], free_port(), "-m", "dino_vit"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments(output, TWO)], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cpu" in done.stderr
+    assert "global batch 16 = 8 images × 1 passes × 2 processes" in done.stderr
+    assert done.stderr.count("done:") == 1
+    assert_follows(output, alone)
+
+
+def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
+    output = tmp_path / "run"
+    started = pair(output, TWO, srun_environ)
+    assert [one.wait() for one in started] == [0, 0], started[0].said
+    said = [line for line in started[1].said.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
+    assert said == [], "only the first process speaks"
+    assert_follows(output, alone)
+
+
+def terminate_at_the_third_step():
+    before_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, alone):
+    """The global batch stays, in two passes, and so do the images and the losses."""
+    output = tmp_path / "run"
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    first = Run(output, TWO, environ={**port, **torchrun_environ(0)})
+    second = Run(output, TWO, environ={**port, **torchrun_environ(1)}, before=terminate_at_the_third_step)
+    assert [first.wait(), second.wait()] == [75, 75], first.said + second.said
+    assert steps(output) == [3]
+    said = run(output, TWO)
+    assert "going on after step 3" in said
+    assert "the run keeps its global batch of 16: optim.accumulate=2" in said
+    ours, theirs = readings(output), readings(alone)
+    for key in ("loss", "gradient_norm"):
+        assert [line[key] for line in ours] == pytest.approx(
+            [line[key] for line in theirs], abs=1e-5, rel=1e-5
+        )
+    for name, tensor in tensors(alone, 10).items():
+        torch.testing.assert_close(tensors(output, 10)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_a_batch_that_processes_cannot_make_up_is_refused(tmp_path, alone):
+    said = run(alone, {**ONE, "data.batch_size": 6}, code=2)
+    assert "its global batch was 16, which 1 processes of data.batch_size=6 cannot make up" in said
+
+
+def test_an_unreadable_image_is_written_down_once(tmp_path):
+    """Whichever process meets it, in whichever epoch."""
+    (tmp_path / "images").mkdir()
+    for number in range(16):
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "images" / "16.png").write_bytes(b"no image")
+    settings = {**TWO, "data.source": tmp_path / "images", "budget.steps": 12, "data.batch_size": 4}
+    assert [one.wait() for one in pair(tmp_path / "run", settings, torchrun_environ)] == [0, 0]
+    (line,) = (tmp_path / "run" / "unreadable.txt").read_text().splitlines()
+    assert line.startswith("16.png: ")
+
+
+def test_batch_norm_over_processes_without_gpus_is_refused(tmp_path):
+    started = pair(tmp_path / "run", {**TWO, "head.batch_norm": "true"}, torchrun_environ)
+    assert [one.wait() for one in started] == [2, 2]
+    assert "head.batch_norm=true over several processes needs GPUs" in started[0].said
+
+
+def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
+    settings = {**TWO, "optim.warmup_epochs": 0}
+    run(tmp_path / "one", {**settings, "data.batch_size": 16, "budget.steps": 3})
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    started = [
+        Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ={**port, **torchrun_environ(n)})
+        for n, folder in enumerate(("one", "two"))
+    ]
+    assert [one.wait() for one in started] == [2, 2]
+    assert all("found it at different steps (0, 3)" in one.said for one in started)

@@ -1,0 +1,218 @@
+"""A run that was interrupted anywhere goes on as if nothing had been."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from dino_vit.training.monitor import read_records
+from tests.support.runs import Run, before_step, readings, run, steps, tensors
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 20 steps that nobody interrupts."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    run(output)
+    return output
+
+
+def assert_same_end(output, whole):
+    ours, theirs = tensors(output, 20), tensors(whole, 20)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert not different
+    assert readings(output) == readings(whole)
+
+
+def kill_before_step_13():
+    before_step(13, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_in_an_epoch_and_resumed_is_bit_for_bit_the_same(tmp_path, whole, workers):
+    output = tmp_path / "run"
+    settings = {"data.workers": workers}
+    run(output, settings, code=-signal.SIGKILL, before=kill_before_step_13)
+    assert steps(output) == [5, 10]
+    assert [reading["step"] for reading in readings(output)] == list(range(1, 14))
+    assert "going on after step 10" in run(output, settings)
+    assert_same_end(output, whole)
+
+
+def terminate_before_step_13():
+    before_step(13, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def ask_to_leave_before_step_13():
+    before_step(13, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def interrupt_before_step_13():
+    before_step(13, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def interrupt_twice_before_step_13():
+    before_step(13, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [(terminate_before_step_13, 75), (ask_to_leave_before_step_13, 75), (interrupt_before_step_13, 130)],
+)
+def test_a_signal_saves_after_the_step_and_leaves(tmp_path, whole, before, code):
+    output = tmp_path / "run"
+    said = run(output, code=code, before=before)
+    assert steps(output) == [10, 14]
+    assert "saved at step 14" in said
+    run(output)
+    assert_same_end(output, whole)
+
+
+def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(tmp_path):
+    output, evaluated = (
+        tmp_path / "run",
+        {"run.eval_every": 1, "data.batch_size": 16, "optim.warmup_epochs": 0},
+    )
+    run(output, evaluated, code=75, before=terminate_before_step_13)
+    baseline = (output / "baseline.json").read_bytes()
+    assert set(json.loads(baseline)) == {"knn", "rankme", "raw_pixels"}
+    run(output, evaluated)
+    starts = read_records(output / "starts.jsonl")
+    assert [start["step"] for start in starts] == [0, 14]
+    assert (starts[0]["global_batch"], starts[0]["images"], starts[0]["total_steps"]) == (16, 64, 20)
+    assert starts[0]["began"] <= starts[1]["began"]
+    assert (output / "baseline.json").read_bytes() == baseline
+
+
+def test_ctrl_c_twice_leaves_at_once(tmp_path):
+    said = run(tmp_path / "run", code=130, before=interrupt_twice_before_step_13)
+    assert steps(tmp_path / "run") == [5, 10]
+    assert said.endswith("dino-vit pretrain: interrupted\n")
+    assert "Traceback" not in said
+    assert said.count("ctrl-C again") == 1
+
+
+def members(group):
+    """Say of each process of a group whether it is running; one that only waits for its parent is not."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return ["ended" if state.startswith("Z") else "running" for number, state in rows if int(number) == group]
+
+
+def test_a_signal_to_all_processes_of_a_run_does_not_take_its_loaders(tmp_path):
+    """As SLURM and systemd send it, and a terminal sends ctrl-C; nothing is left running."""
+    output = tmp_path / "run"
+    started = Run(output, {"data.workers": 2, "budget.steps": 100_000}, before=os.setsid)
+    started.wait_until(lambda: steps(output))
+    group = started.process.pid
+    assert members(group).count("running") >= 3
+    os.killpg(group, signal.SIGTERM)
+    assert started.wait() == 75, started.said
+    assert "Traceback" not in started.said
+    assert "running" not in members(group)
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm on this system")
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 5), (signal.SIGKILL, 30)])
+def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, number, seconds):
+    """Loader processes end with it, at the latest when they look for it, and shared memory is given back."""
+    before = shared_memory()
+    settings = {"data.workers": 2, "budget.steps": 100_000, "data.photometry": "worker"}
+    started = Run(tmp_path / "run", settings, before=os.setsid)
+    started.wait_until(lambda: steps(tmp_path / "run"))
+    group = started.process.pid
+    assert members(group).count("running") >= 3
+    started.send(number)
+    started.wait()
+    end = time.monotonic() + seconds
+    while "running" in members(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "running" not in members(group)
+    assert shared_memory() <= before
+
+
+SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}
+
+
+def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path, whole):
+    output = tmp_path / "run"
+    run(output, {"budget.steps": 5, **SHORT})
+    said = run(output, {"optim.lr": 0.02, **SHORT}, code=2)
+    assert "holds a run at step 5 with other settings" in said
+    assert "optim.lr was 0.03 and is 0.02" in said
+    assert "budget.steps was 5 and is 20" in said
+    assert "run.resume=changed" in said
+    assert "Traceback" not in said
+    said = run(output, {"run.resume": "never", "budget.steps": 5, **SHORT}, code=2)
+    assert "run.resume=never would overwrite it" in said
+    said = run(output, {"model.width": 64, "run.resume": "changed", **SHORT}, code=2)
+    assert "is of another network or optimiser" in said
+    assert steps(output) == [5]
+    assert "going on after step 5" in run(output, {"optim.lr": 0.02, "run.resume": "changed", **SHORT})
+    assert steps(output) == [5, 10, 15, 20]
+
+
+def test_other_images_are_refused(tmp_path):
+    output = tmp_path / "run"
+    run(output, {"budget.steps": 5, **SHORT})
+    said = run(output, {"data.source": "synthetic:72:32", **SHORT}, code=2)
+    assert "the images of synthetic:72:32 are not those that it began with" in said
+
+
+def limit_files(size):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize("size", [8_000, 20_000], ids=["nothing", "readings"])
+def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole, size):
+    """A limit on the size of files stands in for the full disk."""
+    output = tmp_path / "run"
+    run(output, code=75, before=terminate_before_step_13)
+    good = {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
+    said = run(output, code=2, before=partial(limit_files, size))
+    assert ("the reading could not be written down" in said) == (size == 8_000)
+    assert "step 15: no checkpoint was written" in said
+    assert "its last step is not saved; free space" in said
+    assert {path: path.read_bytes() for path in (output / "checkpoints").iterdir()} == good
+    run(output)
+    assert_same_end(output, whole)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip_a_bit(path):
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty])
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole, damage):
+    output = tmp_path / "run"
+    run(output, code=75, before=terminate_before_step_13)
+    damage(output / "checkpoints" / "step-00000014.safetensors")
+    said = run(output)
+    assert "passed over a checkpoint" in said
+    assert "step-00000014.safetensors is" in said
+    assert "going on after step 10" in said
+    assert steps(output) == [15, 20]
+    assert_same_end(output, whole)

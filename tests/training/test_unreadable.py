@@ -1,0 +1,120 @@
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.training.unreadable import Unreadable
+from dino_vit.views.loader import Batch
+from tests.support.images import broken_files
+from tests.support.runs import readings, run
+from tests.training.test_processes import pair, torchrun_environ
+
+
+@pytest.fixture(scope="module")
+def broken_set(tmp_path_factory):
+    """Twelve files broken in as many ways among 228 good ones: 5 %."""
+    folder = tmp_path_factory.mktemp("broken")
+    source = SyntheticSource(length=228, size=24)
+    for number in range(len(source)):
+        Image.fromarray(source.read(number)[0].numpy()).save(folder / f"{number:03d}.png")
+    for name, data in broken_files().items():
+        (folder / f"broken-{name}").write_bytes(data)
+    return folder
+
+
+def named(output):
+    return sorted(line.partition(": ")[0] for line in (output / "unreadable.txt").read_text().splitlines())
+
+
+SETTINGS = {"budget.steps": 12, "data.batch_size": 40, "run.log_every": 6, "run.checkpoint_every": 12}
+BROKEN = sorted(f"broken-{name}" for name in broken_files())
+
+
+def test_a_set_with_broken_files_of_every_kind_trains_to_the_end(tmp_path, broken_set):
+    """Two epochs, with loader processes; an evaluation names what it leaves out in a line."""
+    assert len(BROKEN) >= 10
+    said = run(
+        tmp_path / "run", {**SETTINGS, "data.source": broken_set, "data.workers": 2, "run.eval_every": 1}
+    )
+    assert "cannot be read" in said
+    assert named(tmp_path / "run") == BROKEN
+    assert readings(tmp_path / "run")[-1]["step"] == 12
+
+
+def test_two_processes_train_to_the_end_on_it(tmp_path, broken_set):
+    settings = {**SETTINGS, "data.source": broken_set, "data.batch_size": 20}
+    started = pair(tmp_path / "run", settings, torchrun_environ)
+    assert [one.wait() for one in started] == [0, 0], started[0].said
+    assert named(tmp_path / "run") == BROKEN
+    assert readings(tmp_path / "run")[-1]["step"] == 12
+
+
+def test_too_many_end_the_run_in_both_processes_after_the_same_step(tmp_path, broken_set):
+    settings = {**SETTINGS, "data.source": broken_set, "data.batch_size": 20, "data.max_unreadable": 0}
+    started = pair(tmp_path / "run", settings, torchrun_environ)
+    assert [one.wait() for one in started] == [2, 2], started[0].said
+    sentences = [one.said.splitlines()[-1] for one in started]
+    assert sentences[0] == sentences[1]
+    assert "images read so far cannot be read or used, more than data.max_unreadable=0" in sentences[0]
+    assert "unreadable.txt" in sentences[0]
+
+
+def test_a_source_that_is_gone_ends_both_processes_though_one_alone_meets_it(tmp_path):
+    """The other is not left waiting in a collective."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(240):
+        (folder / f"{number:03d}.png").write_bytes(b"")
+    for number in range(0, 240, 10):  # the look at the start must find some
+        Image.new("L", (32, 32), number).save(folder / f"{number:03d}.png")
+    settings = {**SETTINGS, "data.source": folder, "data.batch_size": 1, "data.max_unreadable": 1}
+    settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
+    started = pair(tmp_path / "run", settings, torchrun_environ)
+    assert [one.wait() for one in started] == [2, 2], started[0].said
+    assert any("11 images chosen at random cannot be read" in one.said for one in started), started[0].said
+
+
+def batch(unreadable=0, images=10, failure=None):
+    failures = tuple(UnreadableImage(f"{number}.png", "broken") for number in range(unreadable))
+    return Batch(
+        epoch=0,
+        step=0,
+        samples=torch.zeros(images, dtype=torch.long),
+        read=torch.zeros(images, dtype=torch.long),
+        views={},
+        photometry={},
+        unreadable=failures,
+        failure=failure,
+    )
+
+
+def test_a_share_beyond_the_limit_ends_a_run_but_not_its_first_few_images(tmp_path):
+    device = torch.device("cpu")
+    unreadable = Unreadable(tmp_path, limit=0.1)
+    for _ in range(10):
+        unreadable.count(batch(unreadable=10, images=20))  # a third, but of 300 images only
+    assert not unreadable.many
+    unreadable.count(batch(unreadable=1))
+    assert unreadable.many
+    with pytest.raises(ValueError, match=r"^101 of 311 images .* data.max_unreadable=0.1: see .*unreadable"):
+        unreadable.check(device)
+    for _ in range(100):
+        unreadable.count(batch(images=10))
+    assert not unreadable.many
+    unreadable.check(device)
+    assert len((tmp_path / "unreadable.txt").read_text().splitlines()) == 10
+
+
+def test_what_was_named_before_is_not_named_again(tmp_path):
+    Unreadable(tmp_path, limit=0.1).count(batch(unreadable=2))
+    Unreadable(tmp_path, limit=0.1).count(batch(unreadable=3))
+    assert (tmp_path / "unreadable.txt").read_text() == "0.png: broken\n1.png: broken\n2.png: broken\n"
+
+
+def test_a_failure_is_final_whatever_the_limit(tmp_path):
+    unreadable = Unreadable(tmp_path, limit=1)
+    unreadable.count(batch(failure="nothing there"))
+    assert unreadable.many
+    with pytest.raises(ValueError, match="nothing there"):
+        unreadable.check(torch.device("cpu"))

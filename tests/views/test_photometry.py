@@ -1,0 +1,228 @@
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as V
+
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.training.feeding import build_augment, build_views
+from dino_vit.views.geometry import COLUMNS, Column, draw_photometry
+from dino_vit.views.noise import noise_like
+from dino_vit.views.photometry import Augment
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def images(count=6, channels=3, height=24, width=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
+
+
+def rows(count=6, **columns):
+    made = torch.zeros(count, COLUMNS)
+    made[:, Column.BRIGHTNESS : Column.HUE] = 1
+    for name, value in columns.items():
+        made[:, getattr(Column, name.upper())] = torch.as_tensor(value)
+    return made
+
+
+def drawn_rows(count, noise=0.0):
+    views = build_views(load(PretrainConfig, None, [f"photometry.noise={noise}"]))
+    rows = draw_photometry(views, seed=0, epoch=0, samples=np.arange(count))
+    return torch.from_numpy(rows).flatten(0, 1)
+
+
+def plain(channels=3):
+    return Augment(mean=(0.0,) * channels, std=(1.0,) * channels)
+
+
+def naive(image, row):
+    """One image after the other with torchvision's own functions."""
+    row = row.tolist()
+    x = image / 255
+    colour = len(x) == 3
+    if row[Column.FLIP]:
+        x = V.horizontal_flip(x)
+    if row[Column.JITTER]:
+        for operation in list(permutations(range(4)))[int(row[Column.ORDER])]:
+            parts = [x] if colour else x.split(1)
+            if operation == 0:
+                x = torch.cat([V.adjust_brightness(part, row[Column.BRIGHTNESS]) for part in parts])
+            elif operation == 1:
+                x = torch.cat([V.adjust_contrast(part, row[Column.CONTRAST]) for part in parts])
+            elif operation == 2 and colour:
+                x = V.adjust_saturation(x, row[Column.SATURATION])
+            elif colour:
+                x = V.adjust_hue(x, row[Column.HUE])
+    if row[Column.GREY] and colour:
+        x = V.rgb_to_grayscale(x, num_output_channels=3)
+    if row[Column.SIGMA]:
+        size = (
+            2 * int(row[Column.SIGMA] * math.sqrt(2 * math.log(1000))) + 1
+        )  # up to a thousandth of the centre
+        x = V.gaussian_blur(x, [size, size], [row[Column.SIGMA]] * 2)
+    if row[Column.SOLARISE]:
+        x = V.solarize(x, 0.5)
+    if row[Column.NOISE]:
+        key = torch.tensor([int(row[Column.KEY_HIGH]) << 24 | int(row[Column.KEY_LOW])])
+        x = (x + row[Column.NOISE] * noise_like(x[None], key)[0]).clamp(0, 1)
+    return x
+
+
+def matches(x, row):
+    expected = torch.stack([naive(image, one) for image, one in zip(x, row, strict=True)])
+    return (plain(x.shape[1])(x, row) - expected).abs().max() < 1e-5
+
+
+def alone(operation):
+    """The order of the jitter that starts with one operation; the others have neutral factors."""
+    return 6 * operation
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4, 2.0])
+def test_brightness_contrast_and_saturation_are_torchvisions(factor):
+    for operation, name in enumerate(("brightness", "contrast", "saturation")):
+        assert matches(images(), rows(jitter=1, order=alone(operation), **{name: factor}))
+
+
+@pytest.mark.parametrize("turn", [-0.5, -0.3, -0.1, 0.0, 0.05, 0.1, 0.5])
+def test_hue_is_torchvisions_for_every_kind_of_pixel(turn):
+    levels = torch.tensor([0, 1, 128, 254, 255], dtype=torch.uint8)
+    every = torch.cartesian_prod(levels, levels, levels).T.reshape(1, 3, 5, 25)  # greys, ties and extremes
+    assert matches(every, rows(1, jitter=1, order=alone(3), hue=turn))
+
+
+def test_grey_flip_and_solarise_are_torchvisions():
+    for name in ("grey", "flip", "solarise"):
+        assert matches(images(), rows(**{name: 1}))
+
+
+def test_solarise_is_the_threshold_128_on_every_level():
+    levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    expected = V.solarize(levels, 128) / 255
+    assert torch.allclose(plain(1)(levels, rows(1, solarise=1)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 1.63, 2.0])
+def test_blur_is_torchvisions(sigma):
+    assert matches(images(), rows(sigma=sigma))
+    wide = V.gaussian_blur(images() / 255, [19, 19], [sigma, sigma])
+    assert (plain()(images(), rows(sigma=sigma)) - wide).abs().max() < 0.5 / 255
+
+
+def test_blur_of_a_view_smaller_than_the_kernel_keeps_flat_areas():
+    flat = torch.full((2, 3, 4, 5), 77, dtype=torch.uint8)
+    assert torch.allclose(plain()(flat, rows(2, sigma=2.0)), flat / 255, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(24, 20), (225, 223)])
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels, size):
+    row = drawn_rows(4, noise=0.5)
+    assert matches(images(len(row), channels, *size), row)
+
+
+def test_each_of_the_24_orders_is_followed():
+    row = rows(24, jitter=1, order=torch.arange(24.0), brightness=1.4, contrast=0.6, saturation=1.2, hue=0.1)
+    x = images(1).expand(24, -1, -1, -1)
+    assert matches(x, row)
+    assert len({tuple(one.flatten().tolist()) for one in plain()(x, row)}) > 12
+
+
+def test_what_is_off_is_untouched_bit_for_bit():
+    row = drawn_rows(2)
+    row[::2] = 0
+    x = images(len(row))
+    assert torch.equal(plain()(x, row)[::2], (x / 255)[::2])
+    assert not torch.equal(plain()(x, row)[1::2], (x / 255)[1::2])
+
+
+@pytest.mark.parametrize("size", [(24, 20), (225, 223)])
+def test_noise_is_of_its_image_channel_and_pixel(size):
+    grey = torch.full((2, 5, *size), 128, dtype=torch.uint8)
+    row = rows(2, noise=torch.tensor([0.02, 0.1]), key_high=2**24 - 1, key_low=torch.tensor([5, 6]))
+    added = plain(5)(grey, row) - 128 / 255
+    for image, std in zip(added, (0.02, 0.1), strict=True):
+        assert image.std().item() == pytest.approx(std, rel=0.05)
+        assert abs(torch.corrcoef(image.flatten(1)) - torch.eye(5)).max() < 4 / math.sqrt(math.prod(size))
+    assert abs(torch.corrcoef(added.flatten(1))[0, 1]) < 4 / math.sqrt(added[0].numel())
+    black_and_white = plain(5)(torch.tensor([0, 255], dtype=torch.uint8).repeat(2, 5, *size), row)
+    assert (black_and_white.min(), black_and_white.max()) == (0, 1)
+
+
+def test_graphs_have_noise_only_if_the_config_has(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    row = rows(noise=0.1, key_low=7)
+    for probability in (0, 0.5):
+        augment = build_augment(load(PretrainConfig, None, [f"photometry.noise={probability}"]))
+        assert torch.equal(augment(images(), row), augment(images(), rows())) == (probability == 0)
+
+
+def test_normalises_with_mean_and_std():
+    x = images()
+    assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(23, 19), (97, 61), (181, 187)])
+def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
+    row = drawn_rows(4, noise=0.5)
+    x = images(len(row), channels, *size)
+    augment = Augment(mean=MEAN[:channels], std=STD[:channels])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = augment(x, row)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(augment(x[3:], row[3:]), together[3:])
+            alone = [augment(one[None], own[None]) for one, own in zip(x, row, strict=True)]
+            assert torch.equal(torch.cat(alone), together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("backend", "channels"), [("eager", 1), ("aot_eager", 3)])
+def test_compiles_to_one_graph_that_selects_by_masks(backend, channels):
+    row = drawn_rows(3, noise=0.5)
+    x = images(len(row), channels)
+    torch.compiler.reset()
+    compiled = torch.compile(plain(channels), backend=backend, fullgraph=True)
+    assert torch.allclose(compiled(x, row), plain(channels)(x, row), atol=2e-6)
+
+
+def test_leaves_its_input_alone_and_tracks_no_gradient():
+    x, row = images(), drawn_rows(1)[:6]
+    before = x.clone(), row.clone()
+    out = plain()(x, row.requires_grad_())
+    assert not out.requires_grad
+    assert torch.equal(x, before[0])
+    assert torch.equal(row, before[1])
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("size", [(24, 20), (225, 223)])
+def test_deep_images_are_treated_as_bytes_are(channels, size):
+    row = drawn_rows(3)
+    x = images(len(row), channels, *size)
+    deep = x / 255
+    before = deep.clone()
+    assert torch.allclose(plain(channels)(deep, row), plain(channels)(x, row), atol=1e-6)
+    assert torch.equal(deep, before)
+
+
+def test_deep_images_keep_what_bytes_would_lose():
+    faint = torch.rand(2, 1, 8, 8) / 1000
+    assert torch.allclose(plain(1)(faint, rows(2)), faint, rtol=1e-6)
+
+
+def test_wrong_images_are_refused():
+    with pytest.raises(ValueError, match="uint8 or float32 images"):
+        plain()(torch.rand(2, 3, 8, 8, dtype=torch.float64), rows(2))
+    with pytest.raises(ValueError, match=r"\(n, 3, h, w\)"):
+        plain()(images(2, channels=4), rows(2))
+    with pytest.raises(ValueError, match="one entry per channel"):
+        Augment(mean=(0.5,), std=(0.5, 0.5))

@@ -1,0 +1,132 @@
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from dino_vit.core.randomness import Stream, random_uniform
+from dino_vit.views.sampler import Sampler, _draw_by_weight
+
+
+def take(sampler, position, count):
+    return [(plan.epoch, plan.step, plan.samples.tolist()) for plan in islice(sampler.plans(position), count)]
+
+
+def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
+    sampler = Sampler(length=1000, batch_size=10, seed=5)
+    assert sorted(sampler.order(3)) == list(range(1000))
+    assert (sampler.order(3) == Sampler(length=1000, batch_size=50, seed=5).order(3)).all()
+    assert (sampler.order(3) != sampler.order(4)).mean() > 0.99
+    assert (sampler.order(3) != Sampler(length=1000, batch_size=10, seed=6).order(3)).mean() > 0.99
+
+
+def test_every_place_is_equally_likely():
+    places = np.array([Sampler(length=10, batch_size=1, seed=0).order(epoch) for epoch in range(2000)])
+    counts = np.stack([np.bincount(column, minlength=10) for column in places.T])
+    assert (((counts - 200) ** 2) / 200).sum() < 126  # 0.1 % point for 81 degrees of freedom
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_processes_share_the_batches_of_one(world_size):
+    whole = take(Sampler(length=100, batch_size=12, seed=0), 5, 20)
+    parts = [
+        take(Sampler(length=100, batch_size=12, seed=0, rank=rank, world_size=world_size), 5, 20)
+        for rank in range(world_size)
+    ]
+    for step, (epoch, number, samples) in enumerate(whole):
+        assert [sample for part in parts for sample in part[step][2]] == samples
+        assert all(part[step][:2] == (epoch, number) for part in parts)
+
+
+def test_the_passes_of_a_step_share_its_images():
+    whole = take(Sampler(length=100, batch_size=12, seed=0), 5, 6)
+    passes = take(Sampler(length=100, batch_size=12, seed=0, accumulate=3), 5, 18)
+    for step, (epoch, number, samples) in enumerate(whole):
+        parts = passes[3 * step : 3 * step + 3]
+        assert [sample for part in parts for sample in part[2]] == samples
+        assert all(part[:2] == (epoch, number) for part in parts)
+
+
+def test_a_position_is_all_that_resume_needs():
+    sampler = Sampler(length=50, batch_size=8, seed=0)
+    assert sampler.steps_per_epoch == 6
+    all_steps = take(sampler, 0, 20)
+    assert [step[:2] for step in all_steps] == [divmod(position, 6) for position in range(20)]
+    for position in (1, 5, 6, 13):
+        assert take(sampler, position, 20 - position) == all_steps[position:]
+
+
+def test_an_epoch_sees_no_image_twice():
+    steps = take(Sampler(length=50, batch_size=8, seed=0), 0, 6)
+    seen = [sample for _, _, samples in steps for sample in samples]
+    assert len(set(seen)) == len(seen) == 48
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch_size": 10, "world_size": 4}, "make it a multiple of 4"),
+        ({"batch_size": 101}, "100 images do not fill"),
+        ({"batch_size": 10, "weights": np.ones(99)}, "99 weights are not one for each of 100 images"),
+        ({"batch_size": 10, "rank": 2, "world_size": 2}, "rank must be from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        Sampler(length=100, seed=0, **wrong)
+
+
+def test_weights_decide_how_often_an_image_is_drawn():
+    weights = np.array([0.0, 1.0, 0.25, 3.0, 0.0, 0.5, 1e-9, 2.0, 0.0])
+    epochs = [Sampler(length=9, batch_size=3, seed=0, weights=weights).order(epoch) for epoch in range(2000)]
+    assert all(len(order) == 9 for order in epochs)
+    counts = np.bincount(np.concatenate(epochs), minlength=9)
+    assert not counts[weights == 0].any()
+    drawn = weights > 0.1
+    expected = 18_000 * weights[drawn] / weights.sum()
+    assert ((counts[drawn] - expected) ** 2 / expected).sum() < 18.5  # 0.1 % point for 4 degrees of freedom
+
+
+def test_weights_that_are_equal_draw_all_equally_often_at_every_place():
+    orders = [
+        Sampler(length=10, batch_size=1, seed=1, weights=np.full(10, 0.1)).order(epoch)
+        for epoch in range(2000)
+    ]
+    counts = np.stack([np.bincount(column, minlength=10) for column in np.array(orders).T])
+    assert ((counts - 200) ** 2 / 200).sum() < 137  # 0.1 % point for 90 degrees of freedom
+    assert sum(len(set(order.tolist())) == 10 for order in orders) < 10  # with replacement
+
+
+def test_drawing_by_weight_equals_the_loop():
+    weights = np.array([0.0, 0.7, 0.1, 0.0, 0.2, 0.0])
+    sampler = Sampler(length=6, batch_size=2, seed=5, weights=weights)
+    for draw, found in zip(
+        random_uniform(5, Stream.ORDER, 3, np.arange(6)).tolist(), sampler.order(3), strict=True
+    ):
+        rest, place = draw * sum(weights), 0
+        while rest >= weights[place]:
+            rest, place = rest - weights[place], place + 1
+        assert found == place
+
+
+def test_what_is_weighted_is_split_and_resumed_as_any_epoch():
+    settings = {"length": 100, "batch_size": 12, "seed": 0, "weights": np.arange(100.0)}
+    whole = take(Sampler(**settings), 0, 20)
+    assert take(Sampler(**settings), 11, 9) == whole[11:]
+    parts = [take(Sampler(**settings, rank=rank, world_size=2), 0, 20) for rank in (0, 1)]
+    assert [[*one[2], *other[2]] for one, other in zip(*parts, strict=True)] == [step[2] for step in whole]
+
+
+def test_an_image_of_weight_0_stands_in_for_no_other():
+    weights = np.array([0.0, 1.0, 0.0, 2.0])
+    plain = Sampler(length=4, batch_size=1, seed=0)
+    weighted = Sampler(length=4, batch_size=1, seed=0, weights=weights)
+    assert {other for sample in range(20) for other in plain.others(sample, 10)} == {0, 1, 2, 3}
+    assert {other for sample in range(20) for other in weighted.others(sample, 10)} == {1, 3}
+    assert list(weighted.others(7, 10)) == list(weighted.others(7, 10)) != list(weighted.others(8, 10))
+
+
+def test_numbers_on_the_edge_of_a_share_fall_to_what_can_be_drawn():
+    edges = np.array([0.0, 0.5, 1 - 2.0**-53])
+    assert _draw_by_weight(np.array([0.0, 1, 0, 1, 0]), edges).tolist() == [1, 3, 3]
+    for total in (1.0, 1 + 2.0**-52, 1.1, 2 - 2.0**-52, 3.0, 1e-299, 1e308):
+        assert _draw_by_weight(np.array([total]), edges).tolist() == [0, 0, 0]
