@@ -33,14 +33,14 @@ from dino_vit.weights import load_backbone
 ON_CUDA = "configs/pretrain/cifar10.yaml, 200 epochs: k-NN to reach 85 per cent"
 CONFIGS = Path(__file__).parents[1] / "configs" / "pretrain"
 BANK, K = 20_000, 20
-Sets = tuple[tuple[Source, Sequence[int]], ...]  # the bank and the queries
+LabelledSets = tuple[tuple[Source, Sequence[int]], ...]  # the bank and the queries
 
 
 def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
     """Return the accuracies of the run's network, of the one it started from, and of raw pixels."""
     preparation = build_preparation(config)
     order = np.random.default_rng(0).permutation(len(train))  # files may be sorted by class
-    sets: Sets = ((train, order.tolist()), (test, range(len(test))))
+    sets: LabelledSets = ((train, order.tolist()), (test, range(len(test))))
     device = here()
     precision = choose_precision("auto", device)
 

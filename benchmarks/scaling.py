@@ -55,7 +55,7 @@ def resumes(images: int) -> dict[str, Callable[[], Iterable[int]]]:
     numbers = cast("Dataset[int]", range(images))
     other: DistributedSampler[int] = DistributedSampler(numbers, num_replicas=1, rank=0)
     return {
-        "dino_vit": lambda: next(sampler.plans(middle)).samples,
+        "dino_vit": lambda: next(sampler.batch_specs(middle)).samples,
         "DistributedSampler": lambda: list(islice(iter(other), middle * 64, middle * 64 + 64)),
     }
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.settings import Count, CountOrZero, Settings, knob
+from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
@@ -51,21 +51,21 @@ class AttentionConfig(Settings):
     """Draw the self-attention maps of images."""
 
     weights: str = Field(description="run folder or weights file")
-    source: str = knob("synthetic", "image, folder, glob or any other source of images")
-    output: str = knob("attention", "folder for pictures and maps")
-    network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
-    count: Count | None = knob(12, "images, from all over the source; null: all")
-    size: Count | None = knob(None, "pixels of the shorter side; null: each image as it is")
-    longest: Count | None = knob(
+    source: str = setting("synthetic", "image, folder, glob or any other source of images")
+    output: str = setting("attention", "folder for pictures and maps")
+    network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
+    count: Count | None = setting(12, "images, from all over the source; null: all")
+    size: Count | None = setting(None, "pixels of the shorter side; null: each image as it is")
+    longest: Count | None = setting(
         1024, "pixels of the longer side beyond which an image is shrunk; null: never"
     )
-    block: int = knob(-1, "block whose attention is drawn; negative numbers count from the last")
-    heads: tuple[CountOrZero, ...] | None = knob(None, "heads that get a picture of their own; null: all")
-    mass: Share = knob(0.6, "share of the attention that the mask holds in the fewest patches")
-    rollout: bool = knob(False, "also draw what reaches the CLS token through all blocks")
-    pca: bool = knob(True, "also draw the patches' principal components as colours")
+    block: int = setting(-1, "block whose attention is drawn; negative numbers count from the last")
+    heads: tuple[CountOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
+    mass: Share = setting(0.6, "share of the attention that the mask holds in the fewest patches")
+    rollout: bool = setting(False, "also draw what reaches the CLS token through all blocks")
+    pca: bool = setting(True, "also draw the patches' principal components as colours")
 
-    words: ClassVar = ("source",)
+    positional: ClassVar = ("source",)
     also_known_as: ClassVar = {
         "weights": "checkpoint model run",
         "source": "images data input",

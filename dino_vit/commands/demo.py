@@ -20,7 +20,7 @@ from dino_vit.commands import attention
 from dino_vit.commands import report as report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, CountOrZero, Settings, knob
+from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
@@ -51,12 +51,12 @@ Figures = Mapping[str, Mapping[str, float]]
 class DemoConfig(Settings):
     """Pretrain a small network on generated images, and show what it learned."""
 
-    output: str = knob("runs/demo", "folder of the run; a second call goes on there, or reuses all of it")
-    seed: CountOrZero = knob(0, "of every random number")
-    steps: Count | None = knob(
+    output: str = setting("runs/demo", "folder of the run; a second call goes on there, or reuses all of it")
+    seed: CountOrZero = setting(0, "of every random number")
+    steps: Count | None = setting(
         None, "of the optimiser; null: the recipe's 1,400, without native bf16 those that fit into 4 minutes"
     )
-    images: Count = knob(5000, "images of the linear probe")
+    images: Count = setting(5000, "images of the linear probe")
 
 
 def run(config: DemoConfig) -> int:

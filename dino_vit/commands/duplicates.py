@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dino_vit.config.settings import Count, CountOrZero, Settings, knob
+from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core.progress import Advance, progress
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
@@ -36,12 +36,12 @@ class DuplicatesConfig(Settings):
     """List images that are nearly the same."""
 
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Annotated[float, Field(gt=-1, le=1)] = knob(0.95, "cosine from which two images are alike")
-    pairs: Count = knob(10_000, "the closest pairs to list; groups are made of all")
-    shown: CountOrZero = knob(40, "pairs on the sheet")
-    output: str = knob("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
+    threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "cosine from which two images are alike")
+    pairs: Count = setting(10_000, "the closest pairs to list; groups are made of all")
+    shown: CountOrZero = setting(40, "pairs on the sheet")
+    output: str = setting("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
 
-    words: ClassVar = ("embeddings",)
+    positional: ClassVar = ("embeddings",)
     also_known_as: ClassVar = {"threshold": "cosine similarity", "pairs": "limit top", "output": "out"}
 
 

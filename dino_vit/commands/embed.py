@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from dino_vit import __version__
-from dino_vit.config.settings import Count, knob
+from dino_vit.config.settings import Count, setting
 from dino_vit.core.storage import replacing, sync
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings.files import (
@@ -22,27 +22,27 @@ from dino_vit.eval.embeddings.files import (
     printable,
     write_embeddings,
 )
-from dino_vit.eval.features.extraction import Kind
-from dino_vit.eval.features.frozen import Frozen, FrozenBackbone, frozen_backbone
+from dino_vit.eval.features.extraction import FeatureSpec
+from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.features.store import Stored
 
 log = logging.getLogger("dino_vit")
 
 
-class EmbedConfig(Frozen):
+class EmbedConfig(EvaluationConfig):
     """Write the embeddings of images to a file."""
 
-    output: str = knob("embeddings.parquet", "file to write: .parquet, .npy or .safetensors")
-    tokens: Literal["cls", "cls+mean", "patches"] = knob(
+    output: str = setting("embeddings.parquet", "file to write: .parquet, .npy or .safetensors")
+    tokens: Literal["cls", "cls+mean", "patches"] = setting(
         "cls", "CLS token, the mean patch token behind it, or all patch tokens"
     )
-    blocks: Count = knob(1, "last blocks whose CLS tokens are joined")
-    dtype: Literal["float32", "float16"] = knob("float32", "of the file")
-    normalise: bool = knob(False, "scale each embedding to length 1")
-    index: Literal["flat"] | None = knob(None, "flat: an exact FAISS index of cosines beside the file")
+    blocks: Count = setting(1, "last blocks whose CLS tokens are joined")
+    dtype: Literal["float32", "float16"] = setting("float32", "of the file")
+    normalise: bool = setting(False, "scale each embedding to length 1")
+    index: Literal["flat"] | None = setting(None, "flat: an exact FAISS index of cosines beside the file")
 
-    words: ClassVar = ("source",)
-    also_known_as: ClassVar = {**Frozen.also_known_as, "output": "out", "normalise": "normalize"}
+    positional: ClassVar = ("source",)
+    also_known_as: ClassVar = {**EvaluationConfig.also_known_as, "output": "out", "normalise": "normalize"}
 
 
 def run(config: EmbedConfig) -> int:
@@ -55,7 +55,7 @@ def run(config: EmbedConfig) -> int:
         )
     with frozen_backbone(config) as backbone:
         source = open_source(config.source, config.labels)
-        kind = Kind(tokens=config.tokens, blocks=config.blocks)
+        kind = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
         stored = backbone.features(source, kind=kind, title=f"embeddings of {config.source}")
         if backbone.main:
             embeddings = _described(stored, backbone, config)
@@ -75,7 +75,7 @@ def _described(stored: Stored, backbone: FrozenBackbone, config: EmbedConfig) ->
         names=[printable(stored.name(row)) for row in range(len(stored))],
         labels=[classes[label] if label >= 0 else None for label in stored.labels.tolist()],
         indices=stored.indices,
-        about=_about(stored, backbone, config),
+        metadata=_about(stored, backbone, config),
     )
 
 
@@ -89,19 +89,19 @@ def _about(stored: Stored, backbone: FrozenBackbone, config: EmbedConfig) -> dic
         "weights": {
             "path": str(Path(known.source).absolute()),
             "file_sha256": known.sha256,
-            "sha256": stored.about["weights"],
+            "sha256": stored.metadata["weights"],
             "network": config.network,
             "step": known.step,
         },
         "source": {
             "spec": _absolute(config.source),
-            "fingerprint": stored.about["source"],
+            "fingerprint": stored.metadata["source"],
             "images": len(stored.source),
             "unreadable": len(stored.unreadable),
         },
         "preparation": asdict(backbone.preparation),
         "tokens": {"kind": config.tokens, "blocks": config.blocks},
-        "precision": stored.about["precision"],
+        "precision": stored.metadata["precision"],
         "normalised": config.normalise,
         "shape": list(stored.values.shape[1:]),
     }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dino_vit.core.distributed import all_gather, any_process, rank
 from dino_vit.core.progress import Advance, progress
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.eval.accuracy import Accuracy, top_k_accuracy
 from dino_vit.eval.features.extraction import extract_features
@@ -94,7 +94,7 @@ def _take_step(tuning: Finetuning, images: Tensor, targets: Tensor, step: int) -
     """Take one step of the optimiser and return its loss; the host waits for nothing."""
     config, steps = tuning.config, tuning.feed.steps_per_epoch
     # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
-    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK, step, rank()))
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, step, rank()))
     rate = warmup_cosine(
         step,
         base=config.lr * tuning.feed.global_batch / 256,
@@ -108,7 +108,7 @@ def _take_step(tuning: Finetuning, images: Tensor, targets: Tensor, step: int) -
         targets,
         classes=len(tuning.sets.classes),
         alpha=config.mixup,
-        seed=derive_seed(config.seed, Stream.NETWORK, step, rank(), 1),
+        seed=derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1),
     )
     with torch.autocast(tuning.device.type, tuning.autocast, enabled=tuning.autocast is not None):
         logits = tuning.wrapped(images)

@@ -15,11 +15,11 @@ from pydantic import Field
 from dino_vit.commands.attention import spread
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, CountOrZero, Settings, knob
+from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.data.statistics import Look, name_of
+from dino_vit.data.statistics import ImageSummary, name_of
 from dino_vit.data.survey import Survey, survey
 from dino_vit.eval.attention.pictures import Panels, as_picture, write_sheet
 from dino_vit.training.feeding import build_pixels, make_views
@@ -35,16 +35,16 @@ class InspectConfig(Settings):
     """Look at the images of a source before training on them."""
 
     source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
-    labels: str | None = knob(None, "file of labels by name, .csv or .json; null: the source's own")
-    count: Count | None = knob(2000, "images to look at, from all over the source; null: all")
-    max_pixels: Count = knob(200_000_000, "a larger image is not decoded")
-    sheet: str | None = knob("views.png", "PNG of the views that training would cut; null: none")
-    rows: CountOrZero = knob(SHEET_ROWS, "images on the sheet")
-    pretrain: str | None = knob(None, "config file of the training to show views of; null: recipe=auto")
-    as_json: bool = knob(False, "print JSON, with every unreadable and every identical image")
+    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    count: Count | None = setting(2000, "images to look at, from all over the source; null: all")
+    max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
+    sheet: str | None = setting("views.png", "PNG of the views that training would cut; null: none")
+    rows: CountOrZero = setting(SHEET_ROWS, "images on the sheet")
+    pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
+    as_json: bool = setting(False, "print JSON, with every unreadable and every identical image")
 
-    words: ClassVar = ("source",)
-    flags: ClassVar = {"json": "as_json"}
+    positional: ClassVar = ("source",)
+    switches: ClassVar = {"json": "as_json"}
     also_known_as: ClassVar = {"source": "images data path", "count": "images limit n"}
 
 
@@ -156,7 +156,7 @@ def _labels(facts: Mapping[str, Any]) -> str:
 
 def draw_views(source: Source, found: Survey, config: InspectConfig) -> None:
     """Write the sheet of the views of some images, an image a row."""
-    seen = Look(sights=tuple(one.sight for one in found.found), unreadable=tuple(found.unreadable))
+    seen = ImageSummary(sights=tuple(one.sight for one in found.found), unreadable=tuple(found.unreadable))
     training = pretraining(config.pretrain, source, seen)
     pixels = build_pixels(training)
     fitting = [one.place for one in found.found if one.sight.fits(pixels.channels)]
@@ -171,7 +171,7 @@ def draw_views(source: Source, found: Survey, config: InspectConfig) -> None:
     write_sheet(rows, titles, Path(config.sheet or ""))
 
 
-def pretraining(file: str | None, source: Source, seen: Look) -> PretrainConfig:
+def pretraining(file: str | None, source: Source, seen: ImageSummary) -> PretrainConfig:
     """Return the settings of a training on the source, filled in from what was seen."""
     config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
     config, _ = fit_to(seen, config, source, config.data.batch_size)

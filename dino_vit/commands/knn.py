@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.settings import Count, CountOrZero, Positive, knob
+from dino_vit.config.settings import Count, CountOrZero, Positive, setting
 from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import Accuracy, per_class_accuracy, top_k_accuracy
-from dino_vit.eval.datasets import Part, open_part, open_sets
-from dino_vit.eval.features.frozen import Frozen, FrozenBackbone, frozen_backbone
+from dino_vit.eval.datasets import LabelledSubset, open_part, open_sets
+from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.knn.shortlist import Search
 from dino_vit.eval.knn.voting import few_shot_rows, weighted_knn
 from dino_vit.eval.results import results_path, write_results
@@ -25,24 +25,24 @@ from dino_vit.eval.results import results_path, write_results
 _CLASSES_SHOWN = 20
 
 
-class KnnConfig(Frozen):
+class KnnConfig(EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
-    train: str | None = knob(
+    train: str | None = setting(
         None, "labelled images to find neighbours in; null: source, where no image finds itself"
     )
-    train_labels: str | None = knob(None, "CSV or JSON file of the labels of train; null: its own")
-    k: tuple[Count, ...] = knob((10, 20, 100, 200), "numbers of neighbours that vote")
-    temperature: Positive = knob(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = knob((), "also classify by so many images of each class alone")
-    repeats: Count = knob(5, "sets of such images for each number of shots")
-    seed: CountOrZero = knob(0, "of the choice of these images")
-    search: Search = knob("auto", "faiss, torch, or the faster one here; the results are the same")
-    output: str | None = knob(None, "JSON to write; null: eval/knn.json of the run, or beside the weights")
+    train_labels: str | None = setting(None, "CSV or JSON file of the labels of train; null: its own")
+    k: tuple[Count, ...] = setting((10, 20, 100, 200), "numbers of neighbours that vote")
+    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
+    shots: tuple[Count, ...] = setting((), "also classify by so many images of each class alone")
+    repeats: Count = setting(5, "sets of such images for each number of shots")
+    seed: CountOrZero = setting(0, "of the choice of these images")
+    search: Search = setting("auto", "faiss, torch, or the faster one here; the results are the same")
+    output: str | None = setting(None, "JSON to write; null: eval/knn.json of the run, or beside the weights")
 
-    words: ClassVar = ("source",)
+    positional: ClassVar = ("source",)
     also_known_as: ClassVar = {
-        **Frozen.also_known_as,
+        **EvaluationConfig.also_known_as,
         "source": "images data data_path val queries",
         "train": "bank gallery train_data",
         "k": "nb_knn neighbours neighbors",
@@ -101,7 +101,7 @@ def _open(config: KnnConfig, frozen: FrozenBackbone) -> tuple[Labelled, Labelled
     return both, both, classes
 
 
-def _features(frozen: FrozenBackbone, part: Part, title: str) -> Labelled:
+def _features(frozen: FrozenBackbone, part: LabelledSubset, title: str) -> Labelled:
     indices = None if part.whole else part.indices.tolist()
     stored = frozen.features(part.source, indices=indices, title=title)
     labels = part.targets[np.searchsorted(part.indices, stored.indices)]

@@ -16,18 +16,26 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from dino_vit.config.settings import Count, CountOrZero, Positive, Settings, knob
+from dino_vit.config.settings import Count, CountOrZero, Positive, Settings, setting
 from dino_vit.core.distributed import all_gather
 from dino_vit.core.progress import progress
-from dino_vit.eval.datasets import Labelled, Part, Sets, hold_out, labelled_features, open_part, open_sets
-from dino_vit.eval.features.extraction import Kind
-from dino_vit.eval.features.frozen import Frozen, FrozenBackbone, frozen_backbone
+from dino_vit.eval.datasets import (
+    Labelled,
+    LabelledSets,
+    LabelledSubset,
+    hold_out,
+    labelled_features,
+    open_part,
+    open_sets,
+)
+from dino_vit.eval.features.extraction import FeatureSpec
+from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.linear.candidates import Candidates, choose, one_head, share
 from dino_vit.eval.linear.logistic import sweep
 from dino_vit.eval.linear.probes import Heads, train_heads
 from dino_vit.eval.linear.published import Published, interleave, read_probe, train_probe, training_view
 from dino_vit.eval.results import results_path, write_results
-from dino_vit.eval.supervised_loader import Feed
+from dino_vit.eval.supervised_loader import SupervisedLoader
 
 log = logging.getLogger("dino_vit")
 
@@ -41,40 +49,42 @@ AT_THE_OPTIMUM = 1e-4  # a gradient beyond this is not
 class Grid(Settings):
     """method=grid: heads of every rate on every input, all trained side by side."""
 
-    rates: tuple[Positive, ...] = knob(RATES, "learning rates at a batch of 256")
-    blocks: tuple[Count, ...] = knob((1, 4), "the CLS tokens of how many last blocks are read")
-    mean: tuple[bool, ...] = knob((False, True), "without and with the mean patch token")
-    steps: Count | None = knob(None, "of SGD; null: ten epochs, but 1,250 to 12,500")
-    batch: Count = knob(1024, "images a step, or all there are")
+    rates: tuple[Positive, ...] = setting(RATES, "learning rates at a batch of 256")
+    blocks: tuple[Count, ...] = setting((1, 4), "the CLS tokens of how many last blocks are read")
+    mean: tuple[bool, ...] = setting((False, True), "without and with the mean patch token")
+    steps: Count | None = setting(None, "of SGD; null: ten epochs, but 1,250 to 12,500")
+    batch: Count = setting(1024, "images a step, or all there are")
 
 
 class Logistic(Settings):
     """method=logistic: the optimum for every strength of the penalty."""
 
-    cs: tuple[Positive, ...] = knob(CS, "inverse strengths of the penalty")
-    blocks: Count = knob(1, "the CLS tokens of how many last blocks are read")
-    mean: bool = knob(False, "read the mean patch token too")
-    iterations: Count = knob(1000, "of L-BFGS, at most, for each C")
+    cs: tuple[Positive, ...] = setting(CS, "inverse strengths of the penalty")
+    blocks: Count = setting(1, "the CLS tokens of how many last blocks are read")
+    mean: bool = setting(False, "read the mean patch token too")
+    iterations: Count = setting(1000, "of L-BFGS, at most, for each C")
 
 
-class LinearConfig(Frozen):
+class LinearConfig(EvaluationConfig):
     """Train linear classifiers on a frozen backbone, and count how often they are right."""
 
-    method: Literal["grid", "logistic", "dino2021"] = knob("grid", "how they are trained")
-    train: str | None = knob(None, "images to learn from; null: source, but for a fifth that is tried on")
-    train_labels: str | None = knob(None, "CSV or JSON file of the labels of train; null: its own")
-    select: Literal["source", "train"] = knob(
+    method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how they are trained")
+    train: str | None = setting(None, "images to learn from; null: source, but for a fifth that is tried on")
+    train_labels: str | None = setting(None, "CSV or JSON file of the labels of train; null: its own")
+    select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a tenth of train that none learns from"
     )
-    seed: CountOrZero = knob(0, "of every random number")
-    output: str | None = knob(None, "JSON to write; null: eval/linear.json of the run, or beside the weights")
+    seed: CountOrZero = setting(0, "of every random number")
+    output: str | None = setting(
+        None, "JSON to write; null: eval/linear.json of the run, or beside the weights"
+    )
     grid: Grid = Grid()
     logistic: Logistic = Logistic()
     dino2021: Published = Published()
 
-    words: ClassVar = ("source",)
+    positional: ClassVar = ("source",)
     also_known_as: ClassVar = {
-        **Frozen.also_known_as,
+        **EvaluationConfig.also_known_as,
         "source": "images data data_path val",
         "grid.rates": "learning_rates lrs",
         "grid.blocks": "n_last_blocks_list",
@@ -118,7 +128,7 @@ def _about(config: LinearConfig, frozen: FrozenBackbone) -> dict[str, Any]:
     }
 
 
-def _open_sets(config: LinearConfig) -> Sets:
+def _open_sets(config: LinearConfig) -> LabelledSets:
     return open_sets(
         config.source,
         labels=config.labels,
@@ -133,7 +143,7 @@ def _on_features(config: LinearConfig, frozen: FrozenBackbone) -> tuple[dict[str
     sets = _open_sets(config)
     inputs = _inputs(config, frozen.model.depth)
     blocks = max(one.blocks for one in inputs)
-    kind = Kind(
+    kind = FeatureSpec(
         tokens="cls+mean" if any(one.tokens == "cls+mean" for one in inputs) else "cls", blocks=blocks
     )
     train, val = (
@@ -151,7 +161,7 @@ def _on_features(config: LinearConfig, frozen: FrozenBackbone) -> tuple[dict[str
     return found | choice.results(sets.classes), choice.text(sets.classes, len(train))
 
 
-def _inputs(config: LinearConfig, depth: int) -> tuple[Kind, ...]:
+def _inputs(config: LinearConfig, depth: int) -> tuple[FeatureSpec, ...]:
     """Return what the heads read; a network of fewer blocks gives all it has."""
     one, grid = config.logistic, config.grid
     blocks, mean = (grid.blocks, grid.mean) if config.method == "grid" else ((one.blocks,), (one.mean,))
@@ -159,13 +169,13 @@ def _inputs(config: LinearConfig, depth: int) -> tuple[Kind, ...]:
         log.warning("the backbone has %d blocks: all of them are read for blocks = %s", depth, beyond)
     counts = dict.fromkeys(min(count, depth) for count in blocks)
     return tuple(
-        Kind(tokens="cls+mean" if both else "cls", blocks=count)
+        FeatureSpec(tokens="cls+mean" if both else "cls", blocks=count)
         for count in counts
         for both in dict.fromkeys(mean)
     )
 
 
-def columns_of(part: Kind, whole: Kind, width: int) -> slice:
+def columns_of(part: FeatureSpec, whole: FeatureSpec, width: int) -> slice:
     """Return where some tokens stand among the features of a kind that has more of them."""
     assert part.blocks <= whole.blocks
     end = whole.blocks + (part.tokens == "cls+mean")
@@ -176,7 +186,7 @@ def _train_published(config: LinearConfig, frozen: FrozenBackbone, path: Path) -
     """Train one head as in 2021, and write it beside the results."""
     sets, settings = _open_sets(config), config.dino2021
     val = _published_features(frozen, sets.val, settings)
-    feed = Feed(
+    feed = SupervisedLoader(
         sets.train,
         view=training_view(frozen.preparation.size),
         preparation=frozen.preparation,
@@ -194,7 +204,7 @@ def _train_published(config: LinearConfig, frozen: FrozenBackbone, path: Path) -
         classes=len(sets.classes),
         seed=config.seed,
         path=heads,
-        about=_trained_with(config, frozen, sets, feed.global_batch),
+        metadata=_trained_with(config, frozen, sets, feed.global_batch),
     )
     found, text = one_head(trained.head, val, sets.classes)
     best = max(range(len(trained.percents)), key=trained.percents.__getitem__)
@@ -220,13 +230,13 @@ def _try_probe(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> tupl
     return {**found, "probe": probe}, text
 
 
-def _published_features(frozen: FrozenBackbone, part: Part, settings: Published) -> Labelled:
+def _published_features(frozen: FrozenBackbone, part: LabelledSubset, settings: Published) -> Labelled:
     """Return what a published head reads of some images."""
     kept = labelled_features(frozen, part, settings.kind, "features to try on")
     return Labelled(interleave(kept.features, mean=settings.mean), kept.targets)
 
 
-def _trained_with(config: LinearConfig, frozen: FrozenBackbone, sets: Sets, global_batch: int) -> str:
+def _trained_with(config: LinearConfig, frozen: FrozenBackbone, sets: LabelledSets, global_batch: int) -> str:
     """Return all that the training of a head is a function of."""
     known = frozen.model.provenance
     facts = {
@@ -246,7 +256,7 @@ def _train_grid(
     config: LinearConfig,
     frozen: FrozenBackbone,
     train: Labelled,
-    inputs: tuple[Kind, ...],
+    inputs: tuple[FeatureSpec, ...],
     columns: Sequence[slice],
     classes: int,
 ) -> Candidates:
@@ -276,7 +286,7 @@ def _fit_logistic(
     config: LinearConfig,
     frozen: FrozenBackbone,
     train: Labelled,
-    inputs: tuple[Kind, ...],
+    inputs: tuple[FeatureSpec, ...],
     columns: Sequence[slice],
     classes: int,
 ) -> Candidates:

@@ -24,7 +24,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor, uint8
 
-from dino_vit.config.settings import Count, Settings, knob
+from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.data.images.decode import UnreadableImage, decode
@@ -44,11 +44,11 @@ class PackConfig(Settings):
 
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
     output: str = Field(description="folder to write; it must not exist yet, or be empty")
-    labels: str | None = knob(None, "file of labels by name, .csv or .json; null: the source's own")
-    shard_size: Count = knob(512, "MiB of a shard, about")
-    check: bool = knob(True, "decode every image, and leave out what cannot be read")
+    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    shard_size: Count = setting(512, "MiB of a shard, about")
+    check: bool = setting(True, "decode every image, and leave out what cannot be read")
 
-    words: ClassVar = ("source", "output")
+    positional: ClassVar = ("source", "output")
     also_known_as: ClassVar = {"output": "out output_dir", "shard_size": "maxsize shard_mb"}
 
 

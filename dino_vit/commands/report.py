@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 import torch
 from pydantic import Field
 
-from dino_vit.config.settings import Settings, knob
+from dino_vit.config.settings import Settings, setting
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
@@ -32,15 +32,15 @@ T = TypeVar("T")
 class ReportConfig(Settings):
     """Write one HTML file that tells of a run."""
 
-    words: ClassVar = ("run",)
-    flags: ClassVar = {"serve": "serve"}
+    positional: ClassVar = ("run",)
+    switches: ClassVar = {"serve": "serve"}
 
     run: str = Field(description="folder of the run")
-    output: str | None = knob(None, "file to write; null: report.html in that folder")
-    source: str | None = knob(None, "where the images lie now; null: where the run found them")
+    output: str | None = setting(None, "file to write; null: report.html in that folder")
+    source: str | None = setting(None, "where the images lie now; null: where the run found them")
     images: int = Field(3000, ge=3, le=MOST_IMAGES, description="images on the map")
-    serve: bool = knob(False, "show the page in a browser instead, and keep it up to date")
-    address: str = knob("127.0.0.1", "address to serve on; others than your own machine's let others look")
+    serve: bool = setting(False, "show the page in a browser instead, and keep it up to date")
+    address: str = setting("127.0.0.1", "address to serve on; others than your own machine's let others look")
     port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any that is free")
 
     also_known_as: ClassVar = {"run": "weights folder", "source": "images data", "output": "out html"}
@@ -77,7 +77,7 @@ def draw(record: RunRecord, found: Checkpoint | str, config: ReportConfig, devic
     if isinstance(found, str):
         pictures.reasons |= dict.fromkeys(("attention", "neighbours", "explorer"), f"Not drawn: {found}.")
         return pictures
-    if found.about["source"] != source.fingerprint:
+    if found.metadata["source"] != source.fingerprint:
         pictures.notes.append(f"The images of {spec} are not, or no longer, those that the run began with.")
     _try(
         pictures,

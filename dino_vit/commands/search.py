@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.settings import Count, Settings, knob
+from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.eval.embeddings.files import Embeddings, printable, read_embeddings
 from dino_vit.eval.embeddings.gallery import Cell, Images, picture_of, write_gallery
-from dino_vit.eval.features.extraction import Kind, extract_features
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import weights_digest
 from dino_vit.eval.knn.neighbours import nearest
 from dino_vit.models.vit import VisionTransformer
@@ -35,11 +35,13 @@ class SearchConfig(Settings):
 
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     images: tuple[str, ...] = Field(description="image files to find the like of")
-    weights: str | None = knob(None, "run folder or weights file; null: where the embeddings' weights were")
-    k: Count = knob(8, "nearest images to show")
-    output: str = knob("search.png", "PNG to write; the same as JSON goes beside it")
+    weights: str | None = setting(
+        None, "run folder or weights file; null: where the embeddings' weights were"
+    )
+    k: Count = setting(8, "nearest images to show")
+    output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
 
-    words: ClassVar = ("embeddings", "images")
+    positional: ClassVar = ("embeddings", "images")
     also_known_as: ClassVar = {"embeddings": "index", "images": "query queries", "output": "out", "k": "top"}
 
 
@@ -73,7 +75,7 @@ def run(config: SearchConfig) -> int:
     embeddings = read_embeddings(Path(config.embeddings))
     if embeddings.values.ndim != 2:
         raise ValueError(f"{config.embeddings} holds patch tokens; search needs one embedding an image")
-    cosines, rows = nearest(embeddings.values, _features_of(config, embeddings.about), k=config.k)
+    cosines, rows = nearest(embeddings.values, _features_of(config, embeddings.metadata), k=config.k)
     found = [
         [_described(embeddings, *one) for one in zip(*both, strict=True)]
         for both in zip(cosines.tolist(), rows.tolist(), strict=True)
@@ -121,18 +123,18 @@ def _described(embeddings: Embeddings, cosine: float, row: int) -> dict[str, Any
     }
 
 
-def _features_of(config: SearchConfig, about: dict[str, Any]) -> Tensor:
+def _features_of(config: SearchConfig, metadata: dict[str, Any]) -> Tensor:
     """Return the features of the asked images, made just as the embeddings were."""
     device = start_processes(trackers=(), folder=Path()).device
-    model = _load(config.weights or about["weights"]["path"], about).to(device)
-    autocast = getattr(torch, about["precision"])
+    model = _load(config.weights or metadata["weights"]["path"], metadata).to(device)
+    autocast = getattr(torch, metadata["precision"])
     features = extract_features(
         model,
         ImageFiles(config.images),
         range(len(config.images)),
-        preparation=_preparation(about["preparation"]),
+        preparation=_preparation(metadata["preparation"]),
         batch_size=_BATCH,
-        kind=Kind(tokens=about["tokens"]["kind"], blocks=about["tokens"]["blocks"]),
+        kind=FeatureSpec(tokens=metadata["tokens"]["kind"], blocks=metadata["tokens"]["blocks"]),
         autocast=None if autocast == torch.float32 else autocast,
     )
     if features.unreadable:
@@ -140,19 +142,19 @@ def _features_of(config: SearchConfig, about: dict[str, Any]) -> Tensor:
     return features.values
 
 
-def _load(weights: str, about: dict[str, Any]) -> VisionTransformer:
+def _load(weights: str, metadata: dict[str, Any]) -> VisionTransformer:
     """Load the weights that the embeddings were made with, and no others."""
     try:
-        model = load_backbone(weights, network=about["weights"]["network"])
+        model = load_backbone(weights, network=metadata["weights"]["network"])
     except (ValueError, OSError) as error:
         raise ValueError(
             f"the weights that made the embeddings are needed for the images to search for: {error}. "
             "Say with weights= where they are now"
         ) from error
-    if weights_digest(model) != about["weights"]["sha256"]:
+    if weights_digest(model) != metadata["weights"]["sha256"]:
         raise ValueError(
-            f"{weights} are not the weights that made the embeddings (step {about['weights']['step']} of "
-            f"{about['weights']['path']}): give those with weights=, or embed the images again"
+            f"{weights} are not the weights that made the embeddings (step {metadata['weights']['step']} of "
+            f"{metadata['weights']['path']}): give those with weights=, or embed the images again"
         )
     return model
 

@@ -20,9 +20,9 @@ from dino_vit.config.settings import (
     allowed,
     get,
     given_keys,
-    knobs,
     parents,
     sections,
+    settings_of,
 )
 from dino_vit.config.spelling import nearest
 from dino_vit.config.yaml import Located
@@ -48,8 +48,8 @@ def replace(config: C, values: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, checked as a whole again."""
     cls = type(config)
     layer = {key: _Given(get(config, key), "as before") for key in given_keys(config)}
-    above = {key: _Given(value, "derived") for key, value in values.items() if key in knobs(cls)}
-    unknown = [_unknown(cls, key, "in code") for key in values if key not in knobs(cls)]
+    above = {key: _Given(value, "derived") for key, value in values.items() if key in settings_of(cls)}
+    unknown = [_unknown(cls, key, "in code") for key in values if key not in settings_of(cls)]
     return _build(cls, _over(cls, layer, above), unknown)
 
 
@@ -68,7 +68,7 @@ def _kin(key: str, other: str) -> bool:
 def _rivals(cls: type[Settings], key: str) -> set[str]:
     """Return the keys of the groups that exclude the one of `key`."""
     prefix, dot, name = key.rpartition(".")
-    groups = knobs(cls)[key].section.one_of if key in knobs(cls) else ()
+    groups = settings_of(cls)[key].section.one_of if key in settings_of(cls) else ()
     mine = any(name in group for group in groups)
     return {prefix + dot + other for group in groups if mine and name not in group for other in group}
 
@@ -99,7 +99,7 @@ def _read_overrides(cls: type[Settings], overrides: Sequence[str], problems: lis
         one: _Layer = {}
         if not equals:
             problems.append(Problem(f"{text!r} on the command line is not key=value; {_hint(cls, text)}", ()))
-        elif key in knobs(cls) and knobs(cls)[key].takes_text and value != "null":
+        elif key in settings_of(cls) and settings_of(cls)[key].takes_text and value != "null":
             one[key] = _Given(value, "command line")
         else:
             try:
@@ -121,7 +121,7 @@ def _collect(
     file: str = "",
 ) -> None:
     """Add what stands under `key` to `layer`, sections taken apart."""
-    is_section, is_knob = key in sections(cls), key in knobs(cls)
+    is_section, is_knob = key in sections(cls), key in settings_of(cls)
     if is_section and isinstance(found.value, dict):
         for name, item in found.value.items():
             where = f"{file}:{item.line}" if file else origin
@@ -131,7 +131,7 @@ def _collect(
     elif is_knob:
         layer[key] = _Given(_plain(found.value), origin)
     elif is_section and found.value is not None:  # an empty section changes nothing
-        inner = ", ".join(name for name in knobs(cls) if name.startswith(f"{key}."))
+        inner = ", ".join(name for name in settings_of(cls) if name.startswith(f"{key}."))
         problems.append(Problem(f"{key} ({origin}) is a section; set one of {inner}", (key,)))
     elif not is_section:
         problems.append(_unknown(cls, key, origin))
@@ -149,22 +149,22 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
     if guesses:
         hint = f"did you mean {' or '.join(guesses)}?"
     elif section in sections(cls):
-        hint = "it has " + ", ".join(name for name in knobs(cls) if name.startswith(f"{section}."))
+        hint = "it has " + ", ".join(name for name in settings_of(cls) if name.startswith(f"{section}."))
     else:
-        single = [name for name in knobs(cls) if "." not in name]
+        single = [name for name in settings_of(cls) if "." not in name]
         hint = "there are " + ", ".join(dict.fromkeys([*single, *sections(cls)]))
     return Problem(f"{key} is not a setting ({origin}); {hint}", (key, *guesses))
 
 
 def _names(cls: type[Settings]) -> dict[str, Sequence[str]]:
     """Return every key and section with its other names."""
-    return {key: cls.also_known_as.get(key, "").split() for key in [*sections(cls), *knobs(cls)]}
+    return {key: cls.also_known_as.get(key, "").split() for key in [*sections(cls), *settings_of(cls)]}
 
 
 def _hint(cls: type[Settings], text: str) -> str:
-    guesses = [f"{key}=..." for key in nearest(text, _names(cls)) if key in knobs(cls)]
-    sources = [f"{key}={text}" for key in knobs(cls) if key.endswith("source")]
-    return f"write {[*guesses, *sources, f'{next(iter(knobs(cls)))}=...'][0]}"
+    guesses = [f"{key}=..." for key in nearest(text, _names(cls)) if key in settings_of(cls)]
+    sources = [f"{key}={text}" for key in settings_of(cls) if key.endswith("source")]
+    return f"write {[*guesses, *sources, f'{next(iter(settings_of(cls)))}=...'][0]}"
 
 
 def _build(cls: type[C], layer: _Layer, problems: list[Problem]) -> C:
@@ -204,8 +204,10 @@ def _explain(cls: type[Settings], layer: _Layer, detail: ErrorDetails) -> Iterat
             yield Problem(f"{text} ({origins})" if origins else text, keys)
         return
     loc = [str(part) for part in detail["loc"]]
-    key = max((".".join(loc[:n]) for n in range(1, len(loc) + 1) if ".".join(loc[:n]) in knobs(cls)), key=len)
-    one = knobs(cls)[key]
+    key = max(
+        (".".join(loc[:n]) for n in range(1, len(loc) + 1) if ".".join(loc[:n]) in settings_of(cls)), key=len
+    )
+    one = settings_of(cls)[key]
     if key not in layer:
         yield Problem(f"{key} is needed: {one.doc}", (key, *parents(key)))
     else:

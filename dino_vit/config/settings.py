@@ -26,9 +26,9 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
-def knob(default: T, doc: str, *, may_change: bool = False) -> T:
+def setting(default: T, doc: str, *, resumable: bool = False) -> T:
     """Declare a setting; one that `may_change` can have another value when a run is resumed."""
-    field: T = Field(default, description=doc, json_schema_extra={"may_change": may_change})
+    field: T = Field(default, description=doc, json_schema_extra={"resumable": resumable})
     return field
 
 
@@ -61,10 +61,10 @@ class Settings(BaseModel):
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     # What words without a name set on the command line, in this order; a tuple, the last, takes all the rest.
-    words: ClassVar[tuple[str, ...]] = ()
+    positional: ClassVar[tuple[str, ...]] = ()
 
     # Options without a value, `--name` on the command line, and the settings that they make true.
-    flags: ClassVar[Mapping[str, str]] = {}
+    switches: ClassVar[Mapping[str, str]] = {}
 
     # Other names of dotted keys, separated by spaces: for suggestions only.
     also_known_as: ClassVar[Mapping[str, str]] = {}
@@ -94,7 +94,7 @@ C = TypeVar("C", bound=Settings)
 
 
 @dataclass(frozen=True)
-class Knob:
+class SettingInfo:
     """What is known of one setting: where it lives, what it means, what it takes."""
 
     key: str
@@ -108,8 +108,8 @@ class Knob:
         return self.default is PydanticUndefined
 
     @property
-    def may_change(self) -> bool:
-        return bool(self.schema.get("may_change", False))
+    def resumable(self) -> bool:
+        return bool(self.schema.get("resumable", False))
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -133,23 +133,23 @@ def section_of(annotation: object) -> type[Settings] | None:
 
 
 @cache
-def knobs(cls: type[Settings], prefix: str = "") -> dict[str, Knob]:
+def settings_of(cls: type[Settings], prefix: str = "") -> dict[str, SettingInfo]:
     """Return every knob of `cls` by its dotted key; an optional section is a knob too, that takes null."""
     properties = cls.model_json_schema()["properties"]
-    found: dict[str, Knob] = {}
+    found: dict[str, SettingInfo] = {}
     for name, field in cls.model_fields.items():
         section = section_of(field.annotation)
         if section is not field.annotation:
             doc = field.description or ""
-            found[prefix + name] = Knob(prefix + name, cls, doc, field.default, properties[name])
+            found[prefix + name] = SettingInfo(prefix + name, cls, doc, field.default, properties[name])
         if section:
-            found |= knobs(section, f"{prefix}{name}.")
+            found |= settings_of(section, f"{prefix}{name}.")
     return found
 
 
 def sections(cls: type[Settings]) -> list[str]:
     """Return the dotted names of the sections of `cls`."""
-    return list(dict.fromkeys(key.rpartition(".")[0] for key in knobs(cls) if "." in key))
+    return list(dict.fromkeys(key.rpartition(".")[0] for key in settings_of(cls) if "." in key))
 
 
 def allowed(schema: Mapping[str, Any]) -> str:
@@ -196,7 +196,7 @@ def given_keys(config: Settings) -> set[str]:
 
 def values(config: Settings) -> dict[str, object]:
     """Return all settings by dotted key; the knobs of an optional section that is null are left out."""
-    found = {key: get(config, key) for key in knobs(type(config))}
+    found = {key: get(config, key) for key in settings_of(type(config))}
     inner = {key for key in found if any(found.get(part, 0) is None for part in parents(key))}
     return {k: v for k, v in found.items() if k not in inner and not isinstance(v, Settings)}
 
@@ -204,7 +204,7 @@ def values(config: Settings) -> dict[str, object]:
 def result_changes(config: C, base: C) -> dict[str, tuple[object, object]]:
     """Return key: (old, new) of the settings that shape the result and differ from an earlier `base`."""
     new, old = values(config), values(base)
-    fixed = [key for key, one in knobs(type(config)).items() if not one.may_change]
+    fixed = [key for key, one in settings_of(type(config)).items() if not one.resumable]
     return {key: (old.get(key), new.get(key)) for key in fixed if old.get(key) != new.get(key)}
 
 

@@ -31,11 +31,11 @@ class Checkpoint:
 
     path: Path
     tensors: dict[str, Tensor]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
     @property
     def step(self) -> int:
-        return int(self.about["step"])
+        return int(self.metadata["step"])
 
 
 class Checkpoints:
@@ -45,15 +45,15 @@ class Checkpoints:
         self.folder = run / "checkpoints"
         self.keep_every = keep_every
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps, then remove what need not be kept; refuse a broken state."""
         broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if broken:
             raise NotFinite(f"{len(broken)} tensors are not finite, the first is {broken[0]}")
         path = self.folder / f"step-{step:08d}.safetensors"
-        described = {**about, "kind": "checkpoint", "step": step}
+        described = {**metadata, "kind": "checkpoint", "step": step}
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
-        self._remove_superfluous(step, best=about.get("best"))
+        self._remove_superfluous(step, best=metadata.get("best"))
         return path
 
     def newest(self, *, up_to: int | None = None) -> Checkpoint | None:

@@ -15,7 +15,7 @@ Key = int | NDArray[np.integer[Any]]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Stream(IntEnum):
+class RngPurpose(IntEnum):
     """What a number is for: the same keys in two streams give unrelated numbers."""
 
     ORDER = 1
@@ -29,7 +29,7 @@ class Stream(IntEnum):
     NOISE = 9
 
 
-def random_bits(seed: int, stream: Stream, *keys: Key) -> NDArray[np.uint64]:
+def random_bits(seed: int, stream: RngPurpose, *keys: Key) -> NDArray[np.uint64]:
     """Return 64 random bits for every combination of the broadcast keys, with at least one axis."""
     state = _mix(_words(seed))
     for key in (int(stream), *keys):
@@ -37,12 +37,12 @@ def random_bits(seed: int, stream: Stream, *keys: Key) -> NDArray[np.uint64]:
     return state
 
 
-def random_uniform(seed: int, stream: Stream, *keys: Key) -> NDArray[np.float64]:
+def random_uniform(seed: int, stream: RngPurpose, *keys: Key) -> NDArray[np.float64]:
     """Return numbers in [0, 1) for every combination of the broadcast keys, with at least one axis."""
     return (random_bits(seed, stream, *keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def derive_seed(seed: int, stream: Stream, *keys: int) -> int:
+def derive_seed(seed: int, stream: RngPurpose, *keys: int) -> int:
     """Return a 64-bit seed for a generator of someone else, such as torch's."""
     return int(random_bits(seed, stream, *keys)[0])
 

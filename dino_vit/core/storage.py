@@ -20,9 +20,9 @@ class StorageError(ValueError):
     """A file is not what it claims to be, or could not be written."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: str) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: str) -> None:
     """Write a safetensors file with a digest of all it holds; an old one stays until the new one is whole."""
-    metadata = {OWN_KEY: about}
+    metadata = {OWN_KEY: description}
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     stamped = {**metadata, DIGEST: digest(whole, metadata)}
     with replacing(path) as partial:

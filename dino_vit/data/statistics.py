@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image
 from dino_vit.data.images.pixels import MAX_PIXELS, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.open import Source
 
 T = TypeVar("T")
 
-LOOKED_AT = 64
+INSPECTED = 64
 MEASURED = 256
 # Decoding holds no lock; more threads would hold more large images at a time.
 _THREADS = min(4, os.cpu_count() or 1)
 
 
-class Sight(NamedTuple):
+class ImageInfo(NamedTuple):
     """What one image is, before any conversion."""
 
     height: int
@@ -49,10 +49,10 @@ class Sight(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ImageSummary:
     """What some images of a source are, and which of them cannot be read."""
 
-    sights: tuple[Sight, ...]
+    sights: tuple[ImageInfo, ...]
     unreadable: tuple[UnreadableImage, ...]
 
     @property
@@ -82,13 +82,13 @@ class Look:
         return "; ".join([said, *(f"{count} {what}" for what, count in done.most_common())])
 
 
-def name_of(sight: Sight) -> str:
+def name_of(sight: ImageInfo) -> str:
     """Say what an image is."""
     named = {1: "grey", 3: "RGB"}.get(sight.channels, f"of {sight.channels} channels")
     return f"{named}{' with transparency' if sight.alpha else ''} ({sight.kind})"
 
 
-def _conversions(sight: Sight, pixels: Pixels) -> Iterable[str]:
+def _conversions(sight: ImageInfo, pixels: Pixels) -> Iterable[str]:
     """Yield what an image goes through on its way to the pixels that are wanted."""
     if not sight.fits(pixels.channels):
         yield f"cannot become data.channels={pixels.channels} and count as unreadable"
@@ -105,33 +105,35 @@ def sample(source: Source, seed: int, count: int) -> list[int]:
     """Return up to `count` places all over a source, a function of the seed; few may coincide."""
     if len(source) <= count:
         return list(range(len(source)))
-    drawn = random_bits(seed, Stream.LOOK, np.arange(count)) % np.uint64(len(source))
+    drawn = random_bits(seed, RngPurpose.LOOK, np.arange(count)) % np.uint64(len(source))
     return [int(index) for index in np.unique(drawn)]
 
 
-def look(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> Look:
+def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
     """Look at some images as they are."""
     found = _in_threads(partial(_see, source, max_pixels=max_pixels), indices)
-    sights = tuple(one for one in found if isinstance(one, Sight))
+    sights = tuple(one for one in found if isinstance(one, ImageInfo))
     unreadable = tuple(one for one in found if isinstance(one, UnreadableImage))
     if not sights:
         raise ValueError(
             f"none of the {len(indices)} images that were tried can be read; the last: {unreadable[-1]}"
         )
-    return Look(sights=sights, unreadable=unreadable)
+    return ImageSummary(sights=sights, unreadable=unreadable)
 
 
-def _see(source: Source, index: int, *, max_pixels: int) -> Sight | UnreadableImage:
+def _see(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
-        return see(source.read(index), name, max_pixels=max_pixels)[0]
+        return inspect_image(source.read(index), name, max_pixels=max_pixels)[0]
     except UnreadableImage as error:
         return error
     except OSError as error:
         return UnreadableImage(name, error.strerror or str(error))
 
 
-def see(item: bytes | Tensor, name: str, *, max_pixels: int = MAX_PIXELS) -> tuple[Sight, Tensor]:
+def inspect_image(
+    item: bytes | Tensor, name: str, *, max_pixels: int = MAX_PIXELS
+) -> tuple[ImageInfo, Tensor]:
     """Decode an item of a source as it is, and say what it is."""
     opaque = 0
     if isinstance(item, Tensor):
@@ -141,7 +143,7 @@ def see(item: bytes | Tensor, name: str, *, max_pixels: int = MAX_PIXELS) -> tup
         if len(image) in (2, 4):
             opaque = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     channels, height, width = image.shape
-    sight = Sight(height, width, opaque or channels, bool(opaque) and opaque != channels, kind_of(image))
+    sight = ImageInfo(height, width, opaque or channels, bool(opaque) and opaque != channels, kind_of(image))
     return sight, image
 
 

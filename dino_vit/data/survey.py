@@ -17,7 +17,7 @@ from dino_vit.core.progress import progress
 from dino_vit.data.images.decode import UnreadableImage, format_of
 from dino_vit.data.images.pixels import MAX_PIXELS, Pixels
 from dino_vit.data.sources.source import Source
-from dino_vit.data.statistics import Sight, moments, see
+from dino_vit.data.statistics import ImageInfo, inspect_image, moments
 
 
 class Found(NamedTuple):
@@ -27,7 +27,7 @@ class Found(NamedTuple):
     format: str
     size: int  # bytes of the file, 0 for an array
     digest: bytes
-    sight: Sight
+    sight: ImageInfo
     low: float
     high: float
     moments: Tensor | None  # (2, C): mean and mean square of values from 0 to 1, where they are
@@ -83,7 +83,7 @@ def _find(source: Source, index: int, max_pixels: int) -> Found | UnreadableImag
     name = source.name(index)
     try:
         item = source.read(index)
-        sight, image = see(item, name, max_pixels=max_pixels)
+        sight, image = inspect_image(item, name, max_pixels=max_pixels)
     except UnreadableImage as error:
         return error
     except OSError as error:

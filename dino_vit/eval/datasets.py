@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
 from dino_vit.data.sources.subset import Subset
-from dino_vit.eval.features.extraction import CLS, Kind
+from dino_vit.eval.features.extraction import CLS, FeatureSpec
 from dino_vit.eval.features.frozen import FrozenBackbone
 
 _NAMES_SHOWN = 5
@@ -24,7 +24,7 @@ _DEVICE_SHARE = 0.5  # of the free memory, for features
 
 
 @dataclass(frozen=True)
-class Part:
+class LabelledSubset:
     """Images of a source that have a label, and their classes from 0 on."""
 
     source: Source
@@ -46,11 +46,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sets:
+class LabelledSets:
     """What is learned from, what is tried on, and the names of the classes of both."""
 
-    train: Part
-    val: Part
+    train: LabelledSubset
+    val: LabelledSubset
     classes: tuple[str, ...]
 
 
@@ -61,29 +61,29 @@ def open_sets(
     train: str | None = None,
     train_labels: str | None = None,
     seed: int = 0,
-) -> Sets:
+) -> LabelledSets:
     """Open both sets; where there is one alone, a fifth of it, by the seed, is held out to be tried on."""
     val = _labelled(source, labels, "labels")
     if train is None:
         _refuse_one_class(val, source)
-        bits = random_bits(seed, Stream.EVALUATION, val.indices)
+        bits = random_bits(seed, RngPurpose.EVALUATION, val.indices)
         held_out = np.zeros(len(val), dtype=bool)
         held_out[np.argsort(bits, kind="stable")[: max(1, len(val) // TRIED_ON)]] = True
-        return Sets(_rows(val, ~held_out), _rows(val, held_out), tuple(val.source.classes))
+        return LabelledSets(_rows(val, ~held_out), _rows(val, held_out), tuple(val.source.classes))
     learned = _labelled(train, train_labels, "train_labels")
     _refuse_one_class(learned, train)
     classes = learned.source.classes
     targets = renumber(val.targets, val.source.classes, classes, where=source)
-    return Sets(learned, Part(val.source, val.indices, targets), tuple(classes))
+    return LabelledSets(learned, LabelledSubset(val.source, val.indices, targets), tuple(classes))
 
 
-def open_part(source: str, labels: str | None = None) -> tuple[Part, tuple[str, ...]]:
+def open_part(source: str, labels: str | None = None) -> tuple[LabelledSubset, tuple[str, ...]]:
     """Open one set alone, with the names of its classes."""
     part = _labelled(source, labels, "labels")
     return part, tuple(part.source.classes)
 
 
-def _labelled(spec: str, file: str | None, knob: str) -> Part:
+def _labelled(spec: str, file: str | None, setting: str) -> LabelledSubset:
     source = open_source(spec, file)
     numbers = (source.label(index) for index in range(len(source)))
     labels = np.fromiter((-1 if one is None else one for one in numbers), np.int64, len(source))
@@ -91,12 +91,12 @@ def _labelled(spec: str, file: str | None, knob: str) -> Part:
     if not len(indices):
         raise ValueError(
             f"none of the {len(source)} images of {spec} has a label; sort them into a folder for each "
-            f"class, or give {knob}=FILE with a line for each image"
+            f"class, or give {setting}=FILE with a line for each image"
         )
-    return Part(source, indices, labels[indices])
+    return LabelledSubset(source, indices, labels[indices])
 
 
-def _refuse_one_class(part: Part, spec: str) -> None:
+def _refuse_one_class(part: LabelledSubset, spec: str) -> None:
     if len(set(part.targets.tolist())) < 2:
         name = part.source.classes[int(part.targets[0])]
         raise ValueError(
@@ -104,8 +104,8 @@ def _refuse_one_class(part: Part, spec: str) -> None:
         )
 
 
-def _rows(part: Part, chosen: NDArray[np.bool_]) -> Part:
-    return Part(part.source, part.indices[chosen], part.targets[chosen])
+def _rows(part: LabelledSubset, chosen: NDArray[np.bool_]) -> LabelledSubset:
+    return LabelledSubset(part.source, part.indices[chosen], part.targets[chosen])
 
 
 def renumber(
@@ -139,7 +139,9 @@ class Labelled:
         return len(self.targets)
 
 
-def labelled_features(frozen: FrozenBackbone, part: Part, kind: Kind, title: str) -> Labelled:
+def labelled_features(
+    frozen: FrozenBackbone, part: LabelledSubset, kind: FeatureSpec, title: str
+) -> Labelled:
     """Return the features of the readable images of a part, on the device if it has room for them."""
     stored = frozen.features(
         part.source,
@@ -164,7 +166,7 @@ def _has_room(device: torch.device, values: Tensor) -> bool:
 
 def hold_out(train: Labelled, seed: int) -> tuple[Labelled, Labelled]:
     """Return what is left to learn from, and what is held out to choose on: a function of the seed."""
-    bits = random_bits(seed, Stream.EVALUATION, np.arange(len(train)))
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train)))
     order = torch.from_numpy(np.argsort(bits, kind="stable")).to(train.targets.device)
     held_out, learned = order.tensor_split([max(1, len(order) // HELD_OUT)])
     return (

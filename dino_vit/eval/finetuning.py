@@ -24,21 +24,21 @@ from dino_vit.config.settings import (
     Probability,
     Problem,
     Settings,
-    knob,
-    knobs,
+    setting,
+    settings_of,
 )
 from dino_vit.core.checkpoint import Checkpoints, collect, optimizer_names, restore
 from dino_vit.core.distributed import all_gather, rank, world_size
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision
-from dino_vit.eval.datasets import Sets, open_sets
-from dino_vit.eval.supervised_loader import Feed
+from dino_vit.eval.datasets import LabelledSets, open_sets
+from dino_vit.eval.supervised_loader import SupervisedLoader
 from dino_vit.method.optim import (
     build_optimizer,
     parameter_groups,
 )
 from dino_vit.models.vit import SIZES, VisionTransformer
-from dino_vit.views.geometry import Photometry, View
+from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
@@ -49,38 +49,38 @@ class FinetuneConfig(Settings):
     """Train a whole network with a classifier on labelled images."""
 
     source: str = Field(description="labelled images to try the network on")
-    train: str | None = knob(None, "images to learn from; null: source, but for a fifth that is tried on")
-    labels: str | None = knob(None, "CSV or JSON file of the images' labels; null: the source's own")
-    train_labels: str | None = knob(None, "CSV or JSON file of the labels of train; null: its own")
-    weights: str | None = knob(None, "run folder or weights file to start from")
-    network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
-    arch: Arch | None = knob(None, "size of a network to start at random, where there are no weights")
-    patch_size: Count = knob(16, "of a network that starts at random")
-    size: Count | tuple[Count, Count] | None = knob(
+    train: str | None = setting(None, "images to learn from; null: source, but for a fifth that is tried on")
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+    train_labels: str | None = setting(None, "CSV or JSON file of the labels of train; null: its own")
+    weights: str | None = setting(None, "run folder or weights file to start from")
+    network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
+    arch: Arch | None = setting(None, "size of a network to start at random, where there are no weights")
+    patch_size: Count = setting(16, "of a network that starts at random")
+    size: Count | tuple[Count, Count] | None = setting(
         None, "pixels: side, or [height, width]; null: that of the weights, or 224"
     )
-    output: str = knob("runs/finetune", "folder of the run; it goes on there", may_change=True)
-    seed: CountOrZero = knob(0, "of every random number")
-    batch_size: Count = knob(64, "images per process and step")
-    workers: CountOrZero | None = knob(None, "loader processes; null: by the cores", may_change=True)
-    epochs: Count = knob(100, "passes over the images")
-    lr: Positive = knob(5e-4, "peak learning rate of the classifier at a global batch of 256")
-    min_lr: NonNegative = knob(1e-6, "learning rate at the end")
-    warmup_epochs: NonNegative = knob(5.0, "epochs of linear warm-up")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = knob(
+    output: str = setting("runs/finetune", "folder of the run; it goes on there", resumable=True)
+    seed: CountOrZero = setting(0, "of every random number")
+    batch_size: Count = setting(64, "images per process and step")
+    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    epochs: Count = setting(100, "passes over the images")
+    lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
+    min_lr: NonNegative = setting(1e-6, "learning rate at the end")
+    warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = setting(
         0.75, "factor on lr per block towards the input; 1: none"
     )
-    weight_decay: NonNegative = knob(0.05, "of matrices, not of biases")
-    clip: Positive = knob(1.0, "largest norm of all gradients together")
-    drop_path: BelowOne = knob(0.1, "stochastic depth of the last block")
-    smoothing: BelowOne = knob(0.1, "share of the target that goes to all classes evenly")
-    mixup: NonNegative = knob(0.0, "alpha of the Beta by which images are mixed in pairs; 0: never")
-    crop: tuple[Probability, Probability] = knob((0.08, 1.0), "share of the image's area, from and to")
-    flip: Probability = knob(0.5, "probability of a horizontal flip")
-    jitter: Probability = knob(0.0, "probability of brightness, contrast, saturation and hue jitter")
-    precision: Literal["auto", "no", "bf16"] = knob("auto", "auto: bf16 where it is native")
+    weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
+    clip: Positive = setting(1.0, "largest norm of all gradients together")
+    drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
+    smoothing: BelowOne = setting(0.1, "share of the target that goes to all classes evenly")
+    mixup: NonNegative = setting(0.0, "alpha of the Beta by which images are mixed in pairs; 0: never")
+    crop: tuple[Probability, Probability] = setting((0.08, 1.0), "share of the image's area, from and to")
+    flip: Probability = setting(0.5, "probability of a horizontal flip")
+    jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
+    precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where it is native")
 
-    words: ClassVar = ("source",)
+    positional: ClassVar = ("source",)
     also_known_as: ClassVar = {
         "source": "images data data_path val",
         "weights": "checkpoint model run pretrained init",
@@ -113,8 +113,8 @@ class Finetuning:
     model: VisionTransformer
     wrapped: nn.Module  # the model, as the processes share it
     optimizer: Optimizer
-    feed: Feed
-    sets: Sets
+    feed: SupervisedLoader
+    sets: LabelledSets
     preparation: Preparation
     autocast: torch.dtype | None
     device: torch.device
@@ -137,17 +137,17 @@ def open_tuning(config: FinetuneConfig, accelerator: Any) -> Finetuning:
         seed=config.seed,
     )
     device: torch.device = accelerator.device
-    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK))
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
     model = _build_model(config, len(sets.classes)).to(device)
     preparation = preparation_of(model)
     precision = choose_precision(config.precision, device)
-    jitter = Photometry(flip=config.flip, jitter=config.jitter, grey=0.0, blur=0.0)
+    jitter = ViewPhotometry(flip=config.flip, jitter=config.jitter, grey=0.0, blur=0.0)
     tuning = Finetuning(
         config=config,
         model=model,
         wrapped=accelerator.prepare_model(model) if world_size() > 1 else model,
         optimizer=build_optimizer("adamw", parameter_groups(model, layer_decay=config.layer_decay)),
-        feed=Feed(
+        feed=SupervisedLoader(
             sets.train,
             view=View(size=preparation.size, scale=config.crop, photometry=jitter),
             preparation=preparation,
@@ -184,7 +184,7 @@ def _build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
 
 def facts(tuning: Finetuning) -> dict[str, Any]:
     """Return all that training is a function of, as JSON has it."""
-    fixed = {key for key, knob in knobs(FinetuneConfig).items() if not knob.may_change}
+    fixed = {key for key, setting in settings_of(FinetuneConfig).items() if not setting.resumable}
     known = {
         "config": tuning.config.model_dump(mode="json", include=fixed),
         "sets": [part.images.fingerprint for part in (tuning.sets.train, tuning.sets.val)],
@@ -201,8 +201,8 @@ def save(tuning: Finetuning) -> None:
     if rank() == 0:
         names = optimizer_names(tuning.optimizer, tuning.model)
         tensors = collect({"model": tuning.model}, tuning.optimizer, names)
-        about = {"facts": facts(tuning), "history": tuning.history}
-        tuning.checkpoints.save(tuning.epoch, tensors, about)
+        metadata = {"facts": facts(tuning), "history": tuning.history}
+        tuning.checkpoints.save(tuning.epoch, tensors, metadata)
 
 
 def _restore(tuning: Finetuning) -> None:
@@ -210,7 +210,7 @@ def _restore(tuning: Finetuning) -> None:
     found = tuning.checkpoints.newest()
     if found:
         known = facts(tuning)
-        changed = sorted(key for key in known if known[key] != found.about["facts"].get(key))
+        changed = sorted(key for key in known if known[key] != found.metadata["facts"].get(key))
         if changed:
             raise ValueError(
                 f"{tuning.config.output} holds a run with another {' and '.join(changed)}; give another "
@@ -218,7 +218,7 @@ def _restore(tuning: Finetuning) -> None:
             )
         names = optimizer_names(tuning.optimizer, tuning.model)
         restore(found, {"model": tuning.model}, tuning.optimizer, names)
-        tuning.history[:] = found.about["history"]
+        tuning.history[:] = found.metadata["history"]
         log.info("%s: going on after epoch %d", tuning.config.output, tuning.epoch)
     epochs = all_gather(torch.tensor([tuning.epoch], device=tuning.device)).tolist()
     if len(set(epochs)) > 1:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dino_vit.core.distributed import all_gather, rank, world_size
-from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
 from dino_vit.eval.knn.voting import weighted_knn
@@ -46,7 +46,7 @@ class OnlineEvaluation:
         self.source, self.preparation = source, preparation
         self.batch_size, self.autocast = batch_size, autocast
         self.said = False  # that images cannot be read: once is enough
-        bits = random_bits(seed, Stream.EVALUATION, np.arange(len(source)))
+        bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
         order: list[int] = np.argsort(bits, kind="stable").tolist()
         labelled = list(islice((i for i in order if labels and source.label(i) is not None), images))
         self.has_labels = len({source.label(index) for index in labelled}) > 1

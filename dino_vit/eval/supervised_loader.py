@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.runtime import cores_of_a_process
-from dino_vit.eval.datasets import Part
+from dino_vit.eval.datasets import LabelledSubset
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.photometry import Augment
@@ -18,7 +18,7 @@ from dino_vit.views.preparation import Preparation
 from dino_vit.views.sampler import Sampler
 
 
-class Feed:
+class SupervisedLoader:
     """This process's share of every batch: normalised images and their classes, on the device.
 
     A global batch larger than the set becomes the set, but for what processes cannot share evenly.
@@ -26,7 +26,7 @@ class Feed:
 
     def __init__(
         self,
-        part: Part,
+        part: LabelledSubset,
         *,
         view: View,
         preparation: Preparation,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core.progress import progress
-from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.attention.pictures import as_picture
 from dino_vit.eval.features.extraction import Extraction, in_batches
@@ -58,7 +58,7 @@ class Explored:
 
 def chosen(source: Source, count: int, seed: int) -> list[int]:
     """Return the images that online evaluation looks at first: any, in an order that the seed gives."""
-    bits = random_bits(seed, Stream.EVALUATION, np.arange(len(source)))
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
     order: list[int] = np.argsort(bits, kind="stable")[:count].tolist()
     return order
 

@@ -11,7 +11,7 @@ from statistics import median
 from dino_vit.config import yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import knobs, values
+from dino_vit.config.settings import settings_of, values
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.storage import StorageError
 from dino_vit.training.diagnosis import STATES, Diagnosis, Reading, Record
@@ -85,7 +85,7 @@ def differences(record: RunRecord) -> list[tuple[str, str, str, str]]:
     reasons = {key: reason for start in record.starts for key, reason in start["reasons"].items()}
     return [
         (key, yaml.write(now[key]), yaml.write(default.get(key)), reasons.get(key, ""))
-        for key in knobs(PretrainConfig)
+        for key in settings_of(PretrainConfig)
         if key in now and now[key] != default.get(key)
     ]
 

@@ -10,21 +10,21 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.checks import Plan as RunPlan
+from dino_vit.config.checks import Plan
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source
-from dino_vit.views.geometry import Photometry, View
+from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.loader import Loader
 from dino_vit.views.photometry import Augment
 from dino_vit.views.preparation import Preparation
-from dino_vit.views.sampler import Plan, Sampler
+from dino_vit.views.sampler import BatchSpec, Sampler
 
 
 def build_loader(
     config: PretrainConfig,
-    plan: RunPlan,
+    plan: Plan,
     source: Source,
     weights: NDArray[np.float64] | None,
     accelerator: Accelerator,
@@ -103,7 +103,7 @@ def make_views(
     """
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
     loader = Loader(source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config))
-    batch = loader.make(Plan(epoch, 0, np.asarray(samples, dtype=np.int64)))
+    batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels
     augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=config.photometry.blur_sigma[1])
     made: list[list[Tensor]] = [[] for _ in samples]
@@ -120,11 +120,11 @@ def build_views(config: PretrainConfig) -> tuple[View, ...]:
     views, p = config.views, config.photometry
     common = p.model_dump(exclude={"blur", "solarise"})
     first, other, local = (
-        Photometry(**common, blur=blur, solarise=solarise)
+        ViewPhotometry(**common, blur=blur, solarise=solarise)
         for blur, solarise in zip(p.blur, p.solarise, strict=True)
     )
 
-    def whole(photometry: Photometry) -> View:
+    def whole(photometry: ViewPhotometry) -> View:
         shape, scale = views.global_shape, views.global_scale
         return View(size=shape, scale=scale, ratio=views.ratio, photometry=photometry)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import any_process
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.method.loss import dino_loss
 from dino_vit.method.optim import (
@@ -81,7 +81,7 @@ def take_step(session: Session, reporter: Reporter, batches: Iterator[Batch]) ->
     config, student, teacher = session.config, session.student, session.teacher
     # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
     rank = session.accelerator.process_index
-    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK, session.step, rank))
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, session.step, rank))
     rates = session.rates(session.step)
     set_rates(session.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
 

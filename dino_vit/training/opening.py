@@ -19,7 +19,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import result_changes
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import all_gather
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.sampling_weights import describe, fingerprint, read_weights
 from dino_vit.data.sources.open import Source, open_source
@@ -53,14 +53,14 @@ def open_session(config: PretrainConfig, accelerator: Accelerator) -> Opened:
     found = _find(checkpoints, config)
     _agree(found.step if found else 0, config, accelerator.device)
     trained = None if found or not config.init else _load_trained(config)
-    architecture = found.about["architecture"] if found else trained.architecture if trained else None
-    batch = found.about["global_batch"] if found else _global_batch(config, accelerator)
+    architecture = found.metadata["architecture"] if found else trained.architecture if trained else None
+    batch = found.metadata["global_batch"] if found else _global_batch(config, accelerator)
     config, choices, images = resolve(
         config, source, batch, architecture if config.init else None, found, accelerator.device
     )
     config, placed = resolve_place(
         config,
-        found.about["config"]["data"]["photometry"] if found else None,
+        found.metadata["config"]["data"]["photometry"] if found else None,
         source,
         workers=choose_workers(config, accelerator),
         device=accelerator.device,
@@ -121,18 +121,20 @@ def _as_before(
     accelerator: Accelerator,
 ) -> PretrainConfig:
     """Check that a run goes on as it began, and keep its global batch on another number of processes."""
-    before = PretrainConfig.model_validate(found.about["config"], strict=False)  # JSON has lists for tuples
+    before = PretrainConfig.model_validate(
+        found.metadata["config"], strict=False
+    )  # JSON has lists for tuples
     said = [f"{key} was {old} and is {new}" for key, (old, new) in result_changes(config, before).items()]
     precision = choose_precision(config.run.precision, accelerator.device)
-    if found.about["precision"] != precision and config.run.precision == before.run.precision:
+    if found.metadata["precision"] != precision and config.run.precision == before.run.precision:
         said.append(
-            f"run.precision={config.run.precision} was {found.about['precision']} and is {precision} here"
+            f"run.precision={config.run.precision} was {found.metadata['precision']} and is {precision} here"
         )
-    if found.about["source"] != source.fingerprint:
+    if found.metadata["source"] != source.fingerprint:
         said.append(f"the images of {config.data.source} are not those that it began with")
-    if found.about.get("weights") != fingerprint(weights):
+    if found.metadata.get("weights") != fingerprint(weights):
         said.append(f"data.weights={config.data.weights} does not weigh the images as it began")
-    batch, share = found.about["global_batch"], config.data.batch_size * int(accelerator.num_processes)
+    batch, share = found.metadata["global_batch"], config.data.batch_size * int(accelerator.num_processes)
     if batch % share:
         said.append(
             f"its global batch was {batch}, which {accelerator.num_processes} processes of "
@@ -167,7 +169,7 @@ def build_untrained(
     config: PretrainConfig, architecture: Mapping[str, Any] | None = None
 ) -> tuple[Network, Network]:
     """Build student and teacher as a run begins, their parameters drawn from the seed."""
-    torch.manual_seed(derive_seed(config.seed, Stream.NETWORK))
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
     known = architecture or _architecture(config)
     return build_networks(
         backbone={key: value for key, value in known.items() if key != "drop_path"},

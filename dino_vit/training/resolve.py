@@ -14,7 +14,7 @@ from dino_vit.config.settings import ConfigError, Problem, get, given_keys
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, world_size
 from dino_vit.data.sources.open import Source
-from dino_vit.data.statistics import LOOKED_AT, MEASURED, Look, look, measure, sample
+from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
 from dino_vit.training.feeding import build_pixels
 
 
@@ -27,8 +27,8 @@ def resolve(
     device: torch.device,
 ) -> tuple[PretrainConfig, list[Choice], list[str]]:
     """Fill in what the images, the recipe and trained weights decide; return also what the images are."""
-    indices = sample(source, config.seed, LOOKED_AT)
-    seen = look(source, indices, max_pixels=config.data.max_pixels)
+    indices = sample(source, config.seed, INSPECTED)
+    seen = inspect_images(source, indices, max_pixels=config.data.max_pixels)
     choices: list[Choice] = []
     if trained is not None:
         config, choices = _take_architecture(config, trained)
@@ -48,7 +48,7 @@ def resolve(
 
 
 def fit_to(
-    seen: Look, config: PretrainConfig, source: Source, global_batch: int, *, batch_norm: bool = True
+    seen: ImageSummary, config: PretrainConfig, source: Source, global_batch: int, *, batch_norm: bool = True
 ) -> tuple[PretrainConfig, list[Choice]]:
     """Fill in what `recipe: auto` decides from the images."""
     return resolve_auto(
@@ -63,11 +63,11 @@ def fit_to(
 
 
 def _resolve_pixels(
-    config: PretrainConfig, seen: Look, found: Checkpoint | None
+    config: PretrainConfig, seen: ImageSummary, found: Checkpoint | None
 ) -> tuple[PretrainConfig, list[Choice]]:
     """Settle the depth; a run that goes on keeps what it found out at its start."""
     if found:
-        before = PretrainConfig.model_validate(found.about["config"], strict=False).data
+        before = PretrainConfig.model_validate(found.metadata["config"], strict=False).data
         names = [name for name in ("bits", "mean", "std") if getattr(config.data, name) is None]
         return replace(config, {f"data.{name}": getattr(before, name) for name in names}), []
     if config.data.bits is not None:
@@ -82,7 +82,7 @@ def _measure(
     """Measure mean and std where they are open, and check that images can be used as they are wanted."""
     wanted = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
-    indices = sample(source, config.seed, MEASURED if wanted else LOOKED_AT)
+    indices = sample(source, config.seed, MEASURED if wanted else INSPECTED)
     measured = measure(source, indices, pixels)
     # The first process's, lest others sum up in another order.
     figures = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()

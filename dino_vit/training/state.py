@@ -109,7 +109,7 @@ class Session:
         if not self.accelerator.is_main_process:
             return None
         tensors = collect(self._modules(), self.optimizer, self._names())
-        about = {
+        metadata = {
             "architecture": self.teacher.backbone.architecture,
             "mean": self.config.data.mean,
             "std": self.config.data.std,
@@ -126,17 +126,17 @@ class Session:
             "best": self.best,
             "baseline": self.baseline,
         }
-        return self.checkpoints.save(self.step, tensors, about)
+        return self.checkpoints.save(self.step, tensors, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Become what a checkpoint says."""
         restore(checkpoint, self._modules(), self.optimizer, self._names())
-        if checkpoint.about["scaler"]:  # empty but for float16
-            self.scaler.load_state_dict(checkpoint.about["scaler"])
+        if checkpoint.metadata["scaler"]:  # empty but for float16
+            self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = checkpoint.step
-        self.nonfinite_steps = checkpoint.about["nonfinite_steps"]
-        self.best = checkpoint.about["best"]
-        self.baseline = checkpoint.about["baseline"]
+        self.nonfinite_steps = checkpoint.metadata["nonfinite_steps"]
+        self.best = checkpoint.metadata["best"]
+        self.baseline = checkpoint.metadata["baseline"]
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, "loss": self.center}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core.randomness import Stream, random_uniform
+from dino_vit.core.randomness import RngPurpose, random_uniform
 
 Size = tuple[int, int]
 Interpolation = Literal["bicubic", "bilinear"]
@@ -45,7 +45,7 @@ COLUMNS = 13
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photometry:
+class ViewPhotometry:
     """How probable each operation is and how far it goes."""
 
     flip: float = 0.5
@@ -83,7 +83,7 @@ class View:
     size: Size
     scale: tuple[float, float]
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    photometry: Photometry = Photometry()
+    photometry: ViewPhotometry = ViewPhotometry()
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ def draw_tries(
     """Draw the numbers behind the boxes of every view of every sample, (samples, views, tries, 4)."""
     number = np.arange(len(views))[:, None, None]
     keys = (epoch, samples[:, None, None, None], number, np.arange(BOX_TRIES)[:, None], np.arange(4))
-    return random_uniform(seed, Stream.BOXES, *keys)
+    return random_uniform(seed, RngPurpose.BOXES, *keys)
 
 
 def choose_boxes(
@@ -163,7 +163,7 @@ def draw_photometry(
 ) -> NDArray[np.float32]:
     """Draw the photometric rows of every view of every sample: (samples, views, columns)."""
     keys = (epoch, samples[:, None, None], np.arange(len(views))[:, None], np.arange(11))
-    u = np.moveaxis(random_uniform(seed, Stream.PHOTOMETRY, *keys), -1, 0)  # (11, samples, views)
+    u = np.moveaxis(random_uniform(seed, RngPurpose.PHOTOMETRY, *keys), -1, 0)  # (11, samples, views)
 
     def setting(name: str) -> NDArray[np.float64]:
         return np.array([getattr(view.photometry, name) for view in views])
@@ -183,7 +183,9 @@ def draw_photometry(
     rows[..., Column.NOISE :] = 0  # to the last
     if setting("noise").any():
         low, high = setting("noise_std").T
-        chance, std, key = np.moveaxis(random_uniform(seed, Stream.NOISE, *keys[:-1], np.arange(3)), -1, 0)
+        chance, std, key = np.moveaxis(
+            random_uniform(seed, RngPurpose.NOISE, *keys[:-1], np.arange(3)), -1, 0
+        )
         noisy = chance < setting("noise")
         rows[..., Column.NOISE] = noisy * (low + (high - low) * std)
         rows[..., Column.KEY_HIGH] = noisy * np.floor(2.0**24 * key)

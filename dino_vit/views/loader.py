@@ -27,7 +27,7 @@ from dino_vit.views.geometry import (
     interleave,
 )
 from dino_vit.views.photometry import Augment
-from dino_vit.views.sampler import Plan, Sampler
+from dino_vit.views.sampler import BatchSpec, Sampler
 
 # More unreadable images than this in a row are no accident: the set is broken, or out of reach.
 REPLACEMENTS = 10
@@ -83,9 +83,9 @@ class Loader:
         if workers and SHARED.exists():
             _check_shared_memory(workers, prefetch * self.dataset.bytes_of_a_batch)
 
-    def make(self, plan: Plan) -> Batch:
+    def make(self, spec: BatchSpec) -> Batch:
         """Make one batch, here and now."""
-        batch = self.dataset[plan]
+        batch = self.dataset[spec]
         if isinstance(batch, ValueError):
             raise batch
         return batch
@@ -99,7 +99,7 @@ class Loader:
         loader: DataLoader[Batch | ValueError] = DataLoader(
             self.dataset,
             batch_size=None,
-            sampler=_Plans(self.sampler, position),
+            sampler=_Specs(self.sampler, position),
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             pin_memory=self.pin,
@@ -147,14 +147,14 @@ def _failure(unreadable: Sequence[UnreadableImage]) -> str:
 
 
 @dataclass(frozen=True)
-class _Plans:
+class _Specs:
     """The sampler's plans as a fresh iterable; the epoch travels in them, so workers outlive epochs."""
 
     sampler: Sampler
     position: int
 
-    def __iter__(self) -> Iterator[Plan]:
-        return self.sampler.plans(self.position)
+    def __iter__(self) -> Iterator[BatchSpec]:
+        return self.sampler.batch_specs(self.position)
 
 
 class _Steps(Dataset[Batch | ValueError]):
@@ -183,23 +183,23 @@ class _Steps(Dataset[Batch | ValueError]):
         dtype = self.pixels.dtype if self.augment is None else torch.float32
         return self.sampler.share * self.pixels.channels * pixels * dtype.itemsize
 
-    def __getitem__(self, plan: Plan) -> Batch | ValueError:
+    def __getitem__(self, spec: BatchSpec) -> Batch | ValueError:
         try:
-            return self._batch(plan)
+            return self._batch(spec)
         except ValueError as error:
             return error
 
-    def _batch(self, plan: Plan) -> Batch:
+    def _batch(self, spec: BatchSpec) -> Batch:
         unreadable: list[UnreadableImage] = []
         failure: str | None = None
         channels, dtype = self.pixels.channels, self.pixels.dtype
         cut = {
-            size: torch.empty((len(numbers), len(plan.samples), channels, *size), dtype=dtype)
+            size: torch.empty((len(numbers), len(spec.samples), channels, *size), dtype=dtype)
             for size, numbers in self.by_size.items()
         }
-        tries = draw_tries(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
-        read = torch.from_numpy(plan.samples).clone()
-        for place, sample in enumerate(plan.samples.tolist()):
+        tries = draw_tries(self.views, seed=self.seed, epoch=spec.epoch, samples=spec.samples)
+        read = torch.from_numpy(spec.samples).clone()
+        for place, sample in enumerate(spec.samples.tolist()):
             found = self._read(sample, unreadable)
             if found is None:
                 failure = _failure(unreadable)
@@ -213,16 +213,16 @@ class _Steps(Dataset[Batch | ValueError]):
                 interpolation = self.views[numbers[0]].interpolation
                 out = cut[size][:, place]
                 cut_views(image, boxes[numbers], size, interpolation=interpolation, out=out)
-        rows = draw_photometry(self.views, seed=self.seed, epoch=plan.epoch, samples=plan.samples)
+        rows = draw_photometry(self.views, seed=self.seed, epoch=spec.epoch, samples=spec.samples)
         flat = {size: views.flatten(0, 1) for size, views in cut.items()}
         photometry = {
             size: torch.from_numpy(rearrange(rows[:, numbers], "b v f -> (v b) f"))
             for size, numbers in self.by_size.items()
         }
         return Batch(
-            epoch=plan.epoch,
-            step=plan.step,
-            samples=torch.from_numpy(plan.samples),
+            epoch=spec.epoch,
+            step=spec.step,
+            samples=torch.from_numpy(spec.samples),
             read=read,
             views=flat if self.augment is None else {s: self.augment(flat[s], photometry[s]) for s in flat},
             photometry=photometry if self.augment is None else {},

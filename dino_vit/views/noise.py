@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dino_vit.core.randomness import Stream
+from dino_vit.core.randomness import RngPurpose
 
 
 def _signed(word: int) -> int:
@@ -22,7 +22,7 @@ def _signed(word: int) -> int:
 _GAMMA = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
-_STREAM = _signed((Stream.NOISE + 1) * 0x9E3779B97F4A7C15)
+_STREAM = _signed((RngPurpose.NOISE + 1) * 0x9E3779B97F4A7C15)
 # Of four bytes, each from 0 to 255 with equal chance.
 _MEAN = 4 * 255 / 2
 _STD = math.sqrt(4 * (256**2 - 1) / 12)
@@ -46,7 +46,7 @@ def noise_like(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def random_words(keys: Tensor, count: int) -> Tensor:
-    """Return `random_bits(key, Stream.NOISE, np.arange(count))` for each of the keys, as int64 (n, count)."""
+    """Return `random_bits(key, RngPurpose.NOISE, np.arange(count))` for each key, as int64 (n, count)."""
     state = _mix_(_mix_(keys.clone()) + _STREAM)
     steps = torch.arange(1, count + 1, device=keys.device) * _GAMMA
     return _mix_(rearrange(state, "n -> n 1") + steps)

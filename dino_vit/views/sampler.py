@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.randomness import Stream, random_bits, random_uniform
+from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 
 
-class Plan(NamedTuple):
+class BatchSpec(NamedTuple):
     """One process's part of a step, or of one of its forward passes."""
 
     epoch: int
@@ -64,20 +64,20 @@ class Sampler:
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the order of all images in an epoch, or what it draws by weight."""
         if self.weights is not None:
-            uniform = random_uniform(self.seed, Stream.ORDER, epoch, np.arange(self.length))
+            uniform = random_uniform(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length))
             return _draw_by_weight(self.weights, uniform)
-        bits = random_bits(self.seed, Stream.ORDER, epoch, np.arange(self.length))
+        bits = random_bits(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length))
         return np.argsort(bits)  # no two are equal: one-to-one functions made them, so any sort will do
 
     def others(self, sample: int, count: int) -> Iterator[int]:
         """Draw images that may stand in for one, as a function of that one alone, once one is wanted."""
-        keys = self.seed, Stream.REPLACEMENT, sample, np.arange(count)
+        keys = self.seed, RngPurpose.REPLACEMENT, sample, np.arange(count)
         if self.weights is not None:
             yield from _draw_by_weight(self.weights, random_uniform(*keys)).tolist()
         else:
             yield from (random_bits(*keys) % np.uint64(self.length)).tolist()
 
-    def plans(self, position: int = 0) -> Iterator[Plan]:
+    def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
         """Yield this process's part of each pass of each step from a position (in steps) on, without end."""
         epoch, first = divmod(position, self.steps_per_epoch)
         share = self.share
@@ -86,7 +86,7 @@ class Sampler:
             for step in range(first, self.steps_per_epoch):
                 for micro in range(self.accumulate):
                     start = step * self.batch_size + (micro * self.world_size + self.rank) * share
-                    yield Plan(epoch, step, order[start : start + share])
+                    yield BatchSpec(epoch, step, order[start : start + share])
             epoch, first = epoch + 1, 0
 
 

@@ -63,10 +63,10 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
     return _unwrap(_read_pickle(path), raw, network)
 
 
-def _parse_description(path: Path, about: str) -> dict[str, Any]:
+def _parse_description(path: Path, text: str) -> dict[str, Any]:
     """Return what one of our own files says of itself, or say why it cannot be ours."""
     try:
-        described = json.loads(about)
+        described = json.loads(text)
     except ValueError:
         described = None
     whole = isinstance(described, dict) and {"kind", "mean", "std"} <= described.keys()

@@ -19,7 +19,7 @@ from dino_vit.cli import main
 from dino_vit.commands.duplicates import find_duplicates, unite
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
 from dino_vit.eval.embeddings.files import normalised, read_embeddings
-from dino_vit.eval.features.extraction import Kind, extract_features
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import command, program, run
 
@@ -74,17 +74,17 @@ def test_files_hold_what_the_backbone_says(tmp_path, weights, folder, suffix, dt
     assert found.names == [source.name(index) for index in known.indices.tolist()]
     assert found.labels == [name[0] if "/" in name else None for name in found.names]
     assert found.indices.tolist() == known.indices.tolist()
-    about = found.about
-    assert about["weights"]["path"] == str(weights)
-    assert about["weights"]["file_sha256"] == model.provenance.sha256
-    assert about["source"] == {
+    metadata = found.metadata
+    assert metadata["weights"]["path"] == str(weights)
+    assert metadata["weights"]["file_sha256"] == model.provenance.sha256
+    assert metadata["source"] == {
         "spec": str(folder),
         "fingerprint": source.fingerprint,
         "images": 34,
         "unreadable": 1,
     }
-    assert about["preparation"]["size"] == [16, 16]
-    assert (about["normalised"], about["precision"]) == (normalise == "true", "float32")
+    assert metadata["preparation"]["size"] == [16, 16]
+    assert (metadata["normalised"], metadata["precision"]) == (normalise == "true", "float32")
 
 
 def test_other_libraries_read_the_files(tmp_path, weights, folder):
@@ -118,7 +118,7 @@ def test_other_tokens(tmp_path, weights, suffix, tokens, blocks):
         range(9),
         preparation=preparation_of(model),
         batch_size=128,
-        kind=Kind(tokens=tokens, blocks=blocks),
+        kind=FeatureSpec(tokens=tokens, blocks=blocks),
     )
     assert np.array_equal(read_embeddings(output).values, known.values.numpy())
 
@@ -304,7 +304,7 @@ def test_the_program_embeds_by_a_checkpoint_of_the_loop(tmp_path, processes):
     said = program("embed", "synthetic:100:32", *words, *fixed, processes=processes)
     assert said.count("100 × 32 in float32") == 1
     found, model = read_embeddings(tmp_path / "e.parquet"), load_backbone(tmp_path / "run")
-    assert (found.about["weights"]["step"], found.about["weights"]["network"]) == (5, "teacher")
+    assert (found.metadata["weights"]["step"], found.metadata["weights"]["network"]) == (5, "teacher")
     known = extract_features(
         model, SyntheticSource(length=100), range(100), preparation=preparation_of(model), batch_size=16
     )

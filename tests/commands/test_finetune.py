@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.finetune import mix
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.features.extraction import extract_features
@@ -119,7 +119,7 @@ def test_one_step_is_that_of_the_plain_recipe(tmp_path, weights):
     found, _ = tune(tmp_path / "run", *more, "batch_size=80", "crop=[1, 1]", "clip=0.5", "smoothing=0.3")
     after = tensors(tmp_path / "run", 1)
 
-    torch.manual_seed(derive_seed(0, Stream.NETWORK))
+    torch.manual_seed(derive_seed(0, RngPurpose.NETWORK))
     model, sets = load_backbone(weights), open_sets("synthetic:100:16")
     model.add_classifier(10)
     images = torch.stack([sets.train.images.read(place) for place in range(80)])

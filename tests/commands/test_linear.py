@@ -13,7 +13,7 @@ from dino_vit.cli import main
 from dino_vit.commands.linear import columns_of
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.eval.datasets import Labelled, hold_out, open_sets
-from dino_vit.eval.features.extraction import Kind, extract_features
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.linear.published import interleave
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import Command, command, program, run
@@ -93,10 +93,16 @@ def test_the_best_can_be_chosen_on_images_that_none_learned_from(weights):
 
 
 @pytest.mark.parametrize(
-    "part", [Kind(), Kind(blocks=3), Kind(tokens="cls+mean"), Kind(tokens="cls+mean", blocks=2)]
+    "part",
+    [
+        FeatureSpec(),
+        FeatureSpec(blocks=3),
+        FeatureSpec(tokens="cls+mean"),
+        FeatureSpec(tokens="cls+mean", blocks=2),
+    ],
 )
 def test_columns_are_the_tokens_they_are_called(weights, part):
-    model, whole = load_backbone(weights), Kind(tokens="cls+mean", blocks=3)
+    model, whole = load_backbone(weights), FeatureSpec(tokens="cls+mean", blocks=3)
     images = torch.randn(2, 3, 16, 16)
     tokens = model.get_intermediate_layers(images, part.blocks)
     expected = [each[:, 0] for each in tokens]
@@ -127,7 +133,7 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
     weight, bias = content["state_dict"].values()
     assert weight.shape == (10, 64)
     sets, model = open_sets("synthetic:120:16"), load_backbone(weights)
-    kind = Kind(tokens="cls+mean" if mean else "cls", blocks=blocks)
+    kind = FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=blocks)
     features = extract_features(
         model, sets.val.images, range(24), preparation=preparation_of(model), batch_size=24, kind=kind
     ).values

@@ -9,7 +9,7 @@ from dino_vit.config.checks import check_run, scaled_lr
 from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import ALSO_KNOWN_AS, WIDTH_DEPTH_HEADS, Arch, PretrainConfig
-from dino_vit.config.settings import ConfigError, knobs, values
+from dino_vit.config.settings import ConfigError, settings_of, values
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
 
@@ -82,10 +82,10 @@ def test_the_defaults_are_the_published_recipe() -> None:
 
 def test_every_knob_is_documented_and_every_other_name_leads_to_one() -> None:
     names = " ".join(ALSO_KNOWN_AS.values()).split()
-    assert set(ALSO_KNOWN_AS) <= set(knobs(PretrainConfig))
+    assert set(ALSO_KNOWN_AS) <= set(settings_of(PretrainConfig))
     assert len(names) == len(set(names))
-    assert not set(names) & set(knobs(PretrainConfig))
-    assert all(one.doc for one in knobs(PretrainConfig).values())
+    assert not set(names) & set(settings_of(PretrainConfig))
+    assert all(one.doc for one in settings_of(PretrainConfig).values())
     assert all(len(line) <= 132 for line in to_yaml(PretrainConfig()).splitlines())
 
 
@@ -259,7 +259,7 @@ def test_config_is_light() -> None:
 
 
 def test_only_what_leaves_the_result_alone_may_change_on_resume() -> None:
-    free = {key for key, one in knobs(PretrainConfig).items() if one.may_change}
+    free = {key for key, one in settings_of(PretrainConfig).items() if one.resumable}
     sections = {"data", "model", "optim", "run"}
     assert {key for key in free if key.split(".")[0] not in sections} == {"output"}
     assert {"data.workers", "data.batch_size", "optim.accumulate", "run.log_every"} < free

@@ -17,9 +17,9 @@ from dino_vit.config.settings import (
     Settings,
     allowed,
     given_keys,
-    knob,
-    knobs,
     result_changes,
+    setting,
+    settings_of,
     values,
 )
 
@@ -28,29 +28,29 @@ class Oven(Settings):
     """Where it is baked."""
 
     one_of: ClassVar = (("degrees",), ("gas", "mark"))
-    degrees: Positive | None = knob(180.0, "heat")
-    gas: bool | None = knob(None, "with gas")
-    mark: Count | None = knob(None, "on the dial")
-    fan: Literal["on", "off"] = knob("on", "blow")
+    degrees: Positive | None = setting(180.0, "heat")
+    gas: bool | None = setting(None, "with gas")
+    mark: Count | None = setting(None, "on the dial")
+    fan: Literal["on", "off"] = setting("on", "blow")
 
 
 class Icing(Settings):
     """What comes on top."""
 
     colour: str = Field(description="its colour")
-    layers: Count = knob(1, "how many")
+    layers: Count = setting(1, "how many")
 
 
 class Cake(Settings):
     """A cake."""
 
     also_known_as: ClassVar = {"eggs": "oeufs"}
-    name: str = knob("plain", "what to call it", may_change=True)
-    eggs: Count = knob(3, "how many")
-    sizes: tuple[Positive, Positive] = knob((1.0, 2.0), "from, to")
-    tiers: tuple[str, ...] = knob((), "names of the tiers")
+    name: str = setting("plain", "what to call it", resumable=True)
+    eggs: Count = setting(3, "how many")
+    sizes: tuple[Positive, Positive] = setting((1.0, 2.0), "from, to")
+    tiers: tuple[str, ...] = setting((), "names of the tiers")
     oven: Oven = Oven()
-    icing: Icing | None = knob(None, "null: none")
+    icing: Icing | None = setting(None, "null: none")
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what is wrong with valid settings taken together."""
@@ -221,13 +221,13 @@ def test_yaml_loads_back(tmp_path: Path, overrides: list[str], comments: bool) -
     text = to_yaml(cake, comments)
     assert load(Cake, write(tmp_path, text)) == cake
     assert ("#" in text) == comments
-    for key, one in knobs(Cake).items():
+    for key, one in settings_of(Cake).items():
         if comments and key in values(cake):
             assert one.doc in text
 
 
 def test_what_is_allowed_is_said_in_words() -> None:
-    words = {key: allowed(one.schema) for key, one in knobs(Cake).items()}
+    words = {key: allowed(one.schema) for key, one in settings_of(Cake).items()}
     assert words["oven.degrees"] == "a number above 0 or null"
     assert words["oven.gas"] == "true or false or null"
     assert words["oven.fan"] == "one of on, off"
@@ -281,11 +281,11 @@ def test_dashes_are_answered(argv: list[str], message: str, capsys: pytest.Captu
 class Sheet(Settings):
     """A command with words and a flag."""
 
-    words: ClassVar = ("index", "images")
-    flags: ClassVar = {"serve": "keep_on"}
+    positional: ClassVar = ("index", "images")
+    switches: ClassVar = {"serve": "keep_on"}
     index: str = Field(description="where to look")
-    images: tuple[str, ...] = knob((), "what to look for")
-    keep_on: bool = knob(False, "keep on")
+    images: tuple[str, ...] = setting((), "what to look for")
+    keep_on: bool = setting(False, "keep on")
 
 
 @pytest.mark.parametrize(
@@ -307,8 +307,8 @@ def test_words_and_flags_stand_for_settings(given: list[str], found: tuple[objec
 
 def test_a_word_too_many_is_refused() -> None:
     class One(Settings):
-        words: ClassVar = ("name",)
-        name: str = knob("", "one word")
+        positional: ClassVar = ("name",)
+        name: str = setting("", "one word")
 
     parser = argparse.ArgumentParser()
     add_config_arguments(parser, One)
@@ -322,4 +322,4 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "eggs=3" in shown
     assert "icing.colour=..." in shown
-    assert all(one.doc in shown for one in knobs(Cake).values())
+    assert all(one.doc in shown for one in settings_of(Cake).values())

@@ -3,10 +3,10 @@ import random
 import pytest
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import knobs
+from dino_vit.config.settings import settings_of
 from dino_vit.config.spelling import distance, nearest
 
-KEYS = {key: PretrainConfig.also_known_as.get(key, "").split() for key in knobs(PretrainConfig)}
+KEYS = {key: PretrainConfig.also_known_as.get(key, "").split() for key in settings_of(PretrainConfig)}
 
 
 def naive_distance(a: str, b: str) -> int:

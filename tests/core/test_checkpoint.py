@@ -56,7 +56,7 @@ def test_the_newest_is_read_and_another_before_a_step_on_request(tmp_path):
     assert checkpoints.newest(up_to=9).step == 5
     assert checkpoints.newest(up_to=10).step == 10
     assert checkpoints.newest(up_to=4) is None
-    assert checkpoints.newest().about == {"best": None, "kind": "checkpoint", "step": 10}
+    assert checkpoints.newest().metadata == {"best": None, "kind": "checkpoint", "step": 10}
 
 
 def flip(content):

@@ -3,7 +3,7 @@ import sys
 
 import numpy as np
 
-from dino_vit.core.randomness import Stream, derive_seed, random_bits, random_uniform
+from dino_vit.core.randomness import RngPurpose, derive_seed, random_bits, random_uniform
 
 MASK = 2**64 - 1
 
@@ -24,23 +24,23 @@ def naive_bits(seed, *keys):
 
 def test_bits_equal_the_formula_in_python_integers():
     keys = np.arange(5)[:, None], np.arange(1_000_000_000_000, 1_000_000_000_003)
-    bits = random_bits(2**63 + 11, Stream.BOXES, 3, *keys)
+    bits = random_bits(2**63 + 11, RngPurpose.BOXES, 3, *keys)
     for i in range(5):
         for j in range(3):
-            assert int(bits[i, j]) == naive_bits(2**63 + 11, Stream.BOXES, 3, i, 1_000_000_000_000 + j)
-    assert derive_seed(-5, Stream.NETWORK, 7, 1) == naive_bits(-5, Stream.NETWORK, 7, 1)
+            assert int(bits[i, j]) == naive_bits(2**63 + 11, RngPurpose.BOXES, 3, i, 1_000_000_000_000 + j)
+    assert derive_seed(-5, RngPurpose.NETWORK, 7, 1) == naive_bits(-5, RngPurpose.NETWORK, 7, 1)
 
 
 def test_numbers_are_those_of_yesterday():
     """A run must go on with the same images after an upgrade: these constants may never change."""
-    assert derive_seed(0, Stream.NETWORK, 1, 2) == 2923413797618592599
-    assert random_uniform(0, Stream.ORDER, 0).tolist() == [0.27623358227789463]
+    assert derive_seed(0, RngPurpose.NETWORK, 1, 2) == 2923413797618592599
+    assert random_uniform(0, RngPurpose.ORDER, 0).tolist() == [0.27623358227789463]
 
 
 def test_another_process_draws_the_same():
-    code = "from dino_vit.core.randomness import *; print(derive_seed(3, Stream.ORDER, 4))"
+    code = "from dino_vit.core.randomness import *; print(derive_seed(3, RngPurpose.ORDER, 4))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(said) == derive_seed(3, Stream.ORDER, 4)
+    assert int(said) == derive_seed(3, RngPurpose.ORDER, 4)
 
 
 def unmixed(bits):
@@ -56,7 +56,7 @@ def unmixed(bits):
 def test_each_number_gives_its_key_back():
     """So no two of one key are equal, and the order of images is one that any sort finds."""
     keys = np.array([0, 1, 2, 99, 10**7, 2**32 + 5, 2**63 - 1])
-    bits = random_bits(7, Stream.ORDER, 5, keys).tolist()
+    bits = random_bits(7, RngPurpose.ORDER, 5, keys).tolist()
     moved = [(unmixed(one) - unmixed(bits[0])) % 2**64 for one in bits]
     assert [of * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64 for of in moved] == keys.tolist()
 
@@ -65,15 +65,15 @@ def test_seeds_streams_and_keys_give_unrelated_numbers():
     seeds = {
         derive_seed(seed, stream, key, other)
         for seed in (0, 1, 2**40)
-        for stream in Stream
+        for stream in RngPurpose
         for key in range(20)
         for other in range(20)
     }
-    assert len(seeds) == 3 * len(Stream) * 400
+    assert len(seeds) == 3 * len(RngPurpose) * 400
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated():
-    u = random_uniform(0, Stream.PHOTOMETRY, np.arange(2000)[:, None], np.arange(50))
+    u = random_uniform(0, RngPurpose.PHOTOMETRY, np.arange(2000)[:, None], np.arange(50))
     counts = np.histogram(u, bins=100, range=(0, 1))[0]
     chi_square = float((((counts - 1000) ** 2) / 1000).sum())
     assert chi_square < 149  # 0.1 % point for 99 degrees of freedom

@@ -115,8 +115,8 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     assert readings(tmp_path / "run") == readings(tmp_path / "whole")
     run(tmp_path / "plain", SHORT)
     assert readings(tmp_path / "plain") != readings(tmp_path / "whole")
-    about = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
-    assert json.loads(about)["weights"] == fingerprint(read_weights(open_source("synthetic:64:32"), moved))
+    metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
+    assert json.loads(metadata)["weights"] == fingerprint(read_weights(open_source("synthetic:64:32"), moved))
 
 
 def test_two_processes_draw_what_one_draws(tmp_path):

@@ -4,7 +4,7 @@ import torch
 
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.data.statistics import Sight, look, measure, sample
+from dino_vit.data.statistics import ImageInfo, inspect_images, measure, sample
 from tests.data.images.test_decode import smooth
 from tests.support.images import npy, saved, tiff
 
@@ -36,14 +36,14 @@ def test_images_are_seen_as_they_are():
         torch.zeros(2, 6, 8),
         b"",
     )
-    seen = look(source, range(7))
+    seen = inspect_images(source, range(7))
     assert seen.sights == (
-        Sight(20, 30, 1, False, "uint8"),
-        Sight(20, 30, 3, True, "uint8"),
-        Sight(20, 30, 1, True, "uint8"),
-        Sight(9, 7, 4, False, "uint8"),  # the fourth is no transparency
-        Sight(4, 5, 1, False, "uint16"),
-        Sight(6, 8, 2, False, "float32"),
+        ImageInfo(20, 30, 1, False, "uint8"),
+        ImageInfo(20, 30, 3, True, "uint8"),
+        ImageInfo(20, 30, 1, True, "uint8"),
+        ImageInfo(9, 7, 4, False, "uint8"),  # the fourth is no transparency
+        ImageInfo(4, 5, 1, False, "uint16"),
+        ImageInfo(6, 8, 2, False, "float32"),
     )
     assert [str(image) for image in seen.unreadable] == ["6.png: the file is empty"]
     assert (seen.bits, seen.image_size) == (16, 13)
@@ -69,7 +69,7 @@ CHANNELS = [((1, 1), 1), ((1, 3, 1), 3), ((3, 3), 3), ((5, 5), 5), ((5, 5, 3), 5
 @pytest.mark.parametrize(("channels", "wanted"), CHANNELS)
 def test_the_channels_are_those_that_all_images_can_be_given_or_most_have(channels, wanted):
     source = Items(*(torch.zeros(count, 4, 4, dtype=torch.uint8) for count in channels))
-    assert look(source, range(len(source))).channels == wanted
+    assert inspect_images(source, range(len(source))).channels == wanted
 
 
 def test_what_fits_is_what_can_be_converted():
@@ -77,7 +77,7 @@ def test_what_fits_is_what_can_be_converted():
     files = {mode: saved(smooth(mode), "PNG") for mode in ("L", "LA", "RGB", "RGBA")}
     for mode, data in files.items():
         for channels in range(1, 6):
-            (sight,) = look(Items(data), [0]).sights
+            (sight,) = inspect_images(Items(data), [0]).sights
             usable = True
             try:
                 measure(Items(data), [0], Pixels(channels=channels))
@@ -120,4 +120,4 @@ def test_what_cannot_be_used_is_left_out_unless_it_is_all():
     with pytest.raises(ValueError, match=r"none of the 1 images .* 0.png: it has 5 channels where 3 are"):
         measure(Items(torch.zeros(5, 4, 4)), [0], RGB)
     with pytest.raises(ValueError, match="none of the 1 images that were tried can be read"):
-        look(Items(b""), [0])
+        inspect_images(Items(b""), [0])

@@ -5,8 +5,8 @@ import torch
 from PIL import Image
 
 from dino_vit.eval.datasets import open_sets
-from dino_vit.eval.supervised_loader import Feed
-from dino_vit.views.geometry import Photometry, View
+from dino_vit.eval.supervised_loader import SupervisedLoader
+from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.preparation import Preparation
 
 
@@ -19,9 +19,9 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
     for label in range(3):
         (tmp_path / str(label) / "0.png").write_bytes(b"no image")
     sets = open_sets(str(tmp_path), train=str(tmp_path))
-    feed = Feed(
+    feed = SupervisedLoader(
         sets.train,
-        view=View(size=(8, 8), scale=(1.0, 1.0), photometry=Photometry(jitter=0, grey=0, blur=0)),
+        view=View(size=(8, 8), scale=(1.0, 1.0), photometry=ViewPhotometry(jitter=0, grey=0, blur=0)),
         preparation=Preparation(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
         batch_size=50,
         seed=0,

@@ -17,7 +17,7 @@ from dino_vit.config import yaml
 from dino_vit.config.display import config_from, parse_arguments
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
-from dino_vit.config.settings import knobs, sections
+from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_metadata, read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES
@@ -28,7 +28,7 @@ from tests.support.runs import command, run
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 COMMANDS = [parts for text in PAGES.values() for parts in commands(text)]
-KNOBS = knobs(PretrainConfig)
+KNOBS = settings_of(PretrainConfig)
 PROGRAMS = {
     "launch/pretrain.py": "pretrain",
     "launch/slurm/pretrain.sbatch": "pretrain",
@@ -135,7 +135,7 @@ def test_the_recipe_says_all_that_auto_fills():
 
 def test_what_may_change_is_listed():
     said = PAGES["checkpoints"].split("may change freely:")[1].split("\n\n")[0]
-    assert set(quoted(said)) == {key for key, knob in KNOBS.items() if knob.may_change}
+    assert set(quoted(said)) == {key for key, setting in KNOBS.items() if setting.resumable}
 
 
 def test_suffixes_are_those_of_images():
@@ -231,12 +231,12 @@ def test_features_and_embeddings_hold_what_the_page_says(trained):
     (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
     assert columns == [*schema.names, "dino_vit"]
     said = page.split("The provenance:")[1].split("With `index")[0]
-    about = json.loads(schema.metadata[b"dino_vit"])
-    assert about.keys() == set(quoted(said))
-    assert json.loads((trained / "photos.json").read_text()) == about
+    metadata = json.loads(schema.metadata[b"dino_vit"])
+    assert metadata.keys() == set(quoted(said))
+    assert json.loads((trained / "photos.json").read_text()) == metadata
     tensors, metadata = read_tensors_of_others(trained / "photos.safetensors")
     assert tensors == {"embedding", "index", "label", "names", "name_ends"} <= set(quoted(page))
-    assert json.loads(metadata["dino_vit"]).keys() - about.keys() == {"classes"}
+    assert json.loads(metadata["dino_vit"]).keys() - metadata.keys() == {"classes"}
     assert (trained / "photos.faiss").exists()
 
 

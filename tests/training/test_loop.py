@@ -391,7 +391,7 @@ def test_float16_finds_its_scale_by_losing_steps(tmp_path):
     losses = [line["loss"] for line in readings(tmp_path / "run")]
     assert losses.count(None) == lost
     assert None not in losses[-5:]
-    stored = session.checkpoints.newest().about
+    stored = session.checkpoints.newest().metadata
     assert stored["precision"] == "fp16"
     assert stored["scaler"] == session.scaler.state_dict()
 

@@ -113,13 +113,13 @@ def test_sixteen_bit_grey_keeps_its_bits_from_the_file_to_the_weights(tmp_path, 
     assert f"{LENGTH} images looked at: {LENGTH} grey (uint16)" in said
     assert "data.bits=16: as the images have" in said
     values = np.stack(list(planes.values())).astype(np.float64) * 16 + 7
-    about = described(tmp_path / "run")
-    assert about["mean"] == pytest.approx([(values / 4095).mean()], rel=1e-3)
-    assert about["std"] == pytest.approx([(values / 4095).std()], rel=1e-3)
-    assert (about["bits"], about["range"]) == (16, [0, 4095])
+    metadata = described(tmp_path / "run")
+    assert metadata["mean"] == pytest.approx([(values / 4095).mean()], rel=1e-3)
+    assert metadata["std"] == pytest.approx([(values / 4095).std()], rel=1e-3)
+    assert (metadata["bits"], metadata["range"]) == (16, [0, 4095])
     model = load_backbone(tmp_path / "run")
     assert preparation_of(model).pixels == Pixels(channels=1, bits=16, range=(0.0, 4095.0))
-    assert preparation_of(model).mean == tuple(about["mean"])
+    assert preparation_of(model).mean == tuple(metadata["mean"])
     assert readings(tmp_path / "run")[-1]["knn"] is not None
 
 
@@ -143,9 +143,9 @@ def test_five_channels_in_a_tiff(tmp_path, planes):
     settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": 5}
     said = run(tmp_path / "run", settings)
     assert f"{LENGTH} of 5 channels (uint16)" in said
-    about = described(tmp_path / "run")
+    metadata = described(tmp_path / "run")
     values = np.stack(list(planes.values())) / 65535
-    assert about["mean"] == pytest.approx([values.mean() * band for band in range(1, 6)], rel=1e-3)
+    assert metadata["mean"] == pytest.approx([values.mean() * band for band in range(1, 6)], rel=1e-3)
     assert load_backbone(tmp_path / "run")(torch.rand(1, 5, 32, 32)).shape == (1, 32)
     assert readings(tmp_path / "run")[-1]["knn"] is not None
 

@@ -9,13 +9,13 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.randomness import Stream, random_uniform
+from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.training.feeding import build_views
 from dino_vit.views.geometry import (
     COLUMNS,
     Column,
-    Photometry,
     View,
+    ViewPhotometry,
     cut_views,
     draw_boxes,
     draw_photometry,
@@ -65,7 +65,7 @@ def test_boxes_equal_the_loop(height, width):
         boxes = draw_boxes(views, seed=1, epoch=2, sample=sample, height=height, width=width)
         for number, view in enumerate(views):
             keys = 2, sample, number, np.arange(10)[:, None], np.arange(4)
-            draws = random_uniform(1, Stream.BOXES, *keys)
+            draws = random_uniform(1, RngPurpose.BOXES, *keys)
             assert boxes[number].tolist() == naive_box(draws, view, height, width)
 
 
@@ -171,7 +171,7 @@ def test_photometry_follows_the_recipe():
 
 def test_noise_is_drawn_as_asked_and_changes_no_other_draw():
     count = 4000
-    views = [View(size=(8, 8), scale=(0.4, 1.0), photometry=Photometry(noise=p)) for p in (0.0, 0.3, 1.0)]
+    views = [View(size=(8, 8), scale=(0.4, 1.0), photometry=ViewPhotometry(noise=p)) for p in (0.0, 0.3, 1.0)]
     rows = draw_photometry(views, seed=0, epoch=3, samples=np.arange(count))
     without = [View(size=(8, 8), scale=(0.4, 1.0))] * 3
     silent = draw_photometry(without, seed=0, epoch=3, samples=np.arange(count))
@@ -200,11 +200,11 @@ def test_noise_is_drawn_as_asked_and_changes_no_other_draw():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Photometry(blur=1.5), "blur is a probability"),
-        (lambda: Photometry(hue=0.6), "hue must lie between 0 and 0.5"),
-        (lambda: Photometry(blur_sigma=(0.0, 1.0)), "blur_sigma"),
-        (lambda: Photometry(noise=-0.1), "noise is a probability"),
-        (lambda: Photometry(noise_std=(1.0, 10.0)), "noise_std must be a pair"),
+        (lambda: ViewPhotometry(blur=1.5), "blur is a probability"),
+        (lambda: ViewPhotometry(hue=0.6), "hue must lie between 0 and 0.5"),
+        (lambda: ViewPhotometry(blur_sigma=(0.0, 1.0)), "blur_sigma"),
+        (lambda: ViewPhotometry(noise=-0.1), "noise is a probability"),
+        (lambda: ViewPhotometry(noise_std=(1.0, 10.0)), "noise_std must be a pair"),
         (lambda: View(size=(0, 4), scale=(0.1, 1.0)), "at least one pixel"),
         (lambda: View(size=(4, 4), scale=(0.5, 0.2)), "scale must be"),
         (lambda: View(size=(4, 4), scale=(0.1, 1.0), ratio=(2.0, 1.0)), "ratio must be"),

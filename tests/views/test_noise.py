@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.views.noise import add_noise_, noise_like, random_words
 
 KEYS = (0, 1, 2**24 - 1, 2**24, 0x9E3779B97F4A, 2**48 - 1)
@@ -15,7 +15,7 @@ KEYS = (0, 1, 2**24 - 1, 2**24, 0x9E3779B97F4A, 2**48 - 1)
 def test_words_are_those_of_random_bits():
     words = random_words(torch.tensor(KEYS), 1001).numpy().view(np.uint64)
     for key, of_key in zip(KEYS, words, strict=True):
-        assert (of_key == random_bits(key, Stream.NOISE, np.arange(1001))).all()
+        assert (of_key == random_bits(key, RngPurpose.NOISE, np.arange(1001))).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 6), (3, 5, 7)])
@@ -23,7 +23,7 @@ def test_noise_equals_the_sum_of_four_bytes_for_each_value(shape):
     size = math.prod(shape)
     found = noise_like(torch.empty(len(KEYS), *shape), torch.tensor(KEYS))
     for key, of_key in zip(KEYS, found.flatten(1).tolist(), strict=True):
-        words = random_bits(key, Stream.NOISE, np.arange((size + 1) // 2)).tolist()
+        words = random_bits(key, RngPurpose.NOISE, np.arange((size + 1) // 2)).tolist()
         halves = [word & 0xFFFFFFFF for word in words] + [word >> 32 for word in words]
         for half, value in zip(halves, of_key, strict=False):
             total = sum(half >> 8 * byte & 0xFF for byte in range(4))

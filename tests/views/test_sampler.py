@@ -3,12 +3,15 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dino_vit.core.randomness import Stream, random_uniform
+from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.views.sampler import Sampler, _draw_by_weight
 
 
 def take(sampler, position, count):
-    return [(plan.epoch, plan.step, plan.samples.tolist()) for plan in islice(sampler.plans(position), count)]
+    return [
+        (plan.epoch, plan.step, plan.samples.tolist())
+        for plan in islice(sampler.batch_specs(position), count)
+    ]
 
 
 def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide():
@@ -100,7 +103,7 @@ def test_drawing_by_weight_equals_the_loop():
     weights = np.array([0.0, 0.7, 0.1, 0.0, 0.2, 0.0])
     sampler = Sampler(length=6, batch_size=2, seed=5, weights=weights)
     for draw, found in zip(
-        random_uniform(5, Stream.ORDER, 3, np.arange(6)).tolist(), sampler.order(3), strict=True
+        random_uniform(5, RngPurpose.ORDER, 3, np.arange(6)).tolist(), sampler.order(3), strict=True
     ):
         rest, place = draw * sum(weights), 0
         while rest >= weights[place]:

@@ -156,14 +156,14 @@ def test_training_checkpoints_of_ours_hold_both_networks(tmp_path):
         for network, model in networks.items()
         for name, tensor in model.state_dict().items()
     }
-    about = {
+    metadata = {
         "kind": "checkpoint",
         "architecture": networks["teacher"].architecture,
         "mean": None,
         "std": None,
     }
     tensors["teacher.head.last_layer.weight_g"] = torch.ones(4, 1)
-    write_tensors(tmp_path / "step.safetensors", tensors, json.dumps(about))
+    write_tensors(tmp_path / "step.safetensors", tensors, json.dumps(metadata))
     for network, model in networks.items():
         loaded = load_backbone(tmp_path / "step.safetensors", network=network)
         assert torch.equal(loaded(IMAGES), model(IMAGES))
@@ -438,8 +438,8 @@ def test_shapes_that_lie_are_refused(name, reshape):
         ('{"kind": "", "mean": null, "std": null, "architecture": {"soup": 1}}', "not known here: soup"),
     ],
 )
-def test_a_file_of_ours_that_says_nonsense_of_itself(tmp_path, about, said):
-    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), about)
+def test_a_file_of_ours_that_says_nonsense_of_itself(tmp_path, metadata, said):
+    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), metadata)
     with pytest.raises(WeightsError, match=said):
         load_backbone(tmp_path / "a.safetensors")
 

@@ -24,7 +24,7 @@ from dino_vit.data.sources.indexed import IndexedSource, draft_items
 log = logging.getLogger("dino_vit")
 
 PIECE = 2**24  # bytes unpacked at a time
-LOOKED_AT = 64  # images whose pixels stand for all in the fingerprint
+INSPECTED = 64  # images whose pixels stand for all in the fingerprint
 
 
 class _Array(NamedTuple):
@@ -48,11 +48,11 @@ class ArraySource(IndexedSource):
 
     def read(self, index: int) -> Tensor:
         if self._mapped is None:
-            self._mapped = _map(self._path, self.index.about, self.index["data"])
+            self._mapped = _map(self._path, self.index.metadata, self.index["data"])
         image = self._mapped[self._row(index)]
         if image.ndim == 2:
             image = image[None]
-        elif self.index.about["channels_last"]:
+        elif self.index.metadata["channels_last"]:
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
 
@@ -63,7 +63,7 @@ class ArraySource(IndexedSource):
         before = stamps([self._path])
         arrays = _arrays(self._path)
         key, found = _images(self._path, arrays, self._key)
-        about = {
+        metadata = {
             "shape": found.shape,
             "fortran": found.fortran,
             "dtype": found.dtype.str,
@@ -78,18 +78,18 @@ class ArraySource(IndexedSource):
             names=[b"%09d" % number for number in range(count)],
             sizes=np.full(count, size, dtype=np.int64),
             labels=_labels(self._path, key, arrays, count),
-            about={"fingerprint": _fingerprint(self._path, key, found), **about},
+            metadata={"fingerprint": _fingerprint(self._path, key, found), **metadata},
             watched=[self._path],
             stamps=before,
         )
 
 
-def _map(path: str, about: Mapping[str, Any], data: NDArray[np.uint8]) -> NDArray[Any]:
-    shape = tuple(about["shape"])
-    order: Literal["C", "F"] = "F" if about["fortran"] else "C"
-    if about["offset"] is None:
-        return data.view(about["dtype"]).reshape(shape, order=order)
-    return np.memmap(path, np.dtype(about["dtype"]), "r", about["offset"], shape, order)
+def _map(path: str, metadata: Mapping[str, Any], data: NDArray[np.uint8]) -> NDArray[Any]:
+    shape = tuple(metadata["shape"])
+    order: Literal["C", "F"] = "F" if metadata["fortran"] else "C"
+    if metadata["offset"] is None:
+        return data.view(metadata["dtype"]).reshape(shape, order=order)
+    return np.memmap(path, np.dtype(metadata["dtype"]), "r", metadata["offset"], shape, order)
 
 
 def _arrays(path: str) -> dict[str, _Array]:
@@ -186,7 +186,7 @@ def _fingerprint(path: str, key: str, array: _Array) -> str:
     digest = hashlib.sha256(f"{array.shape} {array.dtype.str}".encode())
     loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     images = loaded[key] if key else loaded
-    for place in np.linspace(0, len(images) - 1, min(LOOKED_AT, len(images))).astype(int):
+    for place in np.linspace(0, len(images) - 1, min(INSPECTED, len(images))).astype(int):
         digest.update(np.ascontiguousarray(images[place]).data)
     if os.path.splitext(path)[1].lower() == ".npz":
         loaded.close()

@@ -47,7 +47,7 @@ class Draft:
     """
 
     columns: Mapping[str, NDArray[Any]]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     watched: Sequence[str] = ()
     stamps: NDArray[np.int64]
 
@@ -56,9 +56,9 @@ class Index:
     """Columns and facts; pickled as the path of the file, so that no process has a copy."""
 
     def __init__(
-        self, columns: Mapping[str, NDArray[Any]], about: Mapping[str, Any], file: tuple[Path, int] | None
+        self, columns: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], file: tuple[Path, int] | None
     ) -> None:
-        self.columns, self.about, self._file = columns, about, file
+        self.columns, self.metadata, self._file = columns, metadata, file
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self.columns[name]
@@ -69,7 +69,7 @@ class Index:
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[object, ...]]:
         if self._file:
             return _reopen, self._file
-        return Index, (self.columns, self.about, None)
+        return Index, (self.columns, self.metadata, None)
 
 
 def _reopen(path: Path, checksum: int) -> Index:
@@ -121,7 +121,7 @@ def _load_current(path: Path, files: Sequence[str] | None) -> Index | None:
     if files is not None and list(files) != watched:
         return None
     then = index["stamps"]
-    settled = then[:, 2].max() < index.about["began"] - SETTLED
+    settled = then[:, 2].max() < index.metadata["began"] - SETTLED
     return index if settled and np.array_equal(then, stamps(watched)) else None
 
 
@@ -178,7 +178,7 @@ def _write(path: Path, spec: str, build: Callable[[Sink], Draft]) -> None:
                     zlib.crc32(whole.reshape(-1).data),
                 )
                 file.write(whole.reshape(-1).data)
-            footer = json.dumps({"columns": table, "about": {**draft.about, "began": began}}).encode()
+            footer = json.dumps({"columns": table, "about": {**draft.metadata, "began": began}}).encode()
             file.write(footer + TAIL.pack(len(footer), zlib.crc32(footer)) + MAGIC)
         sync(partial)
 
@@ -213,7 +213,7 @@ def _build_in_memory(spec: str, build: Callable[[Sink], Draft]) -> Index:
 
     draft, _ = _build(spec, build, sink)
     columns = {"data": np.frombuffer(data.getbuffer(), np.uint8), **_all_columns(draft)}
-    return Index(columns, draft.about, None)
+    return Index(columns, draft.metadata, None)
 
 
 def _all_columns(draft: Draft) -> dict[str, NDArray[Any]]:

@@ -40,7 +40,7 @@ class IndexedSource:
 
     @property
     def fingerprint(self) -> str:
-        fingerprint: str = self.index.about["fingerprint"]
+        fingerprint: str = self.index.metadata["fingerprint"]
         return fingerprint
 
     def _row(self, index: int) -> int:
@@ -58,7 +58,7 @@ def draft_items(
     sizes: NDArray[np.int64],
     labels: Labels,
     columns: Mapping[str, NDArray[Any]] | None = None,
-    about: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     watched: Sequence[str] = (),
     stamps: NDArray[np.int64],
 ) -> Draft:
@@ -74,7 +74,7 @@ def draft_items(
             "labels": labels.numbers,
             **(columns or {}),
         },
-        about={"fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}", **(about or {})},
+        metadata={"fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}", **(metadata or {})},
         watched=watched,
         stamps=stamps,
     )

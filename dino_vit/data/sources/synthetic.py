@@ -16,7 +16,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.randomness import Stream, random_bits, random_uniform
+from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 
 Plane = NDArray[np.floating[Any]]
 Pattern = Callable[[Plane, Plane, list[float]], Plane]
@@ -44,7 +44,7 @@ class SyntheticSource:
 
     def read(self, index: int) -> Tensor:
         index = range(self.length)[index]
-        draws = random_uniform(self.seed, Stream.SYNTHETIC, index, 0, np.arange(18 + 8 * PIECES[1]))
+        draws = random_uniform(self.seed, RngPurpose.SYNTHETIC, index, 0, np.arange(18 + 8 * PIECES[1]))
         u, of_pieces = draws[:18].tolist(), rearrange(draws[18:].astype(np.float32), "(u n) -> u n", u=8)
         pieces = PIECES[0] + math.floor((PIECES[1] - PIECES[0] + 1) * u[0])
         x, y, tone, polarity = _in_pieces(*self._bent(u[1], u[2]), of_pieces[:, :pieces])
@@ -79,7 +79,7 @@ class SyntheticSource:
 
     def _noise(self, index: int) -> Plane:
         """Return noise of mean 0 and variance 1: the sum of four random bytes for each pixel."""
-        words = random_bits(self.seed, Stream.SYNTHETIC, index, 1, np.arange((self.size**2 + 1) // 2))
+        words = random_bits(self.seed, RngPurpose.SYNTHETIC, index, 1, np.arange((self.size**2 + 1) // 2))
         levels = words.astype("<u8", copy=False).view(np.uint8)[: 4 * self.size**2]
         total = rearrange(levels, "(h w four) -> h w four", h=self.size, four=4).sum(-1, dtype=np.float32)
         noise: Plane = (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)

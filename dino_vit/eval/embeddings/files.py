@@ -35,7 +35,7 @@ class Embeddings:
     names: Sequence[str]  # as `printable` makes them
     labels: Sequence[str | None]
     indices: NDArray[np.int64]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
     def __len__(self) -> int:
         return len(self.values)
@@ -107,7 +107,7 @@ def _write_parquet(path: Path, embeddings: Embeddings, kind: np.dtype[Any], part
     width = int(np.prod(embeddings.values.shape[1:]))
     embedding = pa.list_(pa.from_numpy_dtype(kind), width)
     columns = {"name": pa.string(), "label": pa.string(), "index": pa.int64(), "embedding": embedding}
-    schema = pa.schema(columns, metadata={OWN_KEY: json.dumps(embeddings.about)})
+    schema = pa.schema(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
     start = 0
     with replacing(path) as partial:
         # Floating-point noise neither compresses nor repeats.
@@ -126,9 +126,9 @@ def _read_parquet(path: Path) -> Embeddings:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path, memory_map=True)
-    about = _about(file.schema_arrow.metadata[OWN_KEY.encode()].decode())
+    metadata = _about(file.schema_arrow.metadata[OWN_KEY.encode()].decode())
     dtype = file.schema_arrow.field("embedding").type.value_type.to_pandas_dtype()
-    values, start = np.empty((file.metadata.num_rows, *about["shape"]), dtype), 0
+    values, start = np.empty((file.metadata.num_rows, *metadata["shape"]), dtype), 0
     for batch in file.iter_batches(columns=["embedding"]):
         rows = values[start : start + len(batch)]
         rows[:] = batch.column(0).flatten().to_numpy(zero_copy_only=False).reshape(rows.shape)
@@ -136,7 +136,7 @@ def _read_parquet(path: Path) -> Embeddings:
     table = file.read(columns=["name", "label", "index"])
     names, labels = (table.column(name).to_pylist() for name in ("name", "label"))
     indices = table.column("index").to_numpy()
-    return Embeddings(values=values, names=names, labels=labels, indices=indices, about=about)
+    return Embeddings(values=values, names=names, labels=labels, indices=indices, metadata=metadata)
 
 
 def _write_npy(path: Path, embeddings: Embeddings, kind: np.dtype[Any], parts: Iterator[Array]) -> None:
@@ -155,7 +155,7 @@ def _write_npy(path: Path, embeddings: Embeddings, kind: np.dtype[Any], parts: I
                 zip(embeddings.names, embeddings.labels, embeddings.indices.tolist(), strict=True)
             )
         sync(partial)
-    write_bytes(path.with_suffix(".json"), json.dumps(embeddings.about, indent=1).encode())
+    write_bytes(path.with_suffix(".json"), json.dumps(embeddings.metadata, indent=1).encode())
 
 
 def _read_npy(path: Path) -> Embeddings:
@@ -166,7 +166,7 @@ def _read_npy(path: Path) -> Embeddings:
         names=[row["name"] for row in rows],
         labels=[row["label"] or None for row in rows],
         indices=np.array([int(row["index"]) for row in rows], np.int64),
-        about=_about(path.with_suffix(".json").read_text()),
+        metadata=_about(path.with_suffix(".json").read_text()),
     )
 
 
@@ -184,8 +184,8 @@ def _write_safetensors(
         "name_ends": ("I64", ends),
         "names": ("U8", np.frombuffer(b"".join(encoded), np.uint8)),
     }
-    about = {OWN_KEY: json.dumps({**embeddings.about, "classes": classes})}
-    header: dict[str, Any] = {"__metadata__": about}
+    metadata = {OWN_KEY: json.dumps({**embeddings.metadata, "classes": classes})}
+    header: dict[str, Any] = {"__metadata__": metadata}
     shape, start = embeddings.values.shape, 0
     sizes = {"embedding": (f"F{8 * kind.itemsize}", shape, kind.itemsize * int(np.prod(shape)))}
     sizes |= {name: (type_, array.shape, array.nbytes) for name, (type_, array) in small.items()}
@@ -215,8 +215,8 @@ def _read_safetensors(path: Path) -> Embeddings:
         shape = tuple(one["shape"])
         return np.memmap(path, types[one["dtype"]], mode="c", offset=offset, shape=shape)
 
-    about = _about(header["__metadata__"][OWN_KEY])
-    classes = about.pop("classes")
+    metadata = _about(header["__metadata__"][OWN_KEY])
+    classes = metadata.pop("classes")
     joined, ends = mapped("names").tobytes(), mapped("name_ends").tolist()
     starts = [0, *ends[:-1]]
     return Embeddings(
@@ -224,12 +224,12 @@ def _read_safetensors(path: Path) -> Embeddings:
         names=[joined[start:end].decode() for start, end in zip(starts, ends, strict=True)],
         labels=[None if place < 0 else classes[place] for place in mapped("label").tolist()],
         indices=np.asarray(mapped("index")),
-        about=about,
+        metadata=metadata,
     )
 
 
 def _about(text: str) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads(text)
-    if about["format"] != 1:
-        raise ValueError(f"it is of format {about['format']}; this dino-vit knows format 1")
-    return about
+    metadata: dict[str, Any] = json.loads(text)
+    if metadata["format"] != 1:
+        raise ValueError(f"it is of format {metadata['format']}; this dino-vit knows format 1")
+    return metadata

@@ -50,12 +50,12 @@ class Images:
     """The images that embeddings are of, as far as they are still where they were."""
 
     def __init__(self, embeddings: Embeddings) -> None:
-        about = embeddings.about
+        metadata = embeddings.metadata
         self.embeddings = embeddings
-        self.pixels = Pixels(**about["preparation"]["pixels"])
+        self.pixels = Pixels(**metadata["preparation"]["pixels"])
         self.missing: str | None = None
         try:
-            self.source: Source | None = open_source(about["source"]["spec"])
+            self.source: Source | None = open_source(metadata["source"]["spec"])
         except (ValueError, OSError) as error:
             self.source, self.missing = None, str(error)
 

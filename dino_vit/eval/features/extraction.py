@@ -24,7 +24,7 @@ _AHEAD = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class FeatureSpec:
     """Which tokens, all normalised, are the features of an image.
 
     `cls`: the CLS tokens of the last `blocks` blocks in a row, the last block's at the end; `cls+mean`:
@@ -55,7 +55,7 @@ class Kind:
         return torch.cat(parts, dim=1)
 
 
-CLS = Kind()
+CLS = FeatureSpec()
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Extraction:
         source: Source,
         *,
         preparation: Preparation,
-        kind: Kind = CLS,
+        kind: FeatureSpec = CLS,
         autocast: torch.dtype | None = None,
         threads: int | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ def extract_features(
     *,
     preparation: Preparation,
     batch_size: int,
-    kind: Kind = CLS,
+    kind: FeatureSpec = CLS,
     autocast: torch.dtype | None = None,
 ) -> Features:
     """Return the features of images in memory, on the model's device, in the order of the indices."""

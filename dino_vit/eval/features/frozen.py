@@ -12,12 +12,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from dino_vit.config.settings import Count, Settings, knob
+from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.distributed import all_or_none
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features.extraction import CLS, Kind
+from dino_vit.eval.features.extraction import CLS, FeatureSpec
 from dino_vit.eval.features.store import Dtype, Stored, stored_features
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Fit, Preparation, preparation_of
@@ -26,21 +26,21 @@ from dino_vit.weights import load_backbone
 log = logging.getLogger("dino_vit")
 
 
-class Frozen(Settings):
+class EvaluationConfig(Settings):
     """Evaluate a frozen backbone on the features of images, which are computed once and kept."""
 
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    labels: str | None = knob(None, "CSV or JSON file of the images' labels; null: the source's own")
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
-    network: Literal["teacher", "student"] = knob("teacher", "of a checkpoint")
-    size: Count | tuple[Count, Count] | None = knob(
+    network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
+    size: Count | tuple[Count, Count] | None = setting(
         None, "pixels: side, or [height, width]; null: that of the weights"
     )
-    fit: Fit = knob("crop", "resize and crop the centre, or squeeze the whole image")
-    batch_size: Count = knob(128, "images per process and forward pass")
-    readers: Count | None = knob(None, "threads that read images; null: by the cores")
-    precision: Literal["auto", "no", "bf16", "fp16"] = knob("auto", "auto: bf16 where it is native")
-    cache: str | None = knob(None, "folder of kept features; null: features/ in DINO_VIT_CACHE")
+    fit: Fit = setting("crop", "resize and crop the centre, or squeeze the whole image")
+    batch_size: Count = setting(128, "images per process and forward pass")
+    readers: Count | None = setting(None, "threads that read images; null: by the cores")
+    precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
+    cache: str | None = setting(None, "folder of kept features; null: features/ in DINO_VIT_CACHE")
 
     also_known_as: ClassVar = {
         "source": "images data data_path",
@@ -56,7 +56,7 @@ class Frozen(Settings):
 class FrozenBackbone:
     """A backbone on this process's device, and the way its features are made."""
 
-    config: Frozen
+    config: EvaluationConfig
     model: VisionTransformer
     preparation: Preparation
     autocast: torch.dtype | None
@@ -71,7 +71,7 @@ class FrozenBackbone:
         self,
         source: Source,
         *,
-        kind: Kind = CLS,
+        kind: FeatureSpec = CLS,
         indices: Sequence[int] | None = None,
         dtype: Dtype = "float32",
         title: str = "features",
@@ -94,7 +94,7 @@ class FrozenBackbone:
 
 
 @contextmanager
-def frozen_backbone(config: Frozen) -> Iterator[FrozenBackbone]:
+def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
     """Join the processes of the launch, and load the backbone that the config names in each."""
     accelerator = start_processes(trackers=(), folder=Path())
     if not accelerator.is_main_process:

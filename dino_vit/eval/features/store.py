@@ -42,7 +42,7 @@ from dino_vit.core.storage import (
 )
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features.extraction import CLS, Extraction, Features, Kind, in_batches
+from dino_vit.eval.features.extraction import CLS, Extraction, Features, FeatureSpec, in_batches
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
 
@@ -63,7 +63,7 @@ class Stored:
     indices: NDArray[np.int64]  # (n,), in the source
     unreadable: tuple[UnreadableImage, ...]
     source: Source
-    about: dict[str, Any]  # what the features are a function of
+    metadata: dict[str, Any]  # what the features are a function of
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -85,7 +85,7 @@ def stored_features(
     folder: Path,
     preparation: Preparation,
     batch_size: int,
-    kind: Kind = CLS,
+    kind: FeatureSpec = CLS,
     indices: Sequence[int] | None = None,
     autocast: torch.dtype | None = None,
     dtype: Dtype = "float32",
@@ -102,7 +102,7 @@ def stored_features(
     extraction = Extraction(
         model, source, preparation=preparation, kind=kind, autocast=autocast, threads=threads
     )
-    about = {
+    metadata = {
         "version": VERSION,
         "weights": weights_digest(model),
         "source": source.fingerprint,
@@ -115,8 +115,8 @@ def stored_features(
         "dtype": dtype,
         "batch_size": batch_size,
     }
-    key = _of_bytes(json.dumps(about, sort_keys=True).encode())[:20]
-    made = _Making(folder / key, about, extraction, wanted)
+    key = _of_bytes(json.dumps(metadata, sort_keys=True).encode())[:20]
+    made = _Making(folder / key, metadata, extraction, wanted)
     stored = made.open()
     if any_process(stored is None):
         made.make(title)
@@ -135,11 +135,11 @@ class _Making:
     """One set of features in its folder of the cache: files that are whole, and before them shards."""
 
     def __init__(
-        self, folder: Path, about: dict[str, Any], extraction: Extraction, indices: Sequence[int]
+        self, folder: Path, metadata: dict[str, Any], extraction: Extraction, indices: Sequence[int]
     ) -> None:
-        self.folder, self.about, self.extraction, self.indices = folder, about, extraction, indices
-        self.batch_size: int = about["batch_size"]
-        self.dtype: torch.dtype = getattr(torch, about["dtype"])
+        self.folder, self.metadata, self.extraction, self.indices = folder, metadata, extraction, indices
+        self.batch_size: int = metadata["batch_size"]
+        self.dtype: torch.dtype = getattr(torch, metadata["dtype"])
         self.shape = extraction.kind.shape(extraction.model, extraction.preparation.size)
         length = shard_length(len(indices), self.batch_size, prod(self.shape) * self.dtype.itemsize)
         self.shards = [
@@ -151,7 +151,7 @@ class _Making:
         values, indices = self.folder / "values.npy", self.folder / "indices.npy"
         try:
             described = json.loads((self.folder / "about.json").read_bytes())
-            if described["about"] != self.about or described["sha256"] != [
+            if described["about"] != self.metadata or described["sha256"] != [
                 _of_file(values),
                 _of_file(indices),
             ]:
@@ -169,7 +169,7 @@ class _Making:
             indices=rows,
             unreadable=tuple(UnreadableImage(*one) for one in described["unreadable"]),
             source=self.extraction.source,
-            about=self.about,
+            metadata=self.metadata,
         )
 
     def _readable_by_now(self, kept: NDArray[np.int64]) -> bool:
@@ -255,7 +255,7 @@ class _Making:
         np.save(saved, rows)
         write_bytes(self.folder / "indices.npy", saved.getvalue())
         described = {
-            "about": self.about,
+            "about": self.metadata,
             "sha256": [_of_file(values), _of_bytes(saved.getvalue())],
             "unreadable": unreadable,
         }
@@ -263,7 +263,7 @@ class _Making:
         shutil.rmtree(self.folder / "shards", ignore_errors=True)
 
     def _write_values(self, path: Path, count: int) -> None:
-        dtype = np.dtype(self.about["dtype"])
+        dtype = np.dtype(self.metadata["dtype"])
         header = {"descr": dtype.str, "fortran_order": False, "shape": (count, *self.shape)}
         with replacing(path) as partial:
             with partial.open("wb") as file:  # no memory map, in which a full disk would be a crash

@@ -13,7 +13,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.core.randomness import Stream, random_bits
+from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.eval.knn.neighbours import Matrix, nearest
 from dino_vit.eval.knn.shortlist import Search
 
@@ -87,7 +87,7 @@ def few_shot_rows(
     labels: NDArray[np.int64], keys: NDArray[np.int64], *, shots: int, seed: int, repeat: int
 ) -> NDArray[np.int64]:
     """Choose `shots` rows of each label, ascending: a function of the seed, the repeat and the rows' keys."""
-    bits = random_bits(seed, Stream.EVALUATION, repeat, keys)
+    bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
     order = np.lexsort((bits, labels))
     sorted_labels = labels[order]
     place_in_class = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.eval.accuracy import Accuracy, accuracy, per_class_accuracy, top_k_accuracy
 from dino_vit.eval.datasets import Labelled
-from dino_vit.eval.features.extraction import Kind
+from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.linear.probes import Heads, count_right, rank_classes
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class Candidates(NamedTuple):
 
     setting: str
     rows: Sequence[float]
-    columns: Sequence[Kind]
+    columns: Sequence[FeatureSpec]
     heads: Sequence[Heads]  # one a column, of this process's share of the rows
     notes: tuple[str, ...] = ()
 
@@ -100,7 +100,7 @@ class Choice:
         return f"chosen on {held_out.images:,} training images that no head learned from: {held_out}"
 
 
-def words(kind: Kind) -> str:
+def words(kind: FeatureSpec) -> str:
     """Return what a head reads in words."""
     blocks = "CLS" if kind.blocks == 1 else f"CLS of {kind.blocks} blocks"
     return f"{blocks} + mean patch" if kind.tokens == "cls+mean" else blocks

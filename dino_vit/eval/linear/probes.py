@@ -16,7 +16,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.onednn import linear
 from dino_vit.views.sampler import Sampler
@@ -75,8 +75,8 @@ def train_heads(
     momenta = [(torch.zeros_like(each.weight), torch.zeros_like(each.bias)) for each in heads]
     rate = torch.tensor(rates, device=device)
     sampler = Sampler(length=len(features), batch_size=batch_size, seed=seed)
-    for step, plan in zip(range(steps if rates else 0), sampler.plans(), strict=False):
-        chosen = torch.from_numpy(plan.samples)
+    for step, spec in zip(range(steps if rates else 0), sampler.batch_specs(), strict=False):
+        chosen = torch.from_numpy(spec.samples)
         x, truth = (
             values[chosen.to(values.device)].to(device, non_blocking=True) for values in (features, targets)
         )
@@ -88,7 +88,7 @@ def train_heads(
 
 
 def _initial(columns: slice, width: int, rates: int, classes: int, seed: int, device: torch.device) -> Heads:
-    generator = torch.Generator().manual_seed(derive_seed(seed, Stream.EVALUATION))
+    generator = torch.Generator().manual_seed(derive_seed(seed, RngPurpose.EVALUATION))
     read = len(range(width)[columns])
     weight = INITIAL_STD * torch.randn(classes, read, generator=generator)
     return Heads(

@@ -20,19 +20,19 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, knob
+from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
 from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import progress
-from dino_vit.core.randomness import Stream, derive_seed
+from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import write_bytes
 from dino_vit.eval.datasets import Labelled
-from dino_vit.eval.features.extraction import Kind, evaluating
+from dino_vit.eval.features.extraction import FeatureSpec, evaluating
 from dino_vit.eval.features.frozen import FrozenBackbone
 from dino_vit.eval.linear.probes import INITIAL_STD, MOMENTUM, Heads, count_right
-from dino_vit.eval.supervised_loader import Feed
+from dino_vit.eval.supervised_loader import SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import Photometry, Size, View
+from dino_vit.views.geometry import Size, View, ViewPhotometry
 from dino_vit.weights import WeightsError
 from dino_vit.weights.reading import read_weights
 
@@ -42,12 +42,18 @@ log = logging.getLogger("dino_vit")
 class Published(Settings):
     """method=dino2021: one head on augmented views, through the backbone at every step."""
 
-    blocks: Count = knob(4, "the CLS tokens of how many last blocks are read; 4 for a ViT-S, 1 for a ViT-B")
-    mean: bool = knob(False, "read the mean patch token too, interleaved; with blocks=1 alone, for a ViT-B")
-    lr: Positive = knob(1e-3, "learning rate at a global batch of 256")
-    epochs: Count = knob(100, "passes over the training images")
-    workers: CountOrZero | None = knob(None, "loader processes; null: by the cores", may_change=True)
-    probe: str | None = knob(None, "file of a trained head to try instead: the reference's, or one of ours")
+    blocks: Count = setting(
+        4, "the CLS tokens of how many last blocks are read; 4 for a ViT-S, 1 for a ViT-B"
+    )
+    mean: bool = setting(
+        False, "read the mean patch token too, interleaved; with blocks=1 alone, for a ViT-B"
+    )
+    lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
+    epochs: Count = setting(100, "passes over the training images")
+    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    probe: str | None = setting(
+        None, "file of a trained head to try instead: the reference's, or one of ours"
+    )
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what the published code cannot do either."""
@@ -56,9 +62,9 @@ class Published(Settings):
             yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FeatureSpec:
         """What is read of a backbone."""
-        return Kind(tokens="cls+mean" if self.mean else "cls", blocks=self.blocks)
+        return FeatureSpec(tokens="cls+mean" if self.mean else "cls", blocks=self.blocks)
 
     def width(self, model: VisionTransformer) -> int:
         """Return how many features a head reads."""
@@ -67,7 +73,7 @@ class Published(Settings):
 
 def training_view(size: Size) -> View:
     """Return the random resized crop, flipped or not, that a head learns from."""
-    flips_alone = Photometry(jitter=0.0, grey=0.0, blur=0.0)
+    flips_alone = ViewPhotometry(jitter=0.0, grey=0.0, blur=0.0)
     return View(size=size, scale=(0.08, 1.0), photometry=flips_alone, interpolation="bilinear")
 
 
@@ -98,7 +104,7 @@ class Trained:
 
 
 def train_probe(
-    feed: Feed,
+    feed: SupervisedLoader,
     frozen: FrozenBackbone,
     settings: Published,
     *,
@@ -106,13 +112,13 @@ def train_probe(
     classes: int,
     seed: int,
     path: Path,
-    about: str,
+    metadata: str,
 ) -> Trained:
     """Train a head, going on after the last epoch that `path` holds; all processes take part."""
     model, device = frozen.model, frozen.device
     probe = _initial(val.features.shape[1], classes, seed).to(device)
     optimizer = torch.optim.SGD(probe.parameters(), lr=0.0, momentum=MOMENTUM)
-    percents = _restore(path, probe, optimizer, about)
+    percents = _restore(path, probe, optimizer, metadata)
     done, steps = len(percents), feed.steps_per_epoch
     with (
         progress("Training a head, steps", (settings.epochs - done) * steps) as advance,
@@ -127,12 +133,12 @@ def train_probe(
             right = int(count_right(_head(probe), val.features, val.targets))
             percents.append(100 * right / len(val))
             if frozen.main:
-                _save(path, probe, optimizer, percents, about)
+                _save(path, probe, optimizer, percents, metadata)
     return Trained(_head(probe), tuple(percents))
 
 
 def _initial(inputs: int, classes: int, seed: int) -> nn.Linear:
-    generator = torch.Generator().manual_seed(derive_seed(seed, Stream.EVALUATION))
+    generator = torch.Generator().manual_seed(derive_seed(seed, RngPurpose.EVALUATION))
     with torch.device("meta"):  # draws nothing
         probe = nn.Linear(inputs, classes)
     probe.to_empty(device="cpu")
@@ -164,7 +170,7 @@ def _head(probe: nn.Linear) -> Heads:
 
 
 def _save(
-    path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, percents: list[float], about: str
+    path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, percents: list[float], metadata: str
 ) -> None:
     """Write a head as the reference does, whose code can go on from it too."""
     content = {
@@ -173,20 +179,20 @@ def _save(
         "optimizer": optimizer.state_dict(),
         "best_acc": max(percents),
         "percents": percents,
-        "about": about,
+        "about": metadata,
     }
     written = io.BytesIO()
     torch.save(content, written)
     write_bytes(path, written.getvalue())
 
 
-def _restore(path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, about: str) -> list[float]:
+def _restore(path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, metadata: str) -> list[float]:
     """Go on from a file of the same training, and return the accuracies of the epochs it had."""
     found: dict[str, Any] | None = None
     if path.exists():
         read_probe(str(path), inputs=probe.in_features)  # what is no head is refused here, in words
         found = torch.load(path, map_location="cpu", weights_only=True)
-        if found.get("about") != about:
+        if found.get("about") != metadata:
             raise ValueError(
                 f"{path} holds a head that was trained with other settings, images or weights; move it away "
                 "or give another output"

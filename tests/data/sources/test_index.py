@@ -180,7 +180,7 @@ def open_slowly(folder):
         until((folder / "go").exists)
         stamps = np.array([[-1, -1, 0]], dtype=np.int64)
         watched = [str(folder / "missing")]
-        return Draft(columns=Texts.of(["a"]).columns("names"), about={}, watched=watched, stamps=stamps)
+        return Draft(columns=Texts.of(["a"]).columns("names"), metadata={}, watched=watched, stamps=stamps)
 
     assert list(open_index("test", str(folder), build).texts("names")) == ["a"]
 

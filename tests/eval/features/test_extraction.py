@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as tv
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features.extraction import Kind, evaluating, extract_features, pixel_features
+from dino_vit.eval.features.extraction import FeatureSpec, evaluating, extract_features, pixel_features
 from dino_vit.models.vit import Provenance, VisionTransformer
 from dino_vit.views.preparation import Preparation, fit, preparation_of
 
@@ -88,11 +88,11 @@ def test_kinds_are_made_of_the_tokens_that_they_name(registers):
     cls = [tokens[:, 0] for tokens in blocks]
     patches = blocks[-1][:, 1 + registers :]
     for kind, expected in (
-        (Kind(), cls[2]),
-        (Kind(blocks=3), torch.cat(cls, 1)),
-        (Kind(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
-        (Kind(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
-        (Kind(tokens="patches"), patches),
+        (FeatureSpec(), cls[2]),
+        (FeatureSpec(blocks=3), torch.cat(cls, 1)),
+        (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
+        (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
+        (FeatureSpec(tokens="patches"), patches),
     ):
         features = extract_features(model, source, range(4), **SETTINGS, kind=kind)
         torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)

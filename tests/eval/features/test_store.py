@@ -14,7 +14,7 @@ from PIL import Image
 import dino_vit.eval.features.store as store
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
-from dino_vit.eval.features.extraction import Kind, extract_features
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import shard_length, stored_features
 from dino_vit.views.preparation import Preparation
 from tests.support.runs import Command, command
@@ -53,7 +53,9 @@ def computed(monkeypatch):
     return batches
 
 
-@pytest.mark.parametrize("kind", [Kind(), Kind(tokens="cls+mean", blocks=2), Kind(tokens="patches")])
+@pytest.mark.parametrize(
+    "kind", [FeatureSpec(), FeatureSpec(tokens="cls+mean", blocks=2), FeatureSpec(tokens="patches")]
+)
 def test_what_is_stored_is_what_is_extracted(tmp_path, kind):
     source = SyntheticSource(length=50)
     stored = store_in(tmp_path, source, kind=kind)
@@ -94,7 +96,7 @@ def test_features_are_kept_until_something_is_another(tmp_path, computed):
         {"source": SyntheticSource(length=50, seed=1)},
         {"preparation": replace(PREPARATION, fit="whole", size=(16, 12))},
         {"preparation": replace(PREPARATION, mean=(0.4,) * 3)},
-        {"kind": Kind(blocks=2)},
+        {"kind": FeatureSpec(blocks=2)},
         {"autocast": torch.bfloat16},
         {"dtype": "float16"},
         {"indices": range(49)},
