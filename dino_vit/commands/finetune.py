@@ -43,8 +43,6 @@ log = logging.getLogger("dino_vit")
 def run(config: FinetuneConfig) -> int:
     """Train from where the output folder stands, trying the network after every epoch."""
     accelerator = start_processes(trackers=(), folder=Path(config.output))
-    if not accelerator.is_main_process:
-        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # what all would say, one says
     tuning = open_tuning(config, accelerator)
     total = (config.epochs - tuning.epoch) * tuning.feed.steps_per_epoch
     position = tuning.epoch * tuning.feed.steps_per_epoch

@@ -8,10 +8,11 @@ from collections.abc import Collection
 from math import ceil, log2, sqrt
 from typing import NamedTuple, TypeVar, cast
 
-from dino_vit.config.checks import height_width, scaled_lr
+from dino_vit.config.checks import scaled_lr
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import get
+from dino_vit.core.sizes import height_width
 
 T = TypeVar("T")
 

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0), "lars": (1e-6, 50.0)}
 
 
-def height_width(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width that a view size stands for."""
-    return (size, size) if isinstance(size, int) else size
-
-
 def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     """Return the rate at `global_batch` images of a rate given for 256."""
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]

@@ -22,15 +22,9 @@ from dino_vit.config.settings import (
     setting,
     whole,
 )
+from dino_vit.core.sizes import VIT_SIZES, height_width
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
-WIDTH_DEPTH_HEADS = {
-    "vit_tiny": (192, 12, 3),
-    "vit_small": (384, 12, 6),
-    "vit_base": (768, 12, 12),
-    "vit_large": (1024, 24, 16),
-    "vit_huge": (1280, 32, 16),
-}
 AtLeastTwo = Annotated[int, Field(ge=2), BeforeValidator(whole)]
 Size = Count | tuple[Count, Count]
 PositiveShare = Annotated[Positive, Field(le=1)]
@@ -93,7 +87,8 @@ class Model(Settings):
     def shape(self) -> tuple[int, int, int]:
         """Width, depth and heads, whichever way they were given."""
         if self.arch:
-            return WIDTH_DEPTH_HEADS[self.arch]
+            size = VIT_SIZES[self.arch]
+            return size["width"], size["depth"], size["heads"]
         return self.width or 0, self.depth or 0, self.heads or 0
 
 
@@ -122,12 +117,12 @@ class Views(Settings):
     @property
     def global_shape(self) -> tuple[int, int]:
         """Height and width of a global view."""
-        return rules.height_width(self.global_size)
+        return height_width(self.global_size)
 
     @property
     def local_shape(self) -> tuple[int, int]:
         """Height and width of a local view."""
-        return rules.height_width(self.local_size)
+        return height_width(self.local_size)
 
 
 class Photometry(Settings):

@@ -23,6 +23,11 @@ def rank() -> int:
     return dist.get_rank() if _in_group() else 0
 
 
+def is_main_process() -> bool:
+    """Tell whether this is rank 0, the process that prints and writes."""
+    return rank() == 0
+
+
 def all_reduce_mean(tensor: Tensor) -> Tensor:
     """Return the mean of a floating-point tensor over all processes; the tensor itself is never written to.
 

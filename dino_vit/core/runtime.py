@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -45,6 +46,8 @@ def start_processes(*, trackers: tuple[str, ...], folder: Path) -> Accelerator:
             f"{launched} processes were launched, but each runs alone on {accelerator.device.type}; "
             "launch one, or hide the device (ACCELERATE_USE_CPU=1)"
         )
+    if not accelerator.is_main_process:
+        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # log on rank 0 only
     return accelerator
 
 

@@ -31,13 +31,14 @@ from dino_vit.core.checkpoint import Checkpoints, collect, optimizer_names, rest
 from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision
+from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.eval.datasets import LabelledSets, open_sets
 from dino_vit.eval.supervised_loader import SupervisedLoader
 from dino_vit.method.optim import (
     build_optimizer,
     parameter_groups,
 )
-from dino_vit.models.vit import SIZES, VisionTransformer
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
@@ -169,10 +170,10 @@ def open_tuning(config: FinetuneConfig, accelerator: Any) -> Finetuning:
 
 def _build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
     """Return the network that training starts from, with a new classifier."""
-    size = (config.size, config.size) if isinstance(config.size, int) else config.size
+    size = None if config.size is None else height_width(config.size)
     if config.weights is None:
         assert config.arch is not None
-        shape: dict[str, Any] = SIZES[config.arch] | {"patch_size": config.patch_size}
+        shape: dict[str, Any] = VIT_SIZES[config.arch] | {"patch_size": config.patch_size}
         return VisionTransformer(
             **shape, image_size=size or 224, num_classes=classes, drop_path=config.drop_path
         )

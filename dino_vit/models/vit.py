@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.block import Block
 from dino_vit.models.onednn import Linear
 from dino_vit.models.positions import Grid, PositionMode, interpolate_pos_embs, sinusoidal_pos_embs
@@ -80,7 +81,7 @@ class VisionTransformer(nn.Module):
         self.provenance: Provenance | None = None
         self.checkpoint_blocks = False  # recompute each block backward: less memory, more time
         self._resampled: dict[Grid, tuple[object, Tensor]] = {}  # positions at other grids, without gradient
-        self.image_size, self.patch_size = pair(image_size), pair(patch_size)
+        self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
         self.trained_grid = self.grid_of(*self.image_size)
@@ -249,19 +250,13 @@ class VisionTransformer(nn.Module):
         return [index % self.depth for index in blocks]
 
 
-def pair(size: int | Sequence[int]) -> Grid:
-    """Read a size as (height, width)."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
-
-
 def _refuse_what_no_backbone_has(keywords: dict[str, Any]) -> None:
     """Refuse a word that is none of the known ones, a size below one and a rate that is no probability."""
     for name, known in WORDS.items():
         if keywords[name] not in known:
             raise ValueError(f"{name}={keywords[name]!r} is none of {', '.join(known)}")
     for name in ("image_size", "patch_size", "channels", "width", "heads"):
-        if min(pair(keywords[name])) < 1:
+        if min(height_width(keywords[name])) < 1:
             raise ValueError(f"{name}={keywords[name]} must be at least 1")
     for name in ("depth", "registers", "num_classes"):
         if keywords[name] < 0:
@@ -281,33 +276,24 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 def vit_tiny(**changes: Any) -> VisionTransformer:
     """Build a ViT-Ti: width 192, 12 blocks, 3 heads."""
-    return VisionTransformer(**{**SIZES["vit_tiny"], **changes})
+    return VisionTransformer(**{**VIT_SIZES["vit_tiny"], **changes})
 
 
 def vit_small(**changes: Any) -> VisionTransformer:
     """Build a ViT-S: width 384, 12 blocks, 6 heads."""
-    return VisionTransformer(**{**SIZES["vit_small"], **changes})
+    return VisionTransformer(**{**VIT_SIZES["vit_small"], **changes})
 
 
 def vit_base(**changes: Any) -> VisionTransformer:
     """Build a ViT-B: width 768, 12 blocks, 12 heads."""
-    return VisionTransformer(**{**SIZES["vit_base"], **changes})
+    return VisionTransformer(**{**VIT_SIZES["vit_base"], **changes})
 
 
 def vit_large(**changes: Any) -> VisionTransformer:
     """Build a ViT-L: width 1024, 24 blocks, 16 heads."""
-    return VisionTransformer(**{**SIZES["vit_large"], **changes})
+    return VisionTransformer(**{**VIT_SIZES["vit_large"], **changes})
 
 
 def vit_huge(**changes: Any) -> VisionTransformer:
     """Build a ViT-H: width 1280, 32 blocks, 16 heads, patches of 14."""
-    return VisionTransformer(**{**SIZES["vit_huge"], **changes})
-
-
-SIZES: dict[str, dict[str, int]] = {
-    "vit_tiny": {"width": 192, "depth": 12, "heads": 3},
-    "vit_small": {"width": 384, "depth": 12, "heads": 6},
-    "vit_base": {"width": 768, "depth": 12, "heads": 12},
-    "vit_large": {"width": 1024, "depth": 24, "heads": 16},
-    "vit_huge": {"width": 1280, "depth": 32, "heads": 16, "patch_size": 14},
-}
+    return VisionTransformer(**{**VIT_SIZES["vit_huge"], **changes})

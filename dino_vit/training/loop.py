@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -35,8 +34,6 @@ from dino_vit.views.loader import Batch
 def pretrain(config: PretrainConfig) -> int:
     """Train as the config says, going on where the output folder stands; return the exit code."""
     accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
-    if not accelerator.is_main_process:
-        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # what all would say, one says
     opened = open_session(config, accelerator)
     with Interruption() as interruption, Reporter(opened) as reporter:
         code = train(opened.session, reporter, interruption)

@@ -13,6 +13,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, Problem, get, given_keys
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, world_size
+from dino_vit.core.sizes import height_width
 from dino_vit.data.sources.open import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
 from dino_vit.training.feeding import build_pixels
@@ -109,7 +110,7 @@ def _take_architecture(
     config: PretrainConfig, trained: Mapping[str, Any]
 ) -> tuple[PretrainConfig, list[Choice]]:
     """Set the model's knobs to what the trained weights are; the user's must not say otherwise."""
-    height, width = patch = _pair(trained["patch_size"])
+    height, width = patch = height_width(trained["patch_size"])
     if height != width:
         raise ValueError(f"{config.init and config.init.weights} has patches of {patch}, not square ones")
     facts = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
@@ -125,7 +126,3 @@ def _take_architecture(
     return replace(config, known), [
         Choice(key, value, "as the trained weights are") for key, value in known.items()
     ]
-
-
-def _pair(size: int | list[int] | tuple[int, ...]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dino_vit.core.sizes import height_width
 from dino_vit.core.storage import write_tensors
 from dino_vit.models.positions import Grid, interpolate_pos_embs
-from dino_vit.models.vit import Provenance, VisionTransformer, pair
+from dino_vit.models.vit import Provenance, VisionTransformer
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.reading import FORMAT_VERSION, RawWeights, WeightsError, read_weights
 from dino_vit.weights.recognition import infer_architecture, recognise, translate
@@ -83,7 +84,7 @@ def _adapt(
     if types:
         notes.append(f"converted {', '.join(sorted(types))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
-    patch = pair(stored["patch_size"])
+    patch = height_width(stored["patch_size"])
     old, new = (_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
     if old != new:
         mode = wanted["position_mode"]
@@ -100,7 +101,7 @@ def _adapt(
 
 
 def _grid(image_size: int | Grid, patch: Grid) -> Grid:
-    height, width = pair(image_size)
+    height, width = height_width(image_size)
     return height // patch[0], width // patch[1]
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from dino_vit.core.sizes import height_width
 from dino_vit.models.positions import Grid
 from dino_vit.models.stems import REDUCTION
-from dino_vit.models.vit import VisionTransformer, pair
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.foreign import refuse_foreign
 from dino_vit.weights.layouts import Layout
@@ -126,7 +127,7 @@ def _lacks_cls(
     count = positions.shape[1]
     size = trained_size or _stated_size(raw)
     if size is not None and "patch_embed.backbone.stem.conv.weight" not in tensors:
-        height, width = pair(size)
+        height, width = height_width(size)
         patches = (height // kernel.shape[2]) * (width // kernel.shape[3])
         if count in (patches, patches + 1):
             return count == patches
@@ -165,7 +166,7 @@ def infer_architecture(
         ) from error
     except (IndexError, ValueError, ZeroDivisionError) as error:
         raise WeightsError(f"{raw.source} has a tensor of a shape that no vision transformer has") from error
-    patch = pair(stem["patch_size"])
+    patch = height_width(stem["patch_size"])
     if 0 in (width, hidden, *patch, stem["channels"]):
         raise WeightsError(f"{raw.source} has an empty tensor where a block or the patches should be")
     grid = _infer_grid(positions, patch, raw, overrides)
@@ -207,7 +208,7 @@ def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> 
 def _infer_grid(positions: int, patch: Grid, raw: RawWeights, overrides: Mapping[str, Any]) -> Grid:
     """Return the trained grid, which is square unless the user says at which size it was trained."""
     if overrides.get("trained_size") is not None:
-        height, width = pair(overrides["trained_size"])
+        height, width = height_width(overrides["trained_size"])
         grid = (height // patch[0], width // patch[1])
         if grid[0] * grid[1] != positions:
             raise WeightsError(
@@ -233,7 +234,7 @@ def _stated_size(raw: RawWeights) -> Grid | None:
     timm = raw.hub_config.get("pretrained_cfg") or {}
     size = raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
     try:
-        height, width = pair(tuple(size) if isinstance(size, list) else size)
+        height, width = height_width(tuple(size) if isinstance(size, list) else size)
     except (TypeError, ValueError):
         return None
     return height, width

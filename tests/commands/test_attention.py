@@ -195,7 +195,9 @@ def test_a_video_that_is_none_is_said(weights, tmp_path, capsys):
 def peak(code):
     """Return by how many MiB the peak of memory rises over running some code in a process of its own."""
     script = (
-        "import resource, torch; from dino_vit import VisionTransformer; from dino_vit.eval.attention import maps\n"
+        "import resource, torch\n"
+        "from dino_vit import VisionTransformer\n"
+        "from dino_vit.eval.attention import maps\n"
         "torch.set_num_threads(1)\n"
         "def rss(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
         "def model(s): return VisionTransformer(image_size=s, patch_size=8, width=24, depth=2, heads=2)\n"

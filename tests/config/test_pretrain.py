@@ -8,8 +8,9 @@ import pytest
 from dino_vit.config.checks import check_run, scaled_lr
 from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load
-from dino_vit.config.pretrain import ALSO_KNOWN_AS, WIDTH_DEPTH_HEADS, Arch, PretrainConfig
+from dino_vit.config.pretrain import ALSO_KNOWN_AS, Arch, PretrainConfig
 from dino_vit.config.settings import ConfigError, settings_of, values
+from dino_vit.core.sizes import VIT_SIZES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
 
@@ -90,8 +91,8 @@ def test_every_knob_is_documented_and_every_other_name_leads_to_one() -> None:
 
 
 def test_every_named_size_has_a_shape() -> None:
-    assert set(WIDTH_DEPTH_HEADS) == set(Arch.__args__)  # type: ignore[attr-defined]
-    assert all(width % heads == 0 for width, _, heads in WIDTH_DEPTH_HEADS.values())
+    assert set(VIT_SIZES) == set(Arch.__args__)  # type: ignore[attr-defined]
+    assert all(size["width"] % size["heads"] == 0 for size in VIT_SIZES.values())
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

@@ -15,6 +15,7 @@ from pydantic import Field
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.distributed import all_or_none
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
+from dino_vit.core.sizes import height_width
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import CLS, FeatureSpec
@@ -97,11 +98,9 @@ class FrozenBackbone:
 def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
     """Join the processes of the launch, and load the backbone that the config names in each."""
     accelerator = start_processes(trackers=(), folder=Path())
-    if not accelerator.is_main_process:
-        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # what all would say, one says
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
-    size = (config.size, config.size) if isinstance(config.size, int) else config.size
+    size = None if config.size is None else height_width(config.size)
     with all_or_none():
         yield FrozenBackbone(
             config=config,
