@@ -426,7 +426,7 @@ def test_shapes_that_lie_are_refused(name, reshape):
 
 
 @pytest.mark.parametrize(
-    ("about", "said"),
+    ("metadata", "said"),
     [
         ("{", "does not say what it holds"),
         ("[]", "does not say what it holds"),
