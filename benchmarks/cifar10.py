@@ -25,9 +25,9 @@ from dino_vit.eval.features.extraction import Features, extract_features, pixel_
 from dino_vit.eval.knn.voting import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.report.record import read_run
-from dino_vit.training.feeding import build_preparation
 from dino_vit.training.loop import pretrain
-from dino_vit.training.opening import build_untrained
+from dino_vit.training.setup import build_untrained
+from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
 
 ON_CUDA = "configs/pretrain/cifar10.yaml, 200 epochs: k-NN to reach 85 per cent"

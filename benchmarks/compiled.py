@@ -29,7 +29,7 @@ class Graphs(Ours):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        for network in (self.session.student, self.session.teacher):
+        for network in (self.state.student, self.state.teacher):
             network.compile(dynamic=False, mode="reduce-overhead")
 
     def __call__(self) -> None:
@@ -45,7 +45,7 @@ def measure(case: Case, repeats: int, *, graphs: bool) -> Row:
     compiled = Graphs(case) if graphs else Ours(dataclasses.replace(case, changes=case.changes | COMPILED))
     for _ in range(3):  # compiled, recorded, replayed
         compiled()
-    device = compiled.session.device.type
+    device = compiled.state.device.type
     works = {"compiled": compiled, "as it is": Ours(case)}
     return compare(f"{how}, {case.name}", works, items=case.batch, repeats=repeats, device=device)
 

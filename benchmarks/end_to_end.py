@@ -2,7 +2,7 @@
 
     python -m benchmarks.end_to_end --repeats 3
 
-`dino_vit` is the training loop with its loader, on a session made from a config; `reference` is the 2021
+`dino_vit` is the training loop with its loader, on a state set up from a config; `reference` is the 2021
 code's pipeline (PIL, one view after the other) and its step; `lightly` is that library's transform, head and
 loss around a timm backbone. Each reads the same files with as many loader processes; a round is timed once
 they all run and have filled what they fill.
@@ -33,8 +33,7 @@ from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.training.loop import take_step
-from dino_vit.training.opening import open_session
-from dino_vit.training.reporter import Reporter
+from dino_vit.training.setup import set_up
 
 ON_CUDA = "both tables, ViT-S/16 with 64 images and ViT-Ti/4 with 512"
 Views = Callable[[Image.Image], list[Tensor]]
@@ -77,28 +76,27 @@ class Ours:
     """Our loop: its loader and its steps; no evaluation, no checkpoint."""
 
     def __init__(self, config: PretrainConfig, steps: int) -> None:
-        self.started = open_session(config, start_processes(trackers=(), folder=Path(config.output)))
-        self.session, self.steps = self.started.session, steps
-        self.reporter = Reporter(self.started)
+        self.started = set_up(config, start_processes(trackers=(), folder=Path(config.output)))
+        self.state, self.steps = self.started.state, steps
         self.waits: list[float] = []
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Keep the loader's processes running, and past their first batches."""
-        with closing(self.session.loader.batches(self.session.step)) as self.batches:
-            for _ in range(warm_up(self.session.config)):
+        with closing(self.state.loader.batches(self.state.step)) as self.batches:
+            for _ in range(warm_up(self.state.config)):
                 self.step()
             yield
 
     def __call__(self) -> None:
-        self.reporter.meter.restart()
+        self.state.interval.restart()
         for _ in range(self.steps):
             self.step()
-        self.waits.append(self.reporter.meter.read().data_wait)
+        self.waits.append(self.state.interval.read().data_wait)
 
     def step(self) -> None:
         """Take one step."""
-        take_step(self.session, self.reporter, self.batches)
+        take_step(self.state, self.batches)
 
 
 class Theirs:
@@ -145,8 +143,8 @@ def warm_up(config: PretrainConfig) -> int:
 def contenders(config: PretrainConfig, steps: int) -> dict[str, Work]:
     """Return those that can be had here, our own first."""
     ours, folder = Ours(config, steps), Path(config.data.source)
-    device = ours.session.device
-    published = step.Reference(config, device, ours.session)
+    device = ours.state.device
+    published = step.Reference(config, device, ours.state)
     files = Files(folder, published_views(config))
     works: dict[str, Work] = {"dino_vit": ours, "reference": Theirs(files, config, steps, published.take)}
     try:
@@ -182,7 +180,7 @@ def measure(case: Case, repeats: int, workers: int) -> tuple[Row, str]:
         assert isinstance(ours, Ours)
         rate = row.speed["dino_vit"] / case.batch
         with ours.opened():
-            share = step.matrix_share(ours.step, ours.session.device, rate)
+            share = step.matrix_share(ours.step, ours.state.device, rate)
         waited = median(ours.waits[1:])
     return row, f"{case.name}: ours waits for data {waited:.1%} of its time and does {share}."
 

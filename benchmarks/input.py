@@ -19,7 +19,7 @@ from torchvision import transforms
 from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import decode
-from dino_vit.training.feeding import build_augment, build_views
+from dino_vit.views.build import build_augment, build_views
 from dino_vit.views.geometry import draw_boxes
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.sampler import Sampler

@@ -26,9 +26,9 @@ from benchmarks.measure import Table, arguments, report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import Interruption, start_processes
-from dino_vit.training.opening import open_session
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import Session
+from dino_vit.training.setup import set_up
+from dino_vit.training.state import TrainingState
 
 DEMO = Path(__file__).parents[1] / "dino_vit" / "commands" / "demo.yaml"
 REST = "the rest"
@@ -74,28 +74,28 @@ def shares(changes: dict[str, Any]) -> dict[str, float]:
     with TemporaryDirectory() as folder, ExitStack() as stack:
         config = replace(load(PretrainConfig, DEMO), {**changes, "output": folder})
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(folder))
-        opened = open_session(config, accelerator)
+        run_ = set_up(config, accelerator)
         interruption = stack.enter_context(Interruption())
-        reporter = stack.enter_context(Reporter(opened))
+        reporter = stack.enter_context(Reporter(run_))
         watch = Stopwatch()
-        for name, owner, attribute in parts(opened.session, reporter):
+        for name, owner, attribute in parts(run_.state):
             stack.enter_context(watch.wrap(name, owner, attribute))
         with watch.part(REST):
-            dino_vit.training.loop.train(opened.session, reporter, interruption)
+            dino_vit.training.loop.train(run_.state, reporter, interruption)
         accelerator.end_training()
     whole = sum(watch.seconds.values())
     return {name: seconds / whole for name, seconds in watch.seconds.items()}
 
 
-def parts(session: Session, reporter: Reporter) -> Iterator[tuple[str, Any, str]]:
+def parts(state: TrainingState) -> Iterator[tuple[str, Any, str]]:
     """Name the functions of a step that are its work."""
-    yield "loading", reporter, "wait"
-    yield "loading", session.augment, "forward"
+    yield "loading", state.interval, "wait"
+    yield "loading", state.augment, "forward"
     yield "forward", dino_vit.training.loop, "forward"
     yield "backward", torch.autograd, "backward"
     for function in ("set_rates", "clip_gradients", "freeze", "all_finite", "step_if_finite", "ema_update"):
         yield "optimiser", dino_vit.training.loop, function
-    yield "optimiser", session.optimizer, "zero_grad"
+    yield "optimiser", state.optimizer, "zero_grad"
 
 
 def run(*, threads: int) -> list[Table]:

@@ -44,7 +44,7 @@ def spent(event: FunctionEventAvg, device: str) -> float:
 
 def operations(step: Ours) -> tuple[list[Operation], float]:
     """Return the operations of a step, the largest first, and the milliseconds of the whole by the clock."""
-    device = step.session.device.type
+    device = step.state.device.type
     step()
     step()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]

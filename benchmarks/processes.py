@@ -31,9 +31,8 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.core.runtime import start_processes
-from dino_vit.training.opening import open_session
-from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import Session
+from dino_vit.training.setup import set_up
+from dino_vit.training.state import TrainingState
 
 LAUNCH = DEMO.parents[1] / "launch" / "accelerate_configs" / "cpu.yaml"
 IMAGES = 64  # of a process in a step
@@ -56,57 +55,56 @@ def child(out: Path) -> None:
         phases = {"budget.steps": None, "budget.epochs": 100, "data.batch_size": IMAGES}
         config = replace(load(PretrainConfig, DEMO), {**changes, **phases})
         accelerator = start_processes(trackers=(), folder=Path(folder))
-        opened = open_session(config, accelerator)
-        session, reporter = opened.session, stack.enter_context(Reporter(opened))
-        batches = stack.enter_context(closing(session.loader.batches()))
-        rounds = [round_of(session, reporter, batches) for _ in range(ROUNDS + 1)][1:]
-        found = taken_apart(session, reporter, batches)
+        run_ = set_up(config, accelerator)
+        state = run_.state
+        batches = stack.enter_context(closing(state.loader.batches()))
+        rounds = [round_of(state, batches) for _ in range(ROUNDS + 1)][1:]
+        found = taken_apart(state, batches)
         found["seconds"] = median(rounds)
         if accelerator.num_processes > 1:
-            found["gradients"] = exchange(session) * STEPS / found["seconds"]
-        assert reporter.evaluation is not None
+            found["gradients"] = exchange(state) * STEPS / found["seconds"]
         began = time.perf_counter()
-        reporter.evaluation(session.teacher.backbone)
+        state.evaluation(state.teacher.backbone)
         found["evaluation"] = time.perf_counter() - began
         if accelerator.is_main_process:
             out.write_text(json.dumps(found))
         accelerator.end_training()
 
 
-def round_of(session: Session, reporter: Reporter, batches: Iterator[Any]) -> float:
+def round_of(state: TrainingState, batches: Iterator[Any]) -> float:
     """Return the seconds of some steps, on average over the processes."""
-    session.accelerator.wait_for_everyone()
+    state.accelerator.wait_for_everyone()
     began = time.perf_counter()
     for _ in range(STEPS):
-        dino_vit.training.loop.take_step(session, reporter, batches)
+        dino_vit.training.loop.take_step(state, batches)
     return float(all_reduce_mean(torch.tensor(time.perf_counter() - began)))
 
 
-def exchange(session: Session) -> float:
+def exchange(state: TrainingState) -> float:
     """Return the seconds in which the processes add up as many numbers as the student has gradients."""
-    gradients = torch.zeros(sum(p.numel() for p in session.wrapped.parameters() if p.requires_grad))
+    gradients = torch.zeros(sum(p.numel() for p in state.wrapped.parameters() if p.requires_grad))
     seconds = []
     for _ in range(STEPS):
-        session.accelerator.wait_for_everyone()
+        state.accelerator.wait_for_everyone()
         began = time.perf_counter()
         dist.all_reduce(gradients)
         seconds.append(time.perf_counter() - began)
     return median(seconds)
 
 
-def taken_apart(session: Session, reporter: Reporter, batches: Iterator[Any]) -> Found:
+def taken_apart(state: TrainingState, batches: Iterator[Any]) -> Found:
     """Return the shares of a step that are the teacher's average, the centre, and collectives."""
     watch = Stopwatch()
     with ExitStack() as stack:
         for name, owner, attribute in (
             ("average", dino_vit.training.loop, "ema_update"),
-            ("centre", session.center, "update"),
+            ("centre", state.center, "update"),
             *(("collectives", dist, one) for one in COLLECTIVES),
         ):
             stack.enter_context(watch.wrap(name, owner, attribute))
         with watch.part(REST):
             for _ in range(STEPS):
-                dino_vit.training.loop.take_step(session, reporter, batches)
+                dino_vit.training.loop.take_step(state, batches)
     whole = sum(watch.seconds.values())
     return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
 

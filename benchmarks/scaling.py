@@ -40,10 +40,10 @@ def measure_step(name: str, changes: Mapping[str, Any], repeats: int) -> Row:
     """Measure our step and the other's."""
     case = step.Case(IMAGES, "bf16", changes={**SMALL, **changes})
     ours = step.Ours(case)
-    device = ours.session.device
+    device = ours.state.device
     works: dict[str, Work] = {
         "dino_vit": ours,
-        "reference": step.Reference(case.config, device, ours.session),
+        "reference": step.Reference(case.config, device, ours.state),
     }
     return compare(name, works, items=IMAGES, repeats=repeats, device=device.type)
 

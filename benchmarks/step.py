@@ -3,7 +3,7 @@
     python -m benchmarks.step --repeats 5 --batch 8
 
 2 × 224 and 8 × 96 pixels, 65,536 prototypes that learn, AdamW; views that are ready, no logging. Ours is the
-training loop's own step on a session made from a config; the other is `benchmarks/reference.py` with the same
+training loop's own step on a state set up from a config; the other is `benchmarks/reference.py` with the same
 weights, views and rates, in float32 on a CPU and in fp16 with a scaler on CUDA. Memory is all that two steps
 take on top of the imports: networks, optimiser, gradients, activations. On CUDA: ViT-S/16 and ViT-B/16, with
 64 and with 256 images.
@@ -30,9 +30,9 @@ from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import Precision, start_processes
 from dino_vit.training.loop import take_step
-from dino_vit.training.opening import open_session
-from dino_vit.training.reporter import Reporter
-from dino_vit.training.state import Rates, Session
+from dino_vit.training.plan import Rates
+from dino_vit.training.setup import set_up
+from dino_vit.training.state import TrainingState
 from dino_vit.views.loader import Batch
 from dino_vit.views.photometry import Augment
 
@@ -73,37 +73,38 @@ class Case:
 
 
 class Ours:
-    """A session, and its step on the same views again and again."""
+    """A state, and its step on the same views again and again."""
 
     def __init__(self, case: Case) -> None:
         with TemporaryDirectory() as folder:
             config = replace(case.config, {"output": folder})
             accelerator = start_processes(trackers=(), folder=Path(folder))
-            opened = open_session(config, accelerator)
-            self.reporter = Reporter(opened)
-        self.session: Session = opened.session
-        self.session.augment = cast(Augment, lambda views, _: views)  # they are ready
-        for network in (self.session.student, self.session.teacher):
+            run_ = set_up(config, accelerator)
+        self.state: TrainingState = run_.state
+        self.state.augment = cast(Augment, lambda views, _: views)  # they are ready
+        for network in (self.state.student, self.state.teacher):
             network.backbone.position_mode = "dino"  # as the other resamples them
-        self.batches = repeat(make_batch(case.config, self.session.device))
+        self.batches = repeat(make_batch(case.config, self.state.device))
 
     def __call__(self) -> None:
-        take_step(self.session, self.reporter, self.batches)
+        take_step(self.state, self.batches)
 
     def loss(self) -> float:
         """Return the mean loss of the steps since it was asked for last."""
-        loss = self.reporter.meter.read().loss
-        self.reporter.meter.restart()
+        loss = self.state.interval.read().loss
+        self.state.interval.restart()
         return loss
 
 
 class Reference:
-    """The other's step on the same views; with a session's first weights and its rates, if one is given."""
+    """The other's step on the same views; with a state's first weights and its rates, if one is given."""
 
-    def __init__(self, config: PretrainConfig, device: torch.device, session: Session | None = None) -> None:
+    def __init__(
+        self, config: PretrainConfig, device: torch.device, state: TrainingState | None = None
+    ) -> None:
         student, teacher = (build_network(config, rate) for rate in (config.model.drop_path, 0.0))
-        if session is not None:
-            reference.load(student, session.student.state_dict())
+        if state is not None:
+            reference.load(student, state.student.state_dict())
         teacher.load_state_dict(student.state_dict())
         loss = reference.Loss(
             prototypes=config.head.prototypes,
@@ -114,14 +115,14 @@ class Reference:
         self.trainer = reference.Trainer(student, teacher, loss, clip=config.optim.clip, device=device)
         views = make_batch(config, device).views.values()
         self.views = [view for of_a_size in views for view in torch.split(of_a_size, config.data.batch_size)]
-        self.session, self.step = session, 0
+        self.state, self.step = state, 0
 
     def __call__(self) -> float:
         return self.take(self.views)
 
     def take(self, views: Sequence[Tensor]) -> float:
         """Take the next step on some views and return its loss."""
-        rates = self.session.rates(self.step) if self.session else Rates(1e-5, 0.04, 0.996, 0.04)
+        rates = self.state.plan.rates(self.step) if self.state else Rates(1e-5, 0.04, 0.996, 0.04)
         self.step += 1
         return self.trainer.step(views, **rates._asdict())
 
@@ -180,12 +181,12 @@ def measure(case: Case, repeats: int) -> tuple[Row, str]:
     """Measure one row, and say what it comes to."""
     print(f"{case.name} ...", file=sys.stderr, flush=True)
     ours = Ours(case)
-    device = ours.session.device
-    works: dict[str, Work] = {"dino_vit": ours, "reference": Reference(case.config, device, ours.session)}
+    device = ours.state.device
+    works: dict[str, Work] = {"dino_vit": ours, "reference": Reference(case.config, device, ours.state)}
     row = compare(case.name, works, items=case.batch, repeats=repeats, device=device.type)
     share = ""
     if case.precision == "bf16":
-        share = f", {matrix_share(ours, ours.session.device, row.speed['dino_vit'] / case.batch)}"
+        share = f", {matrix_share(ours, ours.state.device, row.speed['dino_vit'] / case.batch)}"
     del ours, works  # the peak on CUDA is that of the process
     memory = {name: peak_memory(build_run, name, case, device, device=device.type) for name in CONTENDERS}
     row.memory.update(memory)

@@ -30,10 +30,9 @@ from dino_vit.eval.linear.probes import count_right
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.report.explorer import chosen
 from dino_vit.report.record import read_run
-from dino_vit.training.feeding import build_preparation
 from dino_vit.training.loop import pretrain, take_step
-from dino_vit.training.opening import build_untrained, open_session
-from dino_vit.training.reporter import Reporter
+from dino_vit.training.setup import build_untrained, set_up
+from dino_vit.views.build import build_preparation
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights import load_backbone
 from dino_vit.weights.reading import find_weights
@@ -100,12 +99,12 @@ def affordable_steps(settings: PretrainConfig) -> int:
     with TemporaryDirectory() as folder:
         accelerator = start_processes(trackers=(), folder=Path(folder))
         tried = replace(settings, {"output": folder, "run.trackers": (), "data.photometry": "device"})
-        opened = open_session(tried, accelerator)
-        with Reporter(opened) as reporter, closing(opened.session.loader.batches()) as batches:
-            take_step(opened.session, reporter, batches)  # the first is slower
+        state = set_up(tried, accelerator).state
+        with closing(state.loader.batches()) as batches:
+            take_step(state, batches)  # the first is slower
             began = time.perf_counter()
             for _ in range(TRIED_STEPS):
-                take_step(opened.session, reporter, batches)
+                take_step(state, batches)
             seconds = (time.perf_counter() - began) / TRIED_STEPS
     steps = min(wanted, max(FEWEST_STEPS, int(SECONDS / seconds)))
     log.info("no native bf16 here; at %.0f ms a step, %d of %d steps are taken", 1e3 * seconds, steps, wanted)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from dino_vit.commands.attention import spread
+from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
@@ -22,8 +23,7 @@ from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import ImageSummary, name_of
 from dino_vit.data.survey import Survey, survey
 from dino_vit.eval.attention.pictures import Panels, as_picture, write_sheet
-from dino_vit.training.feeding import build_pixels, make_views
-from dino_vit.training.resolve import fit_to
+from dino_vit.views.build import build_pixels, make_views
 
 log = logging.getLogger("dino_vit")
 
@@ -174,5 +174,12 @@ def draw_views(source: Source, found: Survey, config: InspectConfig) -> None:
 def pretraining(file: str | None, source: Source, seen: ImageSummary) -> PretrainConfig:
     """Return the settings of a training on the source, filled in from what was seen."""
     config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
-    config, _ = fit_to(seen, config, source, config.data.batch_size)
+    choices = auto_choices(
+        config,
+        image_size=seen.image_size,
+        images=len(source),
+        channels=seen.channels,
+        global_batch=config.data.batch_size,
+    )
+    config = replace(config, {choice.key: choice.value for choice in choices})
     return config if config.data.bits else replace(config, {"data.bits": seen.bits})

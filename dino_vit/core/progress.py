@@ -1,4 +1,4 @@
-"""Show how far a long piece of work is: a bar on a terminal, elsewhere a line now and then."""
+"""Progress on long work: a bar on a terminal, otherwise a log line from time to time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.progress import Progress
 
 log = logging.getLogger("dino_vit")
 
-PATIENCE = 2.0  # seconds: shorter work needs no words
-LINE_EVERY = 20.0  # seconds, where there is no terminal
+PATIENCE = 2.0  # seconds; shorter work shows nothing
+LINE_EVERY = 20.0  # seconds, without a terminal
 
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """Yield a function that is told of each few more items; a total that is not known may be left out."""
+    """Yield a function to call with each number of finished items; `total` may be unknown."""
     advance = Advance(title, total)
     try:
         yield advance
@@ -27,30 +27,30 @@ def progress(title: str, total: int | None = None) -> Iterator[Advance]:
         if advance.bar:
             advance.bar.stop()
     if time.monotonic() - advance.start > PATIENCE:
-        log.info("%s in %.0f s", advance.line(), time.monotonic() - advance.start)
+        log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
 
 
 class Advance:
-    """Count the items that are done, and say so when it is time."""
+    """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total = title, total
         self.done, self.note = 0, ""
-        self.start = self.said = time.monotonic()
-        # Of several processes those that do not speak draw nothing either.
+        self.start = self.shown = time.monotonic()
+        # Only rank 0 logs at this level.
         visible = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
         console = Console(stderr=True)
         self.bar = Progress(console=console, transient=True, auto_refresh=False) if visible else None
         self.task = self.bar.add_task(title, total=total) if self.bar else None
 
     def __call__(self, count: int, note: str = "") -> None:
-        """Count some more, with a note on them."""
+        """Count more items, with a note on them."""
         self.done += count
         self.note = note
         now = time.monotonic()
-        if now - self.start < PATIENCE or now - self.said < (0.2 if self.bar else LINE_EVERY):
+        if now - self.start < PATIENCE or now - self.shown < (0.2 if self.bar else LINE_EVERY):
             return
-        self.said = now
+        self.shown = now
         if self.bar and self.task is not None:
             self.bar.start()
             self.bar.update(self.task, completed=self.done, description=self.line(), refresh=True)
@@ -58,8 +58,20 @@ class Advance:
             log.info("%s", self.line())
 
     def line(self) -> str:
-        """Say how many are done, how many a second, and the note."""
+        """Return the count, the rate and the note."""
         total = f" of {self.total:,}" if self.total and self.done != self.total else ""
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
         note = f", {self.note}" if self.note else ""
-        return f"{self.title}: {self.done:,}{total}, {rate:,.0f} a second{note}"
+        return f"{self.title}: {self.done:,}{total}, {rate:,.0f}/s{note}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units: 45s, 12m30, 14h02, 3d07h."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{h}h{m:02}"
+    return f"{m}m{s:02}" if m else f"{s}s"

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
-from dino_vit.config.pretrain import Arch
+from dino_vit.config.sections import Arch
 from dino_vit.config.settings import (
     BelowOne,
     Count,

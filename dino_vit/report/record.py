@@ -13,9 +13,10 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
+from dino_vit.core.progress import duration
 from dino_vit.core.storage import StorageError
 from dino_vit.training.diagnosis import STATES, Diagnosis, Reading, Record
-from dino_vit.training.monitor import duration, read_records
+from dino_vit.training.monitor import read_records
 
 
 @dataclass(frozen=True, kw_only=True)

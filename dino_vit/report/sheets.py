@@ -16,7 +16,7 @@ from dino_vit.eval.attention.pictures import as_picture, heat
 from dino_vit.report.explorer import Explored, shortened
 from dino_vit.report.network import Teacher
 from dino_vit.report.pictures import data_uri, resized, within
-from dino_vit.training.feeding import build_pixels, make_views
+from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
 SIDE = 96  # pixels of a picture on a sheet

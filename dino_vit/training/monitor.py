@@ -1,4 +1,4 @@
-"""See a run: its readings in `metrics.jsonl`, and on stderr a bar or, without a terminal, a line each."""
+"""The readings of a run: in `metrics.jsonl`, and on stderr as a bar or, without a terminal, line by line."""
 
 import json
 import logging
@@ -18,21 +18,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dino_vit.core.progress import duration
 from dino_vit.core.storage import write_bytes
 from dino_vit.training.diagnosis import STARTING, Diagnosis, Reading, Record
 
-# Seconds between two looks of the bar, and readings over whose time the end is estimated.
-REFRESH = 0.5
-RECENT = 20
+REFRESH = 0.5  # seconds between two updates of the bar
+RECENT = 20  # readings whose pace the remaining time is estimated from
 
 _log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run: one object a reading, null for what is not finite."""
+    """`metrics.jsonl` of a run: one object per reading, null for what is not finite."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        """Open the file of a run that is at `step`, without the lines beyond: they will be written again."""
+        """Open the file of a run at `step`, without later lines: they will be written again."""
         self.path = folder / "metrics.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
@@ -41,28 +41,27 @@ class MetricsFile:
             write_bytes(self.path, b"".join(kept))
 
     def append(self, reading: Reading, state: str) -> None:
-        """Write one line, whole or, if the process dies in the middle, to be dropped at the next start."""
+        """Append a line; one that is torn because the process died is dropped at the next start."""
         append_record(self.path, {**asdict(reading), "excess": reading.excess, "state": state})
 
     def read(self) -> list[Record]:
-        """Return all records; what is not a whole line is left out."""
         return read_records(self.path)
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add a line to a file of records."""
+    """Append a line to a file of records."""
     with path.open("ab") as file:
         file.write(to_json(record) + b"\n")
 
 
 def to_json(record: Record) -> bytes:
-    """Write a record, null for what is not finite."""
+    """Return a record as JSON, null for what is not finite."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, allow_nan=False).encode()
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, which may be growing; what is not a whole line is left out."""
+    """Return the records of a file, which may be growing; lines that are not whole are left out."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [record for line in lines if (record := _parse(line, path.name))]
 
@@ -76,12 +75,12 @@ def _parse(line: bytes, name: str = "metrics.jsonl") -> Record | None:
         record = None
     if isinstance(record, dict) and isinstance(record.get("step"), int):
         return record
-    _log.warning("%s has a line that is no reading, which is left out: %.60r", name, line)
+    _log.warning("%s has a damaged line, which is left out: %.60r", name, line)
     return None
 
 
-class Progress:
-    """Show a run on stderr, or on `stream`: a calm bar on a terminal, elsewhere one line a reading."""
+class RunProgress:
+    """Show a run on stderr, or on `stream`: a bar on a terminal, otherwise one line per reading."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class Progress:
             self.live.stop()
 
     def start_clock(self) -> None:
-        """Estimate the end from the time that steps take from now on."""
+        """Estimate the remaining time from the steps taken from now on."""
         self.recent = deque([(self.clock(), self.step)], maxlen=RECENT)
 
     def advance(self, step: int) -> None:
@@ -124,7 +123,7 @@ class Progress:
             self._draw(self.live)
 
     def show(self, reading: Reading, diagnosis: Diagnosis) -> None:
-        """Show a reading, and say once what to try when the state turns bad, or that it is good again."""
+        """Show a reading; when the state turns bad, or good again, say so once."""
         before, self.diagnosis, self.reading, self.step = self.diagnosis, diagnosis, reading, reading.step
         self.knn = self.knn if reading.knn is None else reading.knn
         self.recent.append((self.clock(), reading.step))
@@ -136,30 +135,28 @@ class Progress:
         if diagnosis != before and diagnosis.advice:
             self.notice(f"step {reading.step:,}: {diagnosis.state}. {diagnosis.advice}")
         elif diagnosis != before and before.advice:
-            self.notice(f"step {reading.step:,}: {diagnosis.state} again, no more {before.state}.")
+            self.notice(f"step {reading.step:,}: {diagnosis.state} again, no longer {before.state}.")
 
     def saved(self, step: int) -> None:
         """Have the next line say that the checkpoint of `step` was written."""
         self.saved_step = step
 
     def notice(self, text: str) -> None:
-        """Print a sentence that is to stay."""
+        """Print a sentence that stays."""
         if self.live:
             self.live.console.print(Text(text))
         else:
             self._write(text)
 
     def _terminal(self) -> Live | None:
-        """Return rich's live display without its thread, as loader processes forked beside one may hang."""
+        """Return rich's live display, without its thread: loader processes forked beside one may hang."""
         console = Console(file=self.stream)
-        # Asked of the stream, as FORCE_COLOR makes rich take a log file for a terminal.
+        # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
         if not self.stream.isatty() or console.is_dumb_terminal:
             return None
+        redirect = sys.stdout.isatty()
         return Live(
-            get_renderable=self._picture,
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),
+            get_renderable=self._picture, console=console, auto_refresh=False, redirect_stdout=redirect
         )
 
     def _draw(self, live: Live) -> None:
@@ -199,7 +196,7 @@ class Progress:
         return "  ".join(parts)
 
     def _eta(self) -> str:
-        """Say how long the rest takes at the pace of the recent readings, evaluations and all."""
+        """Return the remaining time at the pace of the recent readings, evaluations included."""
         (then, first), (now, last) = self.recent[0], self.recent[-1]
         if self.step >= self.total_steps:
             return "0s"
@@ -220,15 +217,3 @@ def _parts(reading: Reading) -> list[str]:
         f"{reading.images_per_second:>7,.0f} img/s",
         f"wait {reading.data_wait:>3.0%}",
     ]
-
-
-def duration(seconds: float) -> str:
-    """Write a time with its two largest units: 45s, 12m30, 14h02, 3d07h."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02}h"
-    if hours:
-        return f"{h}h{m:02}"
-    return f"{m}m{s:02}" if m else f"{s}s"

@@ -1,128 +1,305 @@
-"""Fill in the settings that were left open, from the images, from trained weights, or as the run began."""
+"""Complete a configuration from the facts: what the images are, the launch, trained weights, the checkpoint.
+
+This happens once, when a run is set up; nothing changes the configuration afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from dino_vit.config.auto import Choice, resolve_auto, resolve_init
+from dino_vit.config.auto import Choice, auto_choices, init_choices
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import ConfigError, Problem, get, given_keys
+from dino_vit.config.settings import ConfigError, Problem, get, given_keys, result_changes
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.core.distributed import all_gather, world_size
+from dino_vit.core.distributed import all_gather, all_reduce_mean
+from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
-from dino_vit.data.sources.open import Source
+from dino_vit.data.sampling_weights import fingerprint
+from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
-from dino_vit.training.feeding import build_pixels
+from dino_vit.views.build import build_augment, build_pixels, build_views, choose_workers
+from dino_vit.views.loader import Loader
+from dino_vit.views.sampler import Sampler
+
+log = logging.getLogger("dino_vit")
+
+TIMED_IMAGES, TIMED_ROUNDS = 8, 3
+# The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
+CLEARLY = 1.1
 
 
-def resolve(
-    config: PretrainConfig,
-    source: Source,
-    global_batch: int,
-    trained: Mapping[str, Any] | None,
-    found: Checkpoint | None,
-    device: torch.device,
-) -> tuple[PretrainConfig, list[Choice], list[str]]:
-    """Fill in what the images, the recipe and trained weights decide; return also what the images are."""
-    indices = sample(source, config.seed, INSPECTED)
-    seen = inspect_images(source, indices, max_pixels=config.data.max_pixels)
-    choices: list[Choice] = []
-    if trained is not None:
-        config, choices = _take_architecture(config, trained)
-    config, for_init = resolve_init(config, given_keys(config))
-    # Over several processes its statistics need the collectives that torch has on CUDA alone.
-    batch_norm = device.type == "cuda" or world_size() == 1
-    config, for_data = fit_to(seen, config, source, global_batch, batch_norm=batch_norm)
-    if not any(sight.fits(config.data.channels) for sight in seen.sights):
-        said = f"not data.channels={config.data.channels}"
-        text = f"the images of {config.data.source} have {seen.channels} channels, {said}"
-        ways = "set it, data.mean and data.std (null: measured) accordingly"
-        raise ConfigError([Problem(f"{text}; {ways}", ("data.channels",))])
-    config, for_pixels = _resolve_pixels(config, seen, found)
-    config, measured, range_ = _measure(config, source, device)
-    said_of = {choice.key: choice for choice in (*choices, *for_init, *for_data, *for_pixels, *measured)}
-    return config, list(said_of.values()), [seen.describe(build_pixels(config)), *range_]
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a configuration is completed from."""
+
+    source: Source
+    weights: NDArray[np.float64] | None  # how often images are drawn
+    resumed: Checkpoint | None
+    trained: Mapping[str, Any] | None  # the architecture of a run from trained weights
+    processes: int
+    device: torch.device
 
 
-def fit_to(
-    seen: ImageSummary, config: PretrainConfig, source: Source, global_batch: int, *, batch_norm: bool = True
-) -> tuple[PretrainConfig, list[Choice]]:
-    """Fill in what `recipe: auto` decides from the images."""
-    return resolve_auto(
-        config,
-        given_keys(config),
-        image_size=seen.image_size,
-        images=len(source),
-        channels=seen.channels,
-        global_batch=global_batch,
-        batch_norm=batch_norm,
+class Completed(NamedTuple):
+    """A configuration without open settings, the choices in it, and notes on the images."""
+
+    config: PretrainConfig
+    choices: list[Choice]
+    notes: list[str]
+
+
+class _Completion:
+    """A configuration that is being completed; of two choices for a setting the later one counts."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.config = config
+        self.choices: dict[str, Choice] = {}
+
+    def add(self, choices: Sequence[Choice]) -> None:
+        self.config = replace(self.config, {choice.key: choice.value for choice in choices})
+        self.choices |= {choice.key: choice for choice in choices}
+
+
+def complete(config: PretrainConfig, facts: Facts) -> Completed:
+    """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
+    source, resumed = facts.source, facts.resumed
+    images = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=config.data.max_pixels)
+    completion = _Completion(config)
+    if facts.trained is not None:
+        completion.add(_architecture_choices(config, facts.trained))
+    completion.add(init_choices(completion.config))
+    completion.add(image_choices(completion.config, images, facts))
+    _check_channels(completion.config, images)
+    completion.add(_pixel_choices(completion.config, images, resumed))
+    measured, notes = _measure(completion.config, source, facts.device)
+    completion.add(measured)
+    completion.add(_photometry_choices(completion.config, facts))
+    config = completion.config
+    if resumed:
+        _check_resumable(config, facts)
+        accumulate = resumed.metadata["global_batch"] // (config.data.batch_size * facts.processes)
+        if accumulate and accumulate != config.optim.accumulate:
+            log.info(
+                "the run keeps its global batch of %d: optim.accumulate=%d",
+                resumed.metadata["global_batch"],
+                accumulate,
+            )
+            config = replace(config, {"optim.accumulate": accumulate})
+    return Completed(
+        config, list(completion.choices.values()), [images.describe(build_pixels(config)), *notes]
     )
 
 
-def _resolve_pixels(
-    config: PretrainConfig, seen: ImageSummary, found: Checkpoint | None
-) -> tuple[PretrainConfig, list[Choice]]:
-    """Settle the depth; a run that goes on keeps what it found out at its start."""
-    if found:
-        before = PretrainConfig.model_validate(found.metadata["config"], strict=False).data
-        names = [name for name in ("bits", "mean", "std") if getattr(config.data, name) is None]
-        return replace(config, {f"data.{name}": getattr(before, name) for name in names}), []
+def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) -> list[Choice]:
+    """Take the model settings from trained weights; settings that the user gave must agree."""
+    height, width = patch = height_width(trained["patch_size"])
+    if height != width:
+        raise ValueError(
+            f"{config.init and config.init.weights} has patches of {patch}, but they must be square"
+        )
+    shape = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
+    known = {f"model.{name}": value for name, value in shape.items()}
+    known |= {"model.patch_size": height, "model.registers": trained["registers"]}
+    given = given_keys(config)
+    wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]
+    if "model.arch" in given and config.model.arch and config.model.shape != tuple(shape.values()):
+        wrong.append("model.arch")
+    if wrong:
+        text = ", ".join(f"{key}={get(config, key)}" for key in wrong)
+        raise ValueError(f"{text} does not match the weights of init.weights; leave it out")
+    return [Choice(key, value, "as the trained weights have") for key, value in known.items()]
+
+
+def image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) -> list[Choice]:
+    """Return what `recipe=auto` chooses from the images."""
+    processes, resumed = facts.processes, facts.resumed
+    batch = config.data.batch_size * config.optim.accumulate * processes
+    return auto_choices(
+        config,
+        image_size=images.image_size,
+        images=len(facts.source),
+        channels=images.channels,
+        global_batch=resumed.metadata["global_batch"] if resumed else batch,
+        # Only CUDA has the collectives for its statistics over several processes.
+        batch_norm=facts.device.type == "cuda" or processes == 1,
+    )
+
+
+def _check_channels(config: PretrainConfig, images: ImageSummary) -> None:
+    if not any(image.fits(config.data.channels) for image in images.sights):
+        text = (
+            f"data.channels={config.data.channels}, but the images of {config.data.source} have "
+            f"{images.channels} channels; set data.channels, data.mean and data.std (null: measured)"
+        )
+        raise ConfigError([Problem(text, ("data.channels",))])
+
+
+def _pixel_choices(config: PretrainConfig, images: ImageSummary, resumed: Checkpoint | None) -> list[Choice]:
+    """Choose the depth; a run that resumes also keeps the mean and std measured at its start."""
+    if resumed:
+        before = resumed.metadata["config"]["data"]
+        open_names = [name for name in ("bits", "mean", "std") if getattr(config.data, name) is None]
+        values = {name: before[name] for name in open_names}
+        return [
+            Choice(f"data.{name}", tuple(v) if isinstance(v, list) else v, "as the run started")
+            for name, v in values.items()
+        ]
     if config.data.bits is not None:
-        return config, []
-    choice = Choice("data.bits", seen.bits, "as the images have")
-    return replace(config, {choice.key: choice.value}), [choice] if seen.bits > 8 else []
+        return []
+    return [Choice("data.bits", images.bits, "as the images have")]
 
 
-def _measure(
-    config: PretrainConfig, source: Source, device: torch.device
-) -> tuple[PretrainConfig, list[Choice], list[str]]:
-    """Measure mean and std where they are open, and check that images can be used as they are wanted."""
-    wanted = [name for name in ("mean", "std") if getattr(config.data, name) is None]
+def _measure(config: PretrainConfig, source: Source, device: torch.device) -> tuple[list[Choice], list[str]]:
+    """Measure mean and std where they are open, and check that images can be read as configured."""
+    open_names = [name for name in ("mean", "std") if getattr(config.data, name) is None]
     pixels = build_pixels(config)
-    indices = sample(source, config.seed, MEASURED if wanted else INSPECTED)
-    measured = measure(source, indices, pixels)
-    # The first process's, lest others sum up in another order.
+    measured = measure(source, sample(source, config.seed, MEASURED if open_names else INSPECTED), pixels)
+    # Of rank 0, as others may sum in another order.
     figures = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()
     choices = []
     for name, figure in zip(("mean", "std"), figures, strict=True):
         values = tuple(float(f"{value:.4g}") for value in figure)
-        if name in wanted:
-            choices.append(Choice(f"data.{name}", values, f"measured on {measured.images} images"))
-            if name == "std" and min(values) <= 0:
-                raise ValueError(
-                    f"channel {values.index(min(values))} is the same everywhere in the {measured.images} "
-                    "images measured, so it has no std; leave it out, or give data.std"
-                )
-    said = []
+        if name not in open_names:
+            continue
+        choices.append(Choice(f"data.{name}", values, f"measured on {measured.images} images"))
+        if name == "std" and min(values) <= 0:
+            raise ValueError(
+                f"channel {values.index(min(values))} is constant in the {measured.images} images that were "
+                "measured, so its std is 0; leave the channel out, or give data.std"
+            )
+    notes = []
     if pixels.bits == 16 and measured.highest < 0.25:
-        said.append(
+        notes.append(
             f"no value is above {measured.highest:.1%} of the scale, where brightness, contrast and solarise "
-            "do little; data.range=[low, high] says which values are black and white"
+            "have little effect; data.range=[low, high] sets the values of black and white"
         )
-    return replace(config, {choice.key: choice.value for choice in choices}), choices, said
+    return choices, notes
 
 
-def _take_architecture(
-    config: PretrainConfig, trained: Mapping[str, Any]
-) -> tuple[PretrainConfig, list[Choice]]:
-    """Set the model's knobs to what the trained weights are; the user's must not say otherwise."""
-    height, width = patch = height_width(trained["patch_size"])
-    if height != width:
-        raise ValueError(f"{config.init and config.init.weights} has patches of {patch}, not square ones")
-    facts = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
-    known = {f"model.{name}": value for name, value in facts.items()}
-    known |= {"model.patch_size": height, "model.registers": trained["registers"]}
-    given = given_keys(config)
-    wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]
-    if "model.arch" in given and config.model.arch and config.model.shape != tuple(facts.values()):
-        wrong.append("model.arch")
-    if wrong:
-        text = ", ".join(f"{key}={get(config, key)}" for key in wrong)
-        raise ValueError(f"{text} is not what the weights of init.weights are; leave it out")
-    return replace(config, known), [
-        Choice(key, value, "as the trained weights are") for key, value in known.items()
-    ]
+def _check_resumable(config: PretrainConfig, facts: Facts) -> None:
+    """Check that a run resumes with the settings, images and precision that it started with."""
+    resumed = facts.resumed
+    assert resumed is not None
+    before = PretrainConfig.model_validate(resumed.metadata["config"], strict=False)  # JSON has no tuples
+    changes = [f"{key} was {old} and is {new}" for key, (old, new) in result_changes(config, before).items()]
+    precision, wanted = choose_precision(config.run.precision, facts.device), config.run.precision
+    if resumed.metadata["precision"] != precision and wanted == before.run.precision:
+        changes.append(f"run.precision={wanted} was {resumed.metadata['precision']} and is {precision} here")
+    if resumed.metadata["source"] != facts.source.fingerprint:
+        changes.append(f"the images of {config.data.source} have changed")
+    if resumed.metadata.get("weights") != fingerprint(facts.weights):
+        changes.append(f"the weights in data.weights={config.data.weights} have changed")
+    batch, per_pass = resumed.metadata["global_batch"], config.data.batch_size * facts.processes
+    if batch % per_pass:
+        changes.append(
+            f"its global batch was {batch}, which is not a multiple of {per_pass} "
+            f"(data.batch_size={config.data.batch_size} on {facts.processes} processes)"
+        )
+    if changes and config.run.resume != "changed":
+        raise ValueError(
+            f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
+            "Give another output, or run.resume=changed to resume anyway"
+        )
+
+
+class Costs(NamedTuple):
+    """Seconds per image: in a worker to cut and to colour it; here to transfer and colour, or to transfer."""
+
+    cut: float
+    colour: float
+    transfer_and_colour: float
+    transfer: float
+
+
+def _photometry_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:
+    """Choose where photometry runs: as the run started, or where a measurement finds it faster."""
+    if config.data.photometry != "auto":
+        return []
+    key, workers = "data.photometry", choose_workers(config, facts.processes)
+    if facts.resumed:
+        return [Choice(key, facts.resumed.metadata["config"]["data"]["photometry"], "as the run started")]
+    if not workers:
+        return [Choice(key, "device", "there are no loader processes")]
+    seconds = measure_costs(config, facts.source, facts.device)
+    costs = Costs(*all_reduce_mean(torch.tensor(seconds, device=facts.device)).tolist())
+    return [Choice(key, *faster_photometry(costs, workers))]
+
+
+def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "device"], str]:
+    """Return where photometry should run, and why.
+
+    Workers and this process form a pipeline, which is as fast as its slower stage.
+    """
+    on_device = max(costs.cut / workers, costs.transfer_and_colour)
+    in_worker = max((costs.cut + costs.colour) / workers, costs.transfer)
+    many = "1 worker" if workers == 1 else f"{workers} workers"
+    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {many}"
+    return "worker" if in_worker * CLEARLY < on_device else "device", reason
+
+
+def measure_costs(config: PretrainConfig, source: Source, device: torch.device) -> Costs:
+    """Time both stages on a few images of the source."""
+    sampler = Sampler(length=len(source), batch_size=min(TIMED_IMAGES, len(source)), seed=config.seed)
+    loader = Loader(
+        source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config), in_step=True
+    )
+    batches = loader.batches()
+    augment, augment_on_device = build_augment(config), build_augment(config).to(device)
+    batch = next(batches)
+    rows = batch.photometry
+
+    def colour() -> list[Tensor]:
+        return [augment(views, rows[size]).share_memory_() for size, views in batch.views.items()]
+
+    def transfer(views: list[Tensor]) -> list[Tensor]:
+        return [view.to(device, non_blocking=True) for view in views]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # as a worker has
+        cut_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
+    finally:
+        torch.set_num_threads(threads)
+    # An accelerator is timed on a full batch, where it is fastest; a CPU is no faster with more images.
+    times = 1 if device.type == "cpu" else ceil(config.data.batch_size / sampler.batch_size)
+    pin = device.type == "cuda"
+    cut = [repeat_images(view, times, pin=pin) for view in batch.views.values()]
+    coloured = [repeat_images(view, times, pin=pin) for view in colour()]
+    all_rows = [repeat_images(rows[size], times) for size in batch.views]
+
+    def transfer_and_colour() -> list[Tensor]:
+        return [augment_on_device(*pair) for pair in zip(transfer(cut), all_rows, strict=True)]
+
+    here = _seconds(transfer_and_colour, device) / times
+    transferred = _seconds(lambda: transfer(coloured), device) / times
+    return Costs(*(seconds / sampler.batch_size for seconds in (cut_time, colour_time, here, transferred)))
+
+
+def repeat_images(images: Tensor, times: int, *, pin: bool = False) -> Tensor:
+    """Repeat images along the first axis, in pinned memory if asked."""
+    images = images.repeat(times, *[1] * (images.ndim - 1)) if times > 1 else images
+    return images.pin_memory() if pin else images
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a few calls, after one warm-up call."""
+    times = []
+    for _ in range(TIMED_ROUNDS + 1):
+        start = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])

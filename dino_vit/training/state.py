@@ -1,41 +1,35 @@
-"""A run between two steps: everything that a step touches, and its state on disk."""
+"""The state of a run between two steps: everything that a step touches or a checkpoint holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dino_vit.config.checks import Plan
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints, collect, optimizer_names, restore
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, optimizer_names, restore
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.data.sampling_weights import fingerprint
-from dino_vit.data.sources.open import Source
+from dino_vit.data.sources.source import Source
+from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.loss import Center
-from dino_vit.method.schedules import warmup_constant, warmup_cosine
 from dino_vit.models.pair import Network
+from dino_vit.training.diagnosis import Reading
+from dino_vit.training.measures import Interval, OutputStatistics, UnreadableImages
+from dino_vit.training.plan import Plan
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
 
 
-class Rates(NamedTuple):
-    """What the schedules say of one step."""
-
-    lr: float
-    weight_decay: float
-    momentum: float
-    teacher_temp: float
-
-
 @dataclass(kw_only=True)
-class Session:
-    """A run between two steps; `step` counts the optimiser steps that are done."""
+class TrainingState:
+    """A run between two steps; `step` counts the optimiser steps taken."""
 
     config: PretrainConfig
     plan: Plan
@@ -45,16 +39,25 @@ class Session:
     loader: Loader
     augment: Augment
     student: Network
-    wrapped: nn.Module  # the student, as the processes share it
+    wrapped: nn.Module  # the student, wrapped for distributed training
     teacher: Network
     center: Center
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
+    evaluation: OnlineEvaluation
     checkpoints: Checkpoints
+    unreadable: UnreadableImages
+    interval: Interval = field(init=False)
+    outputs: OutputStatistics | None = None  # of the last logged step
     step: int = 0
-    nonfinite_steps: int = 0
+    saved_step: int | None = None
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     best: dict[str, Any] | None = None  # figure, value, step
-    baseline: float | None = None  # that figure before the first step
+    baseline: float | None = None  # the same figure before the first step
+
+    def __post_init__(self) -> None:
+        self.interval = Interval(self.device)
 
     @property
     def folder(self) -> Path:
@@ -66,7 +69,7 @@ class Session:
         return device
 
     @property
-    def views(self) -> int:
+    def view_count(self) -> int:
         return self.config.views.global_count + self.config.views.local_count
 
     def autocast(self) -> torch.autocast:
@@ -75,41 +78,83 @@ class Session:
 
     def views_of(self, batch: Batch) -> list[Tensor]:
         """Return a batch's views by size, ready for the networks."""
-        there = {size: cut.to(self.device, non_blocking=True) for size, cut in batch.views.items()}
-        if not batch.photometry:  # a worker saw to it
-            return list(there.values())
-        return [self.augment(cut, batch.photometry[size]) for size, cut in there.items()]
+        on_device = {size: views.to(self.device, non_blocking=True) for size, views in batch.views.items()}
+        if not batch.photometry:  # the loader's workers did it
+            return list(on_device.values())
+        return [self.augment(views, batch.photometry[size]) for size, views in on_device.items()]
 
-    def rates(self, step: int) -> Rates:
-        """Return what the schedules say of a step."""
-        optim, teacher, loss, total = (
-            self.config.optim,
-            self.config.teacher,
-            self.config.loss,
-            self.plan.total_steps,
-        )
-        return Rates(
-            lr=warmup_cosine(
-                step, base=self.plan.lr, final=optim.min_lr, total=total, warmup=self.plan.warmup_steps
-            ),
-            weight_decay=warmup_cosine(
-                step, base=optim.weight_decay, final=optim.weight_decay_end, total=total
-            ),
-            momentum=warmup_cosine(step, base=teacher.momentum, final=teacher.momentum_end, total=total),
-            teacher_temp=warmup_constant(
-                step // self.plan.steps_per_epoch,
-                start=loss.warmup_teacher_temp,
-                final=loss.teacher_temp,
-                warmup=loss.warmup_teacher_temp_epochs,
-            ),
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
+        figures = self.evaluation(self.teacher.backbone)
+        figure = "knn" if "knn" in figures else "rankme"
+        value = figures[figure]
+        if self.step == 0:
+            self.baseline = value if math.isfinite(value) else None
+        elif math.isfinite(value) and (self.best is None or value > self.best["value"]):
+            self.best = {"figure": figure, "value": value, "step": self.step}
+        return figures
+
+    def evaluate_baseline(self) -> dict[str, float]:
+        """Evaluate the network before the first step and, on rank 0, the raw pixels."""
+        figures = self.evaluate()
+        pixels = self.evaluation.raw_pixels() if self.accelerator.is_main_process else None
+        return figures if pixels is None else {**figures, "raw_pixels": pixels}
+
+    def read_interval(self) -> Reading:
+        """Return the numbers of a log line; the host waits for the device here."""
+        interval, outputs = self.interval.read(), self.outputs
+        assert outputs is not None, "the outputs of a logged step were not measured"
+        # While float16's scale can still fall, skipped steps are how it is found.
+        searching = self.scaler.get_scale() > 1
+        self.skipped_in_a_row = 0 if searching else interval.skipped_in_a_row
+        self.skipped_steps += interval.skipped
+        rates = self.plan.rates(self.step - 1)
+        return Reading(
+            step=self.step,
+            total_steps=self.plan.total_steps,
+            epoch=self.step / self.plan.steps_per_epoch,
+            loss=interval.loss,
+            prototypes=self.config.head.prototypes,
+            mean_output_entropy=float(outputs.loss.mean_output_entropy),
+            output_entropy=float(outputs.loss.output_entropy),
+            entropy_gap=float(outputs.loss.entropy_gap),
+            student_divergence=float(outputs.loss.student_divergence),
+            prototypes_in_use=int(outputs.loss.prototypes_in_use),
+            rows=outputs.rows,
+            embedding_std=float(outputs.embedding_std),
+            gradient_norm=interval.gradient_norm,
+            lr=rates.lr,
+            weight_decay=rates.weight_decay,
+            momentum=rates.momentum,
+            teacher_temp=rates.teacher_temp,
+            images_per_second=interval.images_per_second,
+            data_wait=interval.data_wait,
+            nonfinite_steps=self.skipped_steps,
         )
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of this moment from the first process, if the state is sound."""
-        if not self.accelerator.is_main_process:
-            return None
-        tensors = collect(self._modules(), self.optimizer, self._names())
-        metadata = {
+    def check_skipped(self) -> None:
+        """End the run after too many skipped steps in a row.
+
+        Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
+        same steps would fail again.
+        """
+        if self.skipped_in_a_row >= self.config.run.max_nonfinite_steps:
+            raise NotFinite(
+                f"{self.skipped_in_a_row} steps in a row up to step {self.step} were not finite and were "
+                f"skipped. {self.checkpoints.folder} holds the last good checkpoint. Resume from it with "
+                "run.resume=changed and run.precision=no, or a lower optim.lr, optim.clip or "
+                "loss.teacher_temp; see unreadable.txt for damaged images"
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint on rank 0; raise if the state is not finite or the disk is full."""
+        if self.accelerator.is_main_process:
+            tensors = collect(self._modules(), self.optimizer, self._names())
+            self.checkpoints.save(self.step, tensors, self._metadata())
+        self.saved_step = self.step
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             "architecture": self.teacher.backbone.architecture,
             "mean": self.config.data.mean,
             "std": self.config.data.std,
@@ -122,19 +167,18 @@ class Session:
             "weights": fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             "scaler": self.scaler.state_dict(),
-            "nonfinite_steps": self.nonfinite_steps,
+            "nonfinite_steps": self.skipped_steps,
             "best": self.best,
             "baseline": self.baseline,
         }
-        return self.checkpoints.save(self.step, tensors, metadata)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Become what a checkpoint says."""
+        """Restore from a checkpoint."""
         restore(checkpoint, self._modules(), self.optimizer, self._names())
-        if checkpoint.metadata["scaler"]:  # empty but for float16
+        if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
-        self.step = checkpoint.step
-        self.nonfinite_steps = checkpoint.metadata["nonfinite_steps"]
+        self.step = self.saved_step = checkpoint.step
+        self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
         self.best = checkpoint.metadata["best"]
         self.baseline = checkpoint.metadata["baseline"]
 

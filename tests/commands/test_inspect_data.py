@@ -10,7 +10,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.survey import survey
-from dino_vit.training.feeding import make_views
+from dino_vit.views.build import make_views
 
 
 @pytest.fixture

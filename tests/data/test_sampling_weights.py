@@ -109,7 +109,7 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     for other in (wrong, SHORT):
         assert "does not weigh the images as it began" in run(tmp_path / "run", other, code=2)
     moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
-    assert "going on after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
+    assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
     ours, theirs = (tensors(tmp_path / name, 10) for name in ("run", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert readings(tmp_path / "run") == readings(tmp_path / "whole")

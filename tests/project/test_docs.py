@@ -216,7 +216,7 @@ def test_the_python_runs(inside):
 
 def test_the_settings_of_a_run_go_on_with_it(trained, tmp_path):
     said = command(tmp_path / "log", "pretrain", "--config", trained / "runs/pretrain/config.yaml")
-    assert "going on after step 20" in said
+    assert "resuming after step 20" in said
 
 
 def test_features_and_embeddings_hold_what_the_page_says(trained):

@@ -31,13 +31,13 @@ from dino_vit.report.pictures import atlas, data_uri
 from dino_vit.report.record import newest_checkpoint, read_run, state
 from dino_vit.report.serving import Page, PageServer
 from dino_vit.training.diagnosis import UNIFORM
-from dino_vit.training.feeding import build_views
 from dino_vit.training.monitor import MetricsFile
+from dino_vit.views.build import build_views
 from dino_vit.views.loader import Loader
 from dino_vit.views.photometry import Augment
 from dino_vit.views.sampler import Sampler
+from tests.support.readings import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, make_run
-from tests.training.test_diagnosis import HEALTHY
 
 
 @pytest.fixture(scope="module")

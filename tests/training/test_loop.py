@@ -4,55 +4,19 @@ import copy
 import math
 import time
 from itertools import islice, pairwise
-from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from einops import rearrange
 
 import dino_vit.training.loop
-import dino_vit.training.opening
-from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig
+import dino_vit.training.setup
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.runtime import Interruption
-from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.training.introduction import introduction
-from dino_vit.training.loop import train
-from dino_vit.training.opening import open_session
 from dino_vit.training.reporter import Reporter
-from dino_vit.views.preparation import Preparation
-from dino_vit.weights import load_backbone
-from tests.support.runs import TINY, readings, steps, tensors
-
-
-def configured(output, settings, defaults=TINY):
-    merged = {**defaults, "output": output, **settings}
-    return load(PretrainConfig, None, [f"{key}={value}" for key, value in merged.items()])
-
-
-def opened(output, settings):
-    return open_session(configured(output, settings), Accelerator())
-
-
-def trained(output, settings=MappingProxyType({})):
-    """Train in this process and return the session."""
-    found = opened(output, settings)
-    with Interruption() as interruption, Reporter(found) as reporter:
-        assert train(found.session, reporter, interruption) == 0
-    return found.session
-
-
-def state(module):
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def moved(before, after):
-    """Return the names of the tensors that changed."""
-    return {name for name in before if not torch.equal(before[name], after[name])}
+from tests.support.runs import readings, steps, tensors
+from tests.support.training import moved, opened, tensors_of, trained
 
 
 def assert_close(ours, theirs, **tolerance):
@@ -70,25 +34,12 @@ def test_the_evaluation_before_the_first_step_does_not_count_as_a_steps_time(tmp
         return found
 
     monkeypatch.setattr(OnlineEvaluation, "raw_pixels", evaluated)
-    with Reporter(opened(tmp_path, {"run.eval_every": 1})) as reporter:
-        reporter.start()
+    run = opened(tmp_path, {"run.eval_every": 1})
+    with Reporter(run) as reporter:
+        reporter.log_baseline(run.state.evaluate_baseline())
         ((began, step),) = reporter.progress.recent
     assert step == 0
     assert ends[0] <= began
-
-
-@pytest.fixture
-def student_at(monkeypatch):
-    """The student's state before each step that was begun, by step."""
-    states = {}
-    take = dino_vit.training.loop.forward_backward
-
-    def forward_backward(session, *arguments, **keywords):
-        states[session.step] = state(session.student)
-        return take(session, *arguments, **keywords)
-
-    monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
-    return states
 
 
 @pytest.fixture
@@ -100,10 +51,10 @@ def lose(monkeypatch):
         take, loss = dino_vit.training.loop.forward_backward, dino_vit.training.loop.dino_loss
         now = None
 
-        def forward_backward(session, *arguments, **keywords):
+        def forward_backward(state, *arguments, **keywords):
             nonlocal now
-            now = session.step
-            return take(session, *arguments, **keywords)
+            now = state.step
+            return take(state, *arguments, **keywords)
 
         def dino_loss(*arguments, **keywords):
             value = loss(*arguments, **keywords)
@@ -127,7 +78,7 @@ def reference_schedule(base, final, total, warmup=0):
 
 def determined(module):
     """A state without key biases: no softmax sees them, so AdamW makes full steps of mere rounding."""
-    found = state(module)
+    found = tensors_of(module)
     for name in [name for name in found if name.endswith("qkv.bias")]:
         query, _, value = found.pop(name).chunk(3)
         found |= {f"{name}.query": query, f"{name}.value": value}
@@ -138,8 +89,8 @@ def test_three_steps_are_those_of_the_reference(tmp_path):
     """The reference's step in its own order, view by view, pair by pair and tensor by tensor."""
     settings = {"budget.steps": 3, "optim.warmup_epochs": 0.25, "optim.freeze_last_layer_epochs": 0.125}
     settings |= {"model.drop_path": 0, "optim.clip": 0.3}
-    session = opened(tmp_path / "naive", settings).session
-    student, teacher = copy.deepcopy(session.student), copy.deepcopy(session.teacher)
+    state = opened(tmp_path / "naive", settings).state
+    student, teacher = copy.deepcopy(state.student), copy.deepcopy(state.teacher)
     decayed = [
         p
         for n, p in student.named_parameters()
@@ -152,9 +103,9 @@ def test_three_steps_are_those_of_the_reference(tmp_path):
     lrs = reference_schedule(0.03 * 8 / 256, 1e-6, 3, warmup=2)
     decays, momenta = reference_schedule(0.04, 0.4, 3), reference_schedule(0.996, 1, 3)
     center, losses = torch.zeros(1, 256), []
-    for step, batch in enumerate(islice(session.loader.batches(), 3)):
+    for step, batch in enumerate(islice(state.loader.batches(), 3)):
         sizes = [
-            rearrange(session.augment(cut, batch.photometry[size]), "(v b) c h w -> v b c h w", b=8)
+            rearrange(state.augment(cut, batch.photometry[size]), "(v b) c h w -> v b c h w", b=8)
             for size, cut in batch.views.items()
         ]
         views = [view for size in sizes for view in size]
@@ -197,8 +148,8 @@ def test_three_steps_are_those_of_the_reference(tmp_path):
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
     settings = {"loss.teacher_temp": 0.07, "loss.warmup_teacher_temp_epochs": 2, "budget.steps": 32}
-    session = opened(tmp_path, settings).session
-    rates = [session.rates(step) for step in range(32)]
+    state = opened(tmp_path, settings).state
+    rates = [state.plan.rates(step) for step in range(32)]
     assert [r.lr for r in rates] == pytest.approx(reference_schedule(0.03 * 8 / 256, 1e-6, 32, warmup=8))
     assert [r.weight_decay for r in rates] == pytest.approx(reference_schedule(0.04, 0.4, 32))
     assert [r.momentum for r in rates] == pytest.approx(reference_schedule(0.996, 1, 32))
@@ -211,7 +162,7 @@ def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
     whole = trained(tmp_path / "whole", {**settings, "data.batch_size": 16})
     parts = trained(tmp_path / "parts", {**settings, "data.batch_size": 4, "optim.accumulate": 4})
     for name in ("student", "teacher", "center"):
-        ours, theirs = state(getattr(parts, name)), state(getattr(whole, name))
+        ours, theirs = tensors_of(getattr(parts, name)), tensors_of(getattr(whole, name))
         assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
     ours, theirs = ([line["loss"] for line in readings(tmp_path / name)] for name in ("parts", "whole"))
     assert ours == pytest.approx(theirs, abs=1e-5)
@@ -219,51 +170,31 @@ def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, student_at):
     lose(6, 6, times=1)
-    session = trained(tmp_path / "run")
+    state = trained(tmp_path / "run")
     assert moved(student_at[6], student_at[7]) == set()
     assert moved(student_at[5], student_at[6])
     assert moved(student_at[7], student_at[8])
-    assert session.nonfinite_steps == 1
+    assert state.skipped_steps == 1
     lines = readings(tmp_path / "run")
     assert [line["nonfinite_steps"] for line in lines] == [0] * 6 + [1] * 14
     assert [line["step"] for line in lines if line["loss"] is None] == [7]
-    assert {float(state["step"]) for state in session.optimizer.state.values()} == {19, 15}, "4 frozen"
+    assert {float(held["step"]) for held in state.optimizer.state.values()} == {19, 15}, "4 frozen"
 
 
-def test_steps_lost_by_accident_are_taken_again(tmp_path, lose, capsys):
-    """The run goes back beyond the checkpoint of step 10, which was written while steps were lost."""
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose):
     settings = {"run.max_nonfinite_steps": 3, "run.keep_every": 5}
     trained(tmp_path / "whole", settings)
     lose(8, 10, times=1)
-    session = trained(tmp_path / "run", settings)
-    said = capsys.readouterr().err
-    assert "3 steps in a row were not finite: went back to the checkpoint of step 5" in said
-    assert session.nonfinite_steps == 0
-    for step in steps(tmp_path / "whole"):
-        assert not moved(tensors(tmp_path / "whole", step), tensors(tmp_path / "run", step)), step
-    assert readings(tmp_path / "run") == readings(tmp_path / "whole")
-
-
-def test_steps_lost_again_end_the_run_with_advice(tmp_path, lose, capsys):
-    lose(8, 20, times=9)
-    with pytest.raises(
-        NotFinite, match=r"3 steps in a row up to step 11 .* Try run.precision=no, a lower optim.lr"
-    ):
-        trained(tmp_path / "run", {"run.max_nonfinite_steps": 3})
-    assert "went back to the checkpoint of step 5" in capsys.readouterr().err
-    assert 5 in steps(tmp_path / "run")
-
-
-def test_steps_lost_before_any_checkpoint_end_the_run(tmp_path, lose):
-    lose(0, 20, times=1)
-    with pytest.raises(NotFinite, match="there is no checkpoint that helps"):
-        trained(tmp_path / "run", {"run.max_nonfinite_steps": 3})
-    assert steps(tmp_path / "run") == []
+    with pytest.raises(NotFinite, match=r"3 steps in a row up to step 11 .* Resume .* run.precision=no"):
+        trained(tmp_path / "run", settings)
+    assert not moved(tensors(tmp_path / "whole", 5), tensors(tmp_path / "run", 5))
+    trained(tmp_path / "run", settings)  # what was lost by accident is taken again
+    assert not moved(tensors(tmp_path / "whole", 20), tensors(tmp_path / "run", 20))
 
 
 def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
-    session = trained(tmp_path / "run", {"budget.steps": 10})
-    student_at[10] = state(session.student)
+    state = trained(tmp_path / "run", {"budget.steps": 10})
+    student_at[10] = tensors_of(state.student)
     for (step, before), (_, after) in pairwise(sorted(student_at.items())):
         changed = moved(before, after)
         assert ("head.last_layer.weight_v" in changed) == (step >= 4), step
@@ -271,156 +202,32 @@ def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
         assert "backbone.cls_token" in changed or step == 0, "the rate of step 0 is 0"
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A run to start from."""
-    output = tmp_path_factory.mktemp("weights") / "run"
-    trained(output, {"budget.steps": 10})
-    return output
-
-
-FROM = {"init.head_epochs": 0.5, "budget.steps": 10, "run.eval_every": 1, "teacher.momentum": 0.9}
-
-
-def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, student_at, capsys):
-    session = trained(tmp_path / "run", {**FROM, "init.weights": weights})
-    start = load_backbone(weights)
-    assert not moved(
-        state(start), {name[9:]: t for name, t in student_at[0].items() if name[:9] == "backbone."}
-    )
-    for step in range(9):
-        changed = moved(student_at[step], student_at[step + 1])
-        assert any(name.startswith("backbone.") for name in changed) == (step >= 4), step
-        assert any(name.startswith("head.mlp") for name in changed) or step == 0
-    evaluation = OnlineEvaluation(
-        source=session.source,
-        preparation=Preparation(size=(32, 32), mean=session.config.data.mean, std=session.config.data.std),
-        seed=0,
-    )
-    figure = evaluation(start)["knn"]
-    assert session.baseline == figure
-    assert f"knn {figure:.1f}" in capsys.readouterr().err
-
-
-def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weights):
-    with pytest.raises(ValueError, match=r"model.width=64 is not what the weights of init.weights are"):
-        opened(tmp_path / "run", {**FROM, "init.weights": weights, "model.width": 64})
-
-
-def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
-    settings = {**FROM, "init.weights": weights}
-    trained(tmp_path / "whole", settings)
-    trained(tmp_path / "run", {**settings, "run.checkpoint_every": 7})
-    (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
-    aside = weights.with_name("aside")
-    weights.rename(aside)
-    try:
-        trained(tmp_path / "run", settings)
-    finally:
-        aside.rename(weights)
-    assert not moved(tensors(tmp_path / "whole", 10), tensors(tmp_path / "run", 10))
-
-
 def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
     figures = iter([math.nan, math.nan, 30.0, 20.0])
     monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: {"rankme": 1.0, "knn": next(figures)})
-    session = trained(tmp_path / "run", {"run.eval_every": 1})
-    assert session.baseline is None
-    assert session.best == {"figure": "knn", "value": 30.0, "step": 16}
+    state = trained(tmp_path / "run", {"run.eval_every": 1})
+    assert state.baseline is None
+    assert state.best == {"figure": "knn", "value": 30.0, "step": 16}
     assert 16 in steps(tmp_path / "run")
 
 
-class Grey:
-    """Images of one channel."""
-
-    fingerprint = "grey"
-
-    def __len__(self):
-        return 64
-
-    def read(self, index):
-        return torch.randint(256, (1, 32, 32), generator=torch.Generator().manual_seed(index)).byte()
-
-    def label(self, index):
-        return None
-
-    def name(self, index):
-        return str(index)
-
-
-def test_weights_of_other_channels_are_inflated(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(dino_vit.training.opening, "open_source", lambda *_: Grey())
-    settings = {**FROM, "init.weights": weights, "budget.steps": 9}
-    settings |= {f"photometry.{name}": 0 for name in ("saturation", "hue", "grey")}
-    with pytest.raises(ValueError, match=r"have 1 channels, not data.channels=5"):
-        opened(tmp_path / "run", {**settings, "data.channels": 5, "data.mean": "null", "data.std": "null"})
-    settings |= {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.25]"}
-    session = opened(tmp_path / "run", settings).session
-    assert not moved(state(session.student.backbone), state(load_backbone(weights, channels=1)))
-    assert trained(tmp_path / "run", settings).best["figure"] == "rankme"
-
-
-def test_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
-    source = open_source("synthetic:64:32")
-    np.save(tmp_path / "images.npy", np.stack([source.read(index).numpy() for index in range(64)]))
-    rows = "".join(f"{index:09d},{source.label(index)}\n" for index in range(64))
-    (tmp_path / "labels.csv").write_text(rows)
-    settings = {"data.source": tmp_path / "images.npy", "run.eval_every": 1, "budget.steps": 10}
-    assert trained(tmp_path / "without", settings).best["figure"] == "rankme"
-    settings["data.labels"] = tmp_path / "labels.csv"
-    assert trained(tmp_path / "with", settings).best["figure"] == "knn"
-
-
-def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
-    settings = {"recipe": "auto", "data.source": "synthetic:640:32", "run.precision": "no", "data.workers": 0}
-    settings |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
-    found = open_session(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
-    said = "\n".join(introduction(found))
-    config = found.session.config
-    for key, value in (("head.prototypes", 256), ("model.patch_size", 4), ("views.global_size", 32)):
-        assert f"  {key}={value}: " in said
-    assert config.head.prototypes == len(found.session.student.head.last_layer.weight_v) == 256
-    assert f"budget.epochs={config.budget.epochs}: " in said
-
-
 def test_float16_finds_its_scale_by_losing_steps(tmp_path):
-    session = trained(tmp_path / "run", {"run.precision": "fp16", "run.max_nonfinite_steps": 2})
-    lost = session.nonfinite_steps
+    state = trained(tmp_path / "run", {"run.precision": "fp16", "run.max_nonfinite_steps": 2})
+    lost = state.skipped_steps
     assert 2 < lost < 16
-    assert session.scaler.get_scale() == 65536 / 2**lost
+    assert state.scaler.get_scale() == 65536 / 2**lost
     losses = [line["loss"] for line in readings(tmp_path / "run")]
     assert losses.count(None) == lost
     assert None not in losses[-5:]
-    stored = session.checkpoints.newest().metadata
+    stored = state.checkpoints.newest().metadata
     assert stored["precision"] == "fp16"
-    assert stored["scaler"] == session.scaler.state_dict()
+    assert stored["scaler"] == state.scaler.state_dict()
 
 
 def test_float16_gives_up_when_its_scale_cannot_fall(tmp_path, lose):
     lose(0, 40, times=1)
     with pytest.raises(NotFinite, match="16 steps in a row"):
         trained(tmp_path / "run", {"run.precision": "fp16", "budget.steps": 40})
-
-
-def test_another_precision_on_this_machine_is_said(tmp_path):
-    settings = {"run.precision": "bf16", "budget.steps": 10}
-    trained(tmp_path / "run", settings)
-    with pytest.raises(ValueError, match=r"run.precision was bf16 and is fp16"):
-        opened(tmp_path / "run", {**settings, "run.precision": "fp16"})
-    session = opened(tmp_path / "run", {**settings, "run.precision": "fp16", "run.resume": "changed"}).session
-    assert session.scaler.is_enabled()
-
-
-def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeypatch):
-    for chosen in ("bf16", "no"):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda chosen=chosen: chosen == "bf16")
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        settings = {"run.precision": "auto", "budget.steps": 10}
-        if chosen == "bf16":
-            trained(tmp_path / "run", settings)
-        else:
-            with pytest.raises(ValueError, match=r"run.precision=auto was bf16 and is no here"):
-                opened(tmp_path / "run", settings)
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler's own modules warn of

@@ -15,9 +15,11 @@ from io import StringIO
 
 import pytest
 
-from dino_vit.training.diagnosis import LEARNING, STARTING, UNIFORM, Reading
-from dino_vit.training.monitor import MetricsFile, Progress, duration
-from tests.training.test_diagnosis import HEALTHY
+from dino_vit.core.progress import duration
+from dino_vit.training.diagnosis import LEARNING, UNIFORM, Reading
+from dino_vit.training.monitor import MetricsFile, RunProgress
+from tests.support.readings import HEALTHY, Clock, show_some
+from tests.support.runs import ROOT
 
 
 def test_scalars_are_grouped_and_hold_every_number():
@@ -97,7 +99,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         from dataclasses import replace
         from pathlib import Path
         from dino_vit.training.monitor import MetricsFile
-        from tests.training.test_diagnosis import HEALTHY
+        from tests.support.readings import HEALTHY
         metrics = MetricsFile(Path({str(tmp_path)!r}), step=0)
         for step in range(1, 10**9):
             metrics.append(replace(HEALTHY, step=step), "learning")
@@ -117,34 +119,12 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
 
 
 def environment():
-    here = os.path.dirname(__file__)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(here), here]), "FORCE_COLOR": "1"}
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def show_some(progress, clock):
-    with progress:
-        progress.notice("Resuming runs/demo [at step 1,000].")
-        for n, diagnosis in enumerate([STARTING, LEARNING, UNIFORM, UNIFORM, LEARNING], start=1):
-            clock.now += 50
-            if n == 3:
-                progress.saved(1_120)
-            for step in range(951 + 50 * n, 1001 + 50 * n):
-                progress.advance(step)
-            reading = replace(HEALTHY, step=1000 + 50 * n, epoch=n / 4, knn=47.5 if n == 2 else None)
-            progress.show(reading, diagnosis)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
 
 
 def test_without_a_terminal_there_are_plain_aligned_lines():
     stream, clock = StringIO(), Clock()
-    show_some(Progress(total_steps=125_100, step=1000, stream=stream, clock=clock), clock)
+    show_some(RunProgress(total_steps=125_100, step=1000, stream=stream, clock=clock), clock)
     lines = stream.getvalue().splitlines()
     step = "step   1,050/125,100  epoch   0.2  loss  9.100 (ln K  -1.99)  gap  2.50    2,310 img/s  wait  1%"
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
@@ -154,7 +134,7 @@ def test_without_a_terminal_there_are_plain_aligned_lines():
     assert lines[4] == f"step 1,150: uniform collapse. {UNIFORM.advice}"
     assert lines[5].endswith("  uniform collapse")
     assert lines[6].endswith("  learning")
-    assert lines[7:] == ["step 1,250: learning again, no more uniform collapse."]
+    assert lines[7:] == ["step 1,250: learning again, no longer uniform collapse."]
     numbers = [line for line in lines if "img/s" in line]
     assert len({line.index("eta") for line in numbers}) == 1
     assert stream.getvalue().isascii()
@@ -162,7 +142,7 @@ def test_without_a_terminal_there_are_plain_aligned_lines():
 
 def test_the_end_is_estimated_from_the_recent_pace():
     stream, clock = StringIO(), Clock()
-    progress = Progress(total_steps=10_000, stream=stream, clock=clock)
+    progress = RunProgress(total_steps=10_000, stream=stream, clock=clock)
     for step in range(100, 10_001, 100):
         clock.now += 100 if step <= 5_000 else 10
         progress.show(replace(HEALTHY, step=step), LEARNING)
@@ -174,7 +154,7 @@ def test_the_end_is_estimated_from_the_recent_pace():
 
 def test_what_came_before_the_first_step_is_not_a_steps_pace():
     stream, clock = StringIO(), Clock()
-    progress = Progress(total_steps=1_000, step=200, stream=stream, clock=clock)
+    progress = RunProgress(total_steps=1_000, step=200, stream=stream, clock=clock)
     clock.now += 500  # an evaluation
     progress.start_clock()
     clock.now += 100
@@ -236,10 +216,10 @@ def screen(received):
 
 SHOW = """
     import sys
-    from dino_vit.training.monitor import Progress
-    from tests.training.test_monitor import Clock, show_some
+    from dino_vit.training.monitor import RunProgress
+    from tests.support.readings import Clock, show_some
     clock = Clock()
-    progress = Progress(total_steps=1250, step=1000, clock=clock)
+    progress = RunProgress(total_steps=1250, step=1000, clock=clock)
     show_some(progress, clock)
 """
 
@@ -254,7 +234,7 @@ def test_on_a_terminal_there_is_one_bar_below_the_notices(width):
     told = " ".join(line.strip() for line in notices[1:])
     assert told == (
         f"step 1,150: uniform collapse. {UNIFORM.advice} "
-        "step 1,250: learning again, no more uniform collapse."
+        "step 1,250: learning again, no longer uniform collapse."
     )
     assert re.fullmatch(r"1,250/1,250  ━+  100%  eta 0s", bar)
     assert numbers.startswith("learning  epoch   1.2  loss  9.100 (ln K  -1.99)")
@@ -264,10 +244,10 @@ def test_on_a_terminal_there_is_one_bar_below_the_notices(width):
 
 def test_the_bar_goes_on_between_readings_but_not_at_every_step():
     program = """
-        from dino_vit.training.monitor import Progress
-        from tests.training.test_monitor import Clock
+        from dino_vit.training.monitor import RunProgress
+        from tests.support.readings import Clock
         clock = Clock()
-        with Progress(total_steps=1000, clock=clock) as progress:
+        with RunProgress(total_steps=1000, clock=clock) as progress:
             for step in range(1, 1001):
                 clock.now += 0.01
                 progress.advance(step)
@@ -279,8 +259,8 @@ def test_the_bar_goes_on_between_readings_but_not_at_every_step():
 def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path):
     program = """
         import sys
-        from dino_vit.training.monitor import Progress
-        with Progress(total_steps=10) as progress:
+        from dino_vit.training.monitor import RunProgress
+        with RunProgress(total_steps=10) as progress:
             progress.advance(5)
             print("to stdout")
             print("to stderr", file=sys.stderr)
@@ -296,9 +276,9 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
 
 def test_an_error_gives_the_terminal_back():
     program = """
-        from dino_vit.training.monitor import Progress
+        from dino_vit.training.monitor import RunProgress
         try:
-            with Progress(total_steps=10) as progress:
+            with RunProgress(total_steps=10) as progress:
                 progress.advance(5)
                 raise KeyboardInterrupt
         except KeyboardInterrupt:

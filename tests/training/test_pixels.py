@@ -153,7 +153,7 @@ def test_five_channels_in_a_tiff(tmp_path, planes):
 def test_five_channels_are_not_taken_for_three(tmp_path, planes):
     folder = fill(tmp_path / "images", planes, five_channels)
     said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
-    assert "have 5 channels, not data.channels=3" in said
+    assert "data.channels=3, but the images of" in said
     said = run(tmp_path / "run", {**SETTINGS, **NO_COLOUR, "data.source": folder, "data.channels": 5}, code=2)
     assert "data.mean has 3 values for data.channels=5; give one per channel, or data.mean=null" in said
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.processes import free_port, pair, srun_environ, torchrun_environ
 from tests.support.runs import CPU, Run, arguments, before_step, readings, run, steps, tensors
 
 # Stochastic depth is drawn on each process for its own images.
@@ -27,28 +27,6 @@ def alone(tmp_path_factory):
     output = tmp_path_factory.mktemp("alone") / "run"
     run(output, ONE)
     return output
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def pair(output, settings, environ, **options):
-    """Start the two tasks of one launch."""
-    port = free_port()
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [Run(output, settings, environ={**common, **environ(n)}, **options) for n in (0, 1)]
-
-
-def torchrun_environ(number):
-    return {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
-
-
-def srun_environ(number):
-    rank = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
-    return {**rank, "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
 
 
 def assert_follows(output, alone):
@@ -70,7 +48,7 @@ def test_two_processes_follow_one(tmp_path, alone, launcher):
     )
     assert done.returncode == 0, done.stderr
     assert "2 processes on cpu" in done.stderr
-    assert "global batch 16 = 8 images × 1 passes × 2 processes" in done.stderr
+    assert "global batch 16 = 8 images × 1 pass × 2 processes" in done.stderr
     assert done.stderr.count("done:") == 1
     assert_follows(output, alone)
 
@@ -97,7 +75,7 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
     assert [first.wait(), second.wait()] == [75, 75], first.said + second.said
     assert steps(output) == [3]
     said = run(output, TWO)
-    assert "going on after step 3" in said
+    assert "resuming after step 3" in said
     assert "the run keeps its global batch of 16: optim.accumulate=2" in said
     ours, theirs = readings(output), readings(alone)
     for key in ("loss", "gradient_norm"):
@@ -110,7 +88,7 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
 
 def test_a_batch_that_processes_cannot_make_up_is_refused(tmp_path, alone):
     said = run(alone, {**ONE, "data.batch_size": 6}, code=2)
-    assert "its global batch was 16, which 1 processes of data.batch_size=6 cannot make up" in said
+    assert "its global batch was 16, which is not a multiple of 6" in said
 
 
 def test_an_unreadable_image_is_written_down_once(tmp_path):
@@ -140,4 +118,4 @@ def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
         for n, folder in enumerate(("one", "two"))
     ]
     assert [one.wait() for one in started] == [2, 2]
-    assert all("found it at different steps (0, 3)" in one.said for one in started)
+    assert all("found this run at different steps (0, 3)" in one.said for one in started)

@@ -43,7 +43,7 @@ def test_killed_in_an_epoch_and_resumed_is_bit_for_bit_the_same(tmp_path, whole,
     run(output, settings, code=-signal.SIGKILL, before=kill_before_step_13)
     assert steps(output) == [5, 10]
     assert [reading["step"] for reading in readings(output)] == list(range(1, 14))
-    assert "going on after step 10" in run(output, settings)
+    assert "resuming after step 10" in run(output, settings)
     assert_same_end(output, whole)
 
 
@@ -156,11 +156,11 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path, whole):
     assert "run.resume=changed" in said
     assert "Traceback" not in said
     said = run(output, {"run.resume": "never", "budget.steps": 5, **SHORT}, code=2)
-    assert "run.resume=never would overwrite it" in said
+    assert "run.resume=never does not overwrite it" in said
     said = run(output, {"model.width": 64, "run.resume": "changed", **SHORT}, code=2)
     assert "is of another network or optimiser" in said
     assert steps(output) == [5]
-    assert "going on after step 5" in run(output, {"optim.lr": 0.02, "run.resume": "changed", **SHORT})
+    assert "resuming after step 5" in run(output, {"optim.lr": 0.02, "run.resume": "changed", **SHORT})
     assert steps(output) == [5, 10, 15, 20]
 
 
@@ -168,7 +168,7 @@ def test_other_images_are_refused(tmp_path):
     output = tmp_path / "run"
     run(output, {"budget.steps": 5, **SHORT})
     said = run(output, {"data.source": "synthetic:72:32", **SHORT}, code=2)
-    assert "the images of synthetic:72:32 are not those that it began with" in said
+    assert "the images of synthetic:72:32 have changed" in said
 
 
 def limit_files(size):
@@ -183,9 +183,9 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     run(output, code=75, before=terminate_before_step_13)
     good = {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
     said = run(output, code=2, before=partial(limit_files, size))
-    assert ("the reading could not be written down" in said) == (size == 8_000)
+    assert ("the reading could not be written" in said) == (size == 8_000)
     assert "step 15: no checkpoint was written" in said
-    assert "its last step is not saved; free space" in said
+    assert "its last checkpoint could not be written; free disk space" in said
     assert {path: path.read_bytes() for path in (output / "checkpoints").iterdir()} == good
     run(output)
     assert_same_end(output, whole)
@@ -213,6 +213,6 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_pat
     said = run(output)
     assert "passed over a checkpoint" in said
     assert "step-00000014.safetensors is" in said
-    assert "going on after step 10" in said
+    assert "resuming after step 10" in said
     assert steps(output) == [15, 20]
     assert_same_end(output, whole)

@@ -10,7 +10,7 @@ from torchvision.transforms.v2 import functional as V
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.training.feeding import build_views
+from dino_vit.views.build import build_views
 from dino_vit.views.geometry import (
     COLUMNS,
     Column,

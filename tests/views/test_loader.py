@@ -11,8 +11,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
-from dino_vit.training.feeding import build_augment, build_views
 from dino_vit.views import loader
+from dino_vit.views.build import build_augment, build_views
 from dino_vit.views.geometry import View, cut_views, draw_boxes, draw_photometry
 from dino_vit.views.loader import SHARED, Loader
 from dino_vit.views.photometry import Augment

@@ -8,7 +8,7 @@ from torchvision.transforms.v2 import functional as V
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.feeding import build_augment, build_views
+from dino_vit.views.build import build_augment, build_views
 from dino_vit.views.geometry import COLUMNS, Column, draw_photometry
 from dino_vit.views.noise import noise_like
 from dino_vit.views.photometry import Augment

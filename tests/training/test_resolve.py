@@ -1,4 +1,4 @@
-"""Where photometry runs, and that on a CPU it does not matter to the result."""
+"""How a configuration is completed, and that the place of photometry does not change the result on a CPU."""
 
 import pytest
 import torch
@@ -6,7 +6,13 @@ import torch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.training.placing import Costs, choose_place, enlarged, measure, resolve_place
+from dino_vit.training.resolve import (
+    Costs,
+    complete,
+    faster_photometry,
+    measure_costs,
+    repeat_images,
+)
 from tests.support.runs import readings, run, tensors
 
 CPU = torch.device("cpu")
@@ -28,38 +34,39 @@ def config(*settings):
     ],
 )
 def test_the_place_is_where_the_slowest_station_is_faster(costs, workers, place):
-    assert choose_place(costs, workers)[0] == place
+    assert faster_photometry(costs, workers)[0] == place
 
 
 def test_stations_are_measured_and_leave_no_trace():
     before = torch.get_rng_state(), torch.get_num_threads()
-    costs = measure(config(), SyntheticSource(length=20), CPU)
+    costs = measure_costs(config(), SyntheticSource(length=20), CPU)
     assert min(costs) > 0
-    assert costs.fetch < costs.fetch_and_colour
+    assert costs.transfer < costs.transfer_and_colour
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_num_threads() == before[1]
 
 
 def test_a_device_is_measured_with_as_much_as_it_trains_on():
     images, rows = torch.rand(6, 3, 8, 8), torch.rand(6, 4)
-    assert torch.equal(enlarged(images, 3), torch.cat([images] * 3))
-    assert torch.equal(enlarged(rows, 2), torch.cat([rows] * 2))
-    assert enlarged(images, 1) is images
+    assert torch.equal(repeat_images(images, 3), torch.cat([images] * 3))
+    assert torch.equal(repeat_images(rows, 2), torch.cat([rows] * 2))
+    assert repeat_images(images, 1) is images
 
 
 def test_the_choice_is_measured_once_and_gives_way_to_the_user():
     source = SyntheticSource(length=20)
+    facts = Facts(source=source, weights=None, resumed=None, trained=None, processes=1, device=CPU)
 
-    def resolved(*settings, before=None, workers=1):
-        found, choices = resolve_place(config(*settings), before, source, workers=workers, device=CPU)
-        return found.data.photometry, [choice.reason for choice in choices]
+    def resolved(*settings):
+        found = complete(config(*settings), facts)
+        reasons = [choice.reason for choice in found.choices if choice.key == "data.photometry"]
+        return found.config.data.photometry, reasons
 
-    place, reasons = resolved()
-    assert place in ("worker", "device")
+    where, reasons = resolved("data.workers=1")
+    assert where in ("worker", "device")
     assert "images/s on the device" in reasons[0]
-    assert resolved(workers=0) == ("device", ["there are no loader processes"])
-    assert resolved(before="worker") == ("worker", ["as the run began"])
-    assert resolved("data.photometry=worker", before="device") == ("worker", [])
+    assert resolved("data.workers=0") == ("device", ["there are no loader processes"])
+    assert resolved("data.photometry=worker") == ("worker", [])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -78,7 +85,7 @@ def test_a_run_keeps_its_place(tmp_path):
     run(tmp_path / "run", {**settings, "data.photometry": "worker"})
     (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
     said = run(tmp_path / "run", {**settings, "data.workers": 1})
-    assert "data.photometry=worker: as the run began" in said
+    assert "data.photometry=worker: as the run started" in said
     assert "photometry: worker" in (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
     said = run(tmp_path / "run", {**settings, "data.photometry": "device"}, code=2)

@@ -4,11 +4,11 @@ from PIL import Image
 
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.training.unreadable import Unreadable
+from dino_vit.training.measures import UnreadableImages
 from dino_vit.views.loader import Batch
 from tests.support.images import broken_files
+from tests.support.processes import pair, torchrun_environ
 from tests.support.runs import readings, run
-from tests.training.test_processes import pair, torchrun_environ
 
 
 @pytest.fixture(scope="module")
@@ -91,30 +91,30 @@ def batch(unreadable=0, images=10, failure=None):
 
 def test_a_share_beyond_the_limit_ends_a_run_but_not_its_first_few_images(tmp_path):
     device = torch.device("cpu")
-    unreadable = Unreadable(tmp_path, limit=0.1)
+    unreadable = UnreadableImages(tmp_path, limit=0.1)
     for _ in range(10):
         unreadable.count(batch(unreadable=10, images=20))  # a third, but of 300 images only
-    assert not unreadable.many
+    assert not unreadable.too_many
     unreadable.count(batch(unreadable=1))
-    assert unreadable.many
-    with pytest.raises(ValueError, match=r"^101 of 311 images .* data.max_unreadable=0.1: see .*unreadable"):
+    assert unreadable.too_many
+    with pytest.raises(ValueError, match=r"^101 of the 311 images .* data.max_unreadable=0.1; see .*unreadable"):
         unreadable.check(device)
     for _ in range(100):
         unreadable.count(batch(images=10))
-    assert not unreadable.many
+    assert not unreadable.too_many
     unreadable.check(device)
     assert len((tmp_path / "unreadable.txt").read_text().splitlines()) == 10
 
 
 def test_what_was_named_before_is_not_named_again(tmp_path):
-    Unreadable(tmp_path, limit=0.1).count(batch(unreadable=2))
-    Unreadable(tmp_path, limit=0.1).count(batch(unreadable=3))
+    UnreadableImages(tmp_path, limit=0.1).count(batch(unreadable=2))
+    UnreadableImages(tmp_path, limit=0.1).count(batch(unreadable=3))
     assert (tmp_path / "unreadable.txt").read_text() == "0.png: broken\n1.png: broken\n2.png: broken\n"
 
 
 def test_a_failure_is_final_whatever_the_limit(tmp_path):
-    unreadable = Unreadable(tmp_path, limit=1)
+    unreadable = UnreadableImages(tmp_path, limit=1)
     unreadable.count(batch(failure="nothing there"))
-    assert unreadable.many
+    assert unreadable.too_many
     with pytest.raises(ValueError, match="nothing there"):
         unreadable.check(torch.device("cpu"))

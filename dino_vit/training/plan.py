@@ -1,0 +1,123 @@
+"""What follows from a completed configuration: batches, lengths in steps, intervals and rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dino_vit.config.checks import check_phases, check_scaled_lr, scaled_lr
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import ConfigError, Problem
+from dino_vit.method.schedules import warmup_constant, warmup_cosine
+
+
+class Rates(NamedTuple):
+    """The values of all schedules at one step."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    teacher_temp: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration on a number of images and processes; all lengths are optimiser steps."""
+
+    config: PretrainConfig
+    global_batch: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    freeze_steps: int
+    head_steps: int
+    lr: float
+
+    @property
+    def epochs(self) -> float:
+        return self.total_steps / self.steps_per_epoch
+
+    @property
+    def settled_step(self) -> int:
+        """The first step after all phases at the start of the run."""
+        return max(self.warmup_steps, self.freeze_steps, self.head_steps)
+
+    def rates(self, step: int) -> Rates:
+        """Return the values of the schedules at a step."""
+        optim, teacher, loss, total = (
+            self.config.optim,
+            self.config.teacher,
+            self.config.loss,
+            self.total_steps,
+        )
+        return Rates(
+            lr=warmup_cosine(step, base=self.lr, final=optim.min_lr, total=total, warmup=self.warmup_steps),
+            weight_decay=warmup_cosine(
+                step, base=optim.weight_decay, final=optim.weight_decay_end, total=total
+            ),
+            momentum=warmup_cosine(step, base=teacher.momentum, final=teacher.momentum_end, total=total),
+            teacher_temp=warmup_constant(
+                step // self.steps_per_epoch,
+                start=loss.warmup_teacher_temp,
+                final=loss.teacher_temp,
+                warmup=loss.warmup_teacher_temp_epochs,
+            ),
+        )
+
+    def is_logged(self, step: int) -> bool:
+        """Tell whether a log line is due after `step` steps."""
+        return step % self.config.run.log_every == 0 or self.is_evaluated(step)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Tell whether an online evaluation is due after `step` steps."""
+        every = self.config.run.eval_every
+        if every is None:
+            return False
+        return step % (every * self.steps_per_epoch) == 0 or step == self.total_steps
+
+
+def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
+    """Plan the run; refuse a configuration that does not fit the number of images and processes."""
+    optim, budget = config.optim, config.budget
+    batch = config.data.batch_size * optim.accumulate * world_size
+    per_epoch = _steps_per_epoch(config, images, world_size)
+    total = budget.steps or (budget.images or 0) // batch or (budget.epochs or 0) * per_epoch
+    if not total:
+        text = f"budget.images={budget.images} is below the global batch of {batch}; raise it"
+        raise ConfigError([Problem(text, ("budget.images", "data.batch_size", "optim.accumulate"))])
+    unit = next(name for name in ("epochs", "steps", "images") if getattr(budget, name) is not None)
+    problems = [
+        *check_phases(optim, config.loss, config.init, total / per_epoch, f"budget.{unit}"),
+        *check_scaled_lr(optim, batch),
+    ]
+    lr = scaled_lr(optim.lr, batch, optim.lr_scaling)
+    if optim.min_lr > lr:
+        text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"
+        problems.append(Problem(f"{text}; lower it", ("optim.min_lr", "optim.lr")))
+    if problems:
+        raise ConfigError(problems)
+    return Plan(
+        config=config,
+        global_batch=batch,
+        steps_per_epoch=per_epoch,
+        total_steps=total,
+        warmup_steps=int(optim.warmup_epochs * per_epoch),
+        freeze_steps=round(optim.freeze_last_layer_epochs * per_epoch),
+        head_steps=round(config.init.head_epochs * per_epoch) if config.init else 0,
+        lr=lr,
+    )
+
+
+def _steps_per_epoch(config: PretrainConfig, images: int, world_size: int) -> int:
+    size, accumulate = config.data.batch_size, config.optim.accumulate
+    batch = size * accumulate * world_size
+    if batch <= images:
+        return images // batch
+    largest = images // (accumulate * world_size)
+    advice = f"set data.batch_size to at most {largest}" if largest else "use fewer processes"
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    text = (
+        f"{images} images do not fill a global batch of {batch} "
+        f"(data.batch_size={size} x optim.accumulate={accumulate} x {processes})"
+    )
+    raise ConfigError([Problem(f"{text}; {advice}", ("data.batch_size", "optim.accumulate"))])

@@ -1,0 +1,194 @@
+"""Set up a run: open the images, complete the configuration, build the state, restore the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from dino_vit.config.auto import Choice
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints
+from dino_vit.core.distributed import all_gather
+from dino_vit.core.randomness import RngPurpose, derive_seed
+from dino_vit.core.runtime import DTYPES, choose_precision
+from dino_vit.data.sampling_weights import describe, read_weights
+from dino_vit.data.sources.open import open_source
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.method.loss import Center
+from dino_vit.method.optim import build_optimizer, parameter_groups
+from dino_vit.models.pair import Network, build_networks
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.training.measures import UnreadableImages
+from dino_vit.training.plan import make_plan
+from dino_vit.training.resolve import Facts, complete
+from dino_vit.training.state import TrainingState
+from dino_vit.views.build import build_augment, build_loader, build_preparation
+from dino_vit.weights import load_backbone
+
+
+class Run(NamedTuple):
+    """A run that is ready to train, what was chosen for it, and notes on its images."""
+
+    state: TrainingState
+    choices: list[Choice]
+    notes: list[str]
+    resumed: Path | None  # the checkpoint that it resumes from
+
+
+def set_up(config: PretrainConfig, accelerator: Accelerator) -> Run:
+    """Set up a new run, or one that resumes where its output folder stands."""
+    source = open_source(config.data.source, config.data.labels)
+    weights = read_weights(source, config.data.weights) if config.data.weights else None
+    checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
+    resumed = _find_checkpoint(checkpoints, config)
+    _check_same_step(resumed.step if resumed else 0, config, accelerator.device)
+    trained = None if resumed or not config.init else _load_trained(config)
+    facts = Facts(
+        source=source,
+        weights=weights,
+        resumed=resumed,
+        trained=_trained_architecture(config, resumed, trained),
+        processes=int(accelerator.num_processes),
+        device=accelerator.device,
+    )
+    completed = complete(config, facts)
+    state = _build_state(completed.config, facts, accelerator, checkpoints)
+    if trained:
+        for network in (state.student, state.teacher):
+            network.backbone.load_state_dict(trained.state_dict())
+    if resumed:
+        state.restore(resumed)
+    notes = completed.notes if weights is None else [*completed.notes, describe(weights)]
+    return Run(state, completed.choices, notes, resumed.path if resumed else None)
+
+
+def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
+    if config.run.resume != "never":
+        return checkpoints.newest()
+    if checkpoints.paths():
+        raise ValueError(
+            f"{config.output} already holds a run, and run.resume=never does not overwrite it; "
+            "give another output, or move that folder away"
+        )
+    return None
+
+
+def _check_same_step(step: int, config: PretrainConfig, device: torch.device) -> None:
+    """Check that all processes found the same checkpoint: a node with a disk of its own would start again."""
+    steps = sorted(set(all_gather(torch.tensor([step], device=device)).tolist()))
+    if len(steps) > 1:
+        raise ValueError(
+            f"the processes found this run at different steps ({', '.join(map(str, steps))}): "
+            f"{config.output} must be one folder that all nodes share"
+        )
+
+
+def _load_trained(config: PretrainConfig) -> VisionTransformer:
+    """Load the weights of `init` at the size and with the channels of the views."""
+    assert config.init is not None
+    size, channels = config.views.global_shape, config.data.channels
+    return load_backbone(config.init.weights, image_size=size, channels=channels)
+
+
+def _trained_architecture(
+    config: PretrainConfig, resumed: Checkpoint | None, trained: VisionTransformer | None
+) -> Mapping[str, Any] | None:
+    """Return the architecture of a run from trained weights, which the settings may not fully describe."""
+    if config.init is None:
+        return None
+    if resumed:
+        architecture: Mapping[str, Any] = resumed.metadata["architecture"]
+        return architecture
+    return trained.architecture if trained else None
+
+
+def _architecture(config: PretrainConfig) -> dict[str, Any]:
+    """Return the backbone's keywords as the settings have them."""
+    width, depth, heads = config.model.shape
+    return {
+        "image_size": config.views.global_shape,
+        "patch_size": config.model.patch_size,
+        "channels": config.data.channels,
+        "width": width,
+        "depth": depth,
+        "heads": heads,
+        "registers": config.model.registers,
+    }
+
+
+def build_untrained(
+    config: PretrainConfig, architecture: Mapping[str, Any] | None = None
+) -> tuple[Network, Network]:
+    """Build student and teacher as at the start of a run, their parameters drawn from the seed."""
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
+    keywords = dict(architecture or _architecture(config))
+    keywords.pop("drop_path", None)
+    return build_networks(backbone=keywords, drop_path=config.model.drop_path, head=config.head.model_dump())
+
+
+def _build_state(
+    config: PretrainConfig, facts: Facts, accelerator: Accelerator, checkpoints: Checkpoints
+) -> TrainingState:
+    device, processes = accelerator.device, facts.processes
+    plan = make_plan(config, len(facts.source), processes)
+    student, teacher = build_untrained(config, facts.trained)
+    student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
+    _to_device(student, teacher, config, device, processes)
+    precision = choose_precision(config.run.precision, device)
+    groups = parameter_groups(student.backbone, student.head, layer_decay=config.optim.layer_decay)
+    loader = build_loader(
+        config,
+        facts.source,
+        global_batch=plan.global_batch,
+        weights=facts.weights,
+        rank=accelerator.process_index,
+        world_size=processes,
+        pin=device.type == "cuda",
+    )
+    evaluation = OnlineEvaluation(
+        source=facts.source,
+        preparation=build_preparation(config),
+        seed=config.seed,
+        autocast=DTYPES[precision] if precision != "no" else None,
+    )
+    return TrainingState(
+        config=config,
+        plan=plan,
+        accelerator=accelerator,
+        precision=precision,
+        source=facts.source,
+        loader=loader,
+        augment=build_augment(config).to(device),
+        student=student,
+        wrapped=accelerator.prepare_model(student) if processes > 1 else student,
+        teacher=teacher,
+        center=Center(prototypes=config.head.prototypes, momentum=config.loss.center_momentum).to(device),
+        optimizer=build_optimizer(config.optim.name, groups),
+        scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
+    )
+
+
+def _to_device(
+    student: Network, teacher: Network, config: PretrainConfig, device: torch.device, processes: int
+) -> None:
+    """Move both networks to the device, with synchronised BatchNorm and compiled where configured."""
+    synchronised = config.head.batch_norm and processes > 1
+    if synchronised and device.type != "cuda":
+        raise ValueError(
+            "head.batch_norm=true over several processes needs GPUs: elsewhere torch cannot compute its "
+            "statistics over all processes. Use one process, or head.batch_norm=false"
+        )
+    for network in (student, teacher):
+        if synchronised:
+            convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
+            network.head = convert(network.head)  # type: ignore[no-untyped-call]
+        network.to(device)
+        if config.run.compile:
+            network.compile(dynamic=False)

@@ -1,0 +1,137 @@
+"""Build the input from a configuration: views, photometry, loader, evaluation transform."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from einops import rearrange
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.runtime import cores_of_a_process
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.source import Source
+from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.loader import Loader
+from dino_vit.views.photometry import Augment
+from dino_vit.views.preparation import Preparation
+from dino_vit.views.sampler import BatchSpec, Sampler
+
+
+def build_views(config: PretrainConfig) -> tuple[View, ...]:
+    """Return the views of an image, global ones first."""
+    views, photometry = config.views, config.photometry
+    common = photometry.model_dump(exclude={"blur", "solarise"})
+    first, other, local = (
+        ViewPhotometry(**common, blur=blur, solarise=solarise)
+        for blur, solarise in zip(photometry.blur, photometry.solarise, strict=True)
+    )
+    kinds = (
+        (1, views.global_shape, views.global_scale, first),
+        (views.global_count - 1, views.global_shape, views.global_scale, other),
+        (views.local_count, views.local_shape, views.local_scale, local),
+    )
+    return tuple(
+        View(size=size, scale=scale, ratio=views.ratio, photometry=of_view)
+        for count, size, scale, of_view in kinds
+        for _ in range(count)
+    )
+
+
+def build_pixels(config: PretrainConfig) -> Pixels:
+    """Return what images are converted to; 8 bits while `data.bits` is not resolved."""
+    data = config.data
+    return Pixels(channels=data.channels, bits=data.bits or 8, range=data.range, max_pixels=data.max_pixels)
+
+
+def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and std of a completed configuration."""
+    mean, std = config.data.mean, config.data.std
+    assert mean is not None, "measured when the configuration is completed"
+    assert std is not None
+    return mean, std
+
+
+def build_augment(config: PretrainConfig) -> Augment:
+    """Return the photometry module, on the host."""
+    mean, std = normalisation(config)
+    photometry = config.photometry
+    return Augment(
+        mean=mean,
+        std=std,
+        sigma_max=photometry.blur_sigma[1],
+        hue_max=photometry.hue,
+        noise=photometry.noise > 0,
+    )
+
+
+def build_preparation(config: PretrainConfig) -> Preparation:
+    """Return the evaluation transform: the size, pixels and normalisation of the global views."""
+    mean, std = normalisation(config)
+    return Preparation(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
+
+
+def choose_workers(config: PretrainConfig, processes: int) -> int:
+    """Return the loader processes of each process: its share of the cores, less the one it needs itself."""
+    if config.data.workers is not None:
+        return config.data.workers
+    return min(cores_of_a_process(processes) - 1, 16)
+
+
+def build_loader(
+    config: PretrainConfig,
+    source: Source,
+    *,
+    global_batch: int,
+    weights: NDArray[np.float64] | None,
+    rank: int,
+    world_size: int,
+    pin: bool,
+) -> Loader:
+    """Return the loader of one process."""
+    sampler = Sampler(
+        length=len(source),
+        batch_size=global_batch,
+        seed=config.seed,
+        rank=rank,
+        world_size=world_size,
+        accumulate=config.optim.accumulate,
+        weights=weights,
+    )
+    return Loader(
+        source=source,
+        views=build_views(config),
+        sampler=sampler,
+        pixels=build_pixels(config),
+        in_step=True,
+        augment=build_augment(config) if config.data.photometry == "worker" else None,
+        workers=choose_workers(config, world_size),
+        pin=pin,
+    )
+
+
+def make_views(
+    config: PretrainConfig,
+    source: Source,
+    samples: Sequence[int],
+    epoch: int,
+    weights: NDArray[np.float64] | None = None,
+) -> list[list[Tensor]]:
+    """Make the views of samples in an epoch again, as the networks get them but with values from 0 to 1.
+
+    Returns the views of each sample, global ones first.
+    """
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    loader = Loader(source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config))
+    batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
+    channels = config.data.channels
+    augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=config.photometry.blur_sigma[1])
+    views: list[list[Tensor]] = [[] for _ in samples]
+    for size, pixels in batch.views.items():
+        coloured = augment(pixels, batch.photometry[size])
+        for of_samples in rearrange(coloured, "(v b) c h w -> v b c h w", b=len(samples)):
+            for of_sample, view in zip(views, of_samples, strict=True):
+                of_sample.append(view)
+    return views

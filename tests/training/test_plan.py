@@ -1,0 +1,61 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import ConfigError
+from dino_vit.training.plan import make_plan
+
+
+def test_a_run_is_planned_as_the_reference_does() -> None:
+    plan = make_plan(PretrainConfig(), images=1_281_167, world_size=8)
+    assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (512, 2502, 250_200)
+    assert (plan.warmup_steps, plan.freeze_steps, plan.head_steps) == (25_020, 2502, 0)
+    assert plan.lr == pytest.approx(1e-3)
+    assert plan.epochs == 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "total"),
+    [(["budget.epochs=20"], 20 * 31), (["budget.steps=700"], 700), (["budget.images=44831"], 700)],
+)
+def test_every_unit_of_the_budget_ends_the_run(overrides: list[str], total: int) -> None:
+    config = load(PretrainConfig, None, [*overrides, "optim.accumulate=4", "data.batch_size=16"])
+    plan = make_plan(config, images=2000, world_size=1)
+    assert (plan.global_batch, plan.total_steps) == (64, total)
+
+
+def test_accumulation_makes_the_same_plan_as_a_larger_batch() -> None:
+    whole = load(PretrainConfig, None, ["data.batch_size=64"])
+    parts = load(PretrainConfig, None, ["data.batch_size=16", "optim.accumulate=4"])
+    plans = (make_plan(config, 1000, 2) for config in (whole, parts))
+    first, second = (replace(plan, config=whole) for plan in plans)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("overrides", "run", "message"),
+    [
+        ([], {"images": 100, "world_size": 2}, "100 images do not fill a global batch of 128"),
+        ([], {"images": 100, "world_size": 2}, "at most 50"),
+        ([], {"images": 3, "world_size": 4}, "use fewer processes"),
+        (["budget.steps=100"], {"images": 64_000, "world_size": 1}, "set optim.warmup_epochs=0.01"),
+        (["budget.images=100"], {"images": 6400, "world_size": 2}, "below the global batch of 128"),
+        (["optim.lr=5e-3"], {"images": 100_000, "world_size": 16}, "is 0.02 at a global batch of 1024"),
+        (["optim.lr=2e-7", "optim.min_lr=0"], {"images": 6400, "world_size": 1}, "learns between"),
+        (
+            ["optim.lr=2e-6"],
+            {"images": 6400, "world_size": 1},
+            "optim.min_lr=1e-06 is above the peak of 5e-07",
+        ),
+    ],
+)
+def test_what_only_shows_with_the_data_is_refused(
+    overrides: list[str], run: dict[str, Any], message: str
+) -> None:
+    config = load(PretrainConfig, None, overrides)
+    with pytest.raises(ConfigError) as error:
+        make_plan(config, **run)
+    assert message in str(error.value)

@@ -1,0 +1,141 @@
+"""How a run is set up: from weights, with labels, by recipe, in a precision."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+import dino_vit.training.loop
+import dino_vit.training.setup
+from dino_vit.data.sources.open import open_source
+from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.training.reporter import describe_start
+from dino_vit.training.setup import set_up
+from dino_vit.views.preparation import Preparation
+from dino_vit.weights import load_backbone
+from tests.support.runs import tensors
+from tests.support.training import configured, moved, opened, tensors_of, trained
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A run to start from."""
+    output = tmp_path_factory.mktemp("weights") / "run"
+    trained(output, {"budget.steps": 10})
+    return output
+
+
+FROM = {"init.head_epochs": 0.5, "budget.steps": 10, "run.eval_every": 1, "teacher.momentum": 0.9}
+
+
+def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, student_at, capsys):
+    state = trained(tmp_path / "run", {**FROM, "init.weights": weights})
+    start = load_backbone(weights)
+    assert not moved(
+        tensors_of(start), {name[9:]: t for name, t in student_at[0].items() if name[:9] == "backbone."}
+    )
+    for step in range(9):
+        changed = moved(student_at[step], student_at[step + 1])
+        assert any(name.startswith("backbone.") for name in changed) == (step >= 4), step
+        assert any(name.startswith("head.mlp") for name in changed) or step == 0
+    evaluation = OnlineEvaluation(
+        source=state.source,
+        preparation=Preparation(size=(32, 32), mean=state.config.data.mean, std=state.config.data.std),
+        seed=0,
+    )
+    figure = evaluation(start)["knn"]
+    assert state.baseline == figure
+    assert f"knn {figure:.1f}" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weights):
+    with pytest.raises(ValueError, match=r"model.width=64 does not match the weights of init.weights"):
+        opened(tmp_path / "run", {**FROM, "init.weights": weights, "model.width": 64})
+
+
+def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
+    settings = {**FROM, "init.weights": weights}
+    trained(tmp_path / "whole", settings)
+    trained(tmp_path / "run", {**settings, "run.checkpoint_every": 7})
+    (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
+    aside = weights.with_name("aside")
+    weights.rename(aside)
+    try:
+        trained(tmp_path / "run", settings)
+    finally:
+        aside.rename(weights)
+    assert not moved(tensors(tmp_path / "whole", 10), tensors(tmp_path / "run", 10))
+
+
+class Grey:
+    """Images of one channel."""
+
+    fingerprint = "grey"
+
+    def __len__(self):
+        return 64
+
+    def read(self, index):
+        return torch.randint(256, (1, 32, 32), generator=torch.Generator().manual_seed(index)).byte()
+
+    def label(self, index):
+        return None
+
+    def name(self, index):
+        return str(index)
+
+
+def test_weights_of_other_channels_are_inflated(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(dino_vit.training.setup, "open_source", lambda *_: Grey())
+    settings = {**FROM, "init.weights": weights, "budget.steps": 9}
+    settings |= {f"photometry.{name}": 0 for name in ("saturation", "hue", "grey")}
+    with pytest.raises(ValueError, match=r"data.channels=5, but the images of .* have 1 channel"):
+        opened(tmp_path / "run", {**settings, "data.channels": 5, "data.mean": "null", "data.std": "null"})
+    settings |= {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.25]"}
+    state = opened(tmp_path / "run", settings).state
+    assert not moved(tensors_of(state.student.backbone), tensors_of(load_backbone(weights, channels=1)))
+    assert trained(tmp_path / "run", settings).best["figure"] == "rankme"
+
+
+def test_labels_of_a_file_are_what_a_run_is_evaluated_with(tmp_path):
+    source = open_source("synthetic:64:32")
+    np.save(tmp_path / "images.npy", np.stack([source.read(index).numpy() for index in range(64)]))
+    rows = "".join(f"{index:09d},{source.label(index)}\n" for index in range(64))
+    (tmp_path / "labels.csv").write_text(rows)
+    settings = {"data.source": tmp_path / "images.npy", "run.eval_every": 1, "budget.steps": 10}
+    assert trained(tmp_path / "without", settings).best["figure"] == "rankme"
+    settings["data.labels"] = tmp_path / "labels.csv"
+    assert trained(tmp_path / "with", settings).best["figure"] == "knn"
+
+
+def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
+    settings = {"recipe": "auto", "data.source": "synthetic:640:32", "run.precision": "no", "data.workers": 0}
+    settings |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
+    found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
+    said = "\n".join(describe_start(found))
+    config = found.state.config
+    for key, value in (("head.prototypes", 256), ("model.patch_size", 4), ("views.global_size", 32)):
+        assert f"  {key}={value}: " in said
+    assert config.head.prototypes == len(found.state.student.head.last_layer.weight_v) == 256
+    assert f"budget.epochs={config.budget.epochs}: " in said
+
+
+def test_another_precision_on_this_machine_is_said(tmp_path):
+    settings = {"run.precision": "bf16", "budget.steps": 10}
+    trained(tmp_path / "run", settings)
+    with pytest.raises(ValueError, match=r"run.precision was bf16 and is fp16"):
+        opened(tmp_path / "run", {**settings, "run.precision": "fp16"})
+    state = opened(tmp_path / "run", {**settings, "run.precision": "fp16", "run.resume": "changed"}).state
+    assert state.scaler.is_enabled()
+
+
+def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeypatch):
+    for chosen in ("bf16", "no"):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda chosen=chosen: chosen == "bf16")
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        settings = {"run.precision": "auto", "budget.steps": 10}
+        if chosen == "bf16":
+            trained(tmp_path / "run", settings)
+        else:
+            with pytest.raises(ValueError, match=r"run.precision=auto was bf16 and is no here"):
+                opened(tmp_path / "run", settings)
