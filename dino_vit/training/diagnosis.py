@@ -1,4 +1,4 @@
-"""What one log line knows of a run, and the words for what state it says the run is in."""
+"""The numbers of a log line, and the state of the run that they show."""
 
 import math
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from typing import Any, Self
 
 Record = dict[str, Any]  # a line of `metrics.jsonl`
 
-# So many readings in a row must agree before a run is accused, all of them after the settled step.
+# So many readings in a row must show a collapse before it is reported, all after the settled step.
 PATIENCE = 5
 
-# Rows that few may well be alike, two views of one image the more so.
+# So few rows may well be alike, above all two views of one image.
 FEW_ROWS = 16
-# When the outputs differ less than this from image to image, they say nothing; see `_symptom`.
+# Outputs that differ less than this between images say nothing about them; see `_symptom`.
 ALIKE = 0.002
-# From these shares of ln(prototypes) on, an entropy is as good as nothing, or as good as all.
-NOTHING, ALL = 0.05, 0.95
-# A loss that is no further below ln(prototypes) than this share of it is stuck there.
+# Shares of ln(prototypes) below or above which an entropy counts as zero or as maximal.
+ZERO, MAXIMAL = 0.05, 0.95
+# A loss less than this share below ln(prototypes) is stuck there.
 STUCK = 0.002
-# Scaling in float16 loses a step now and then; a share of lost steps beyond this is no accident.
-LOST = 0.2
+# Scaling in float16 skips a step from time to time; a larger share of skipped steps is a problem.
+SKIPPED = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Reading:
     step: int  # taken so far
     total_steps: int
     epoch: float
-    loss: float  # mean since the reading before
+    loss: float  # mean since the previous reading
     prototypes: int
     mean_output_entropy: float
     output_entropy: float
@@ -37,7 +37,7 @@ class Reading:
     student_divergence: float
     prototypes_in_use: int
     rows: int  # teacher outputs, over all processes, that the entropies were taken over
-    embedding_std: float  # of normalised CLS features, times sqrt(width): 1 spread out, 0 all images alike
+    embedding_std: float  # of unit CLS features, times sqrt(width): 1 spread out, 0 all images alike
     gradient_norm: float
     lr: float
     weight_decay: float
@@ -51,7 +51,7 @@ class Reading:
 
     @classmethod
     def from_record(cls, record: Record) -> Self:
-        """Take a reading back from its record, where null stands for what is not finite."""
+        """Return the reading of a record, in which null means not finite."""
         given: Record = {field.name: record.get(field.name) for field in fields(cls)}
         for name, value in given.items():
             if value is None and name not in ("knn", "rankme"):
@@ -60,11 +60,11 @@ class Reading:
 
     @property
     def excess(self) -> float:
-        """The loss above that of a student that answers every image with the same flat output."""
+        """The loss minus that of a student with the same flat output for every image."""
         return self.loss - math.log(self.prototypes)
 
     def scalars(self) -> dict[str, float]:
-        """Return what trackers plot, in groups, under names that stay."""
+        """Return the scalars for trackers, in groups."""
         named = {
             "loss/total": self.loss,
             "loss/excess": self.excess,
@@ -91,7 +91,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a run in words, and what to try if it is a bad one."""
+    """The state of a run, and what to try if it is a bad one."""
 
     state: str
     advice: str = ""
@@ -107,26 +107,26 @@ NONFINITE = Diagnosis(
 UNIFORM = Diagnosis(
     "uniform collapse",
     "The teacher gives every image the same flat output. Lower optim.lr or lengthen optim.warmup_epochs; "
-    "sharpen more with a lower loss.teacher_temp and warm-up to it (0.04 is safe); centre less with "
+    "sharpen more with a lower loss.teacher_temp (0.04 is safe); centre less with "
     "loss.center_momentum=0.99.",
 )
 ONE_PROTOTYPE = Diagnosis(
     "one prototype",
-    "One prototype takes every image: the teacher is sharpened more than it is centred. Speed the centre up "
-    "with loss.center_momentum=0.9, warm loss.teacher_temp up towards 0.07, lower optim.lr, keep "
-    "head.norm_last_layer=true and raise optim.freeze_last_layer_epochs, or take a larger data.batch_size.",
+    "One prototype takes every image: the teacher is sharpened more than it is centred. Move the centre "
+    "faster with loss.center_momentum=0.9, warm loss.teacher_temp up towards 0.07, lower optim.lr, keep "
+    "head.norm_last_layer=true and raise optim.freeze_last_layer_epochs, or use a larger data.batch_size.",
 )
 IMAGES_ALIKE = Diagnosis(
     "all images alike",
     "The teacher gives every image the same output, neither flat nor certain. Lower optim.lr, lengthen "
-    "optim.warmup_epochs, bring teacher.momentum nearer to 1, raise optim.freeze_last_layer_epochs, or take "
-    "a larger data.batch_size; views that share too little (views.local_scale) end here too.",
+    "optim.warmup_epochs, bring teacher.momentum nearer to 1, raise optim.freeze_last_layer_epochs, or use "
+    "a larger data.batch_size. Views that share too little (views.local_scale) can cause this too.",
 )
 STUCK_AT_LN = Diagnosis(
     "stuck at ln(prototypes)",
-    "The teacher tells images apart, but the student foresees it no better than a flat guess. Look first at "
-    "optim.lr: far below the recipe's 5e-4 nothing moves, far above nothing holds. Then lengthen "
-    "optim.warmup_epochs, lower loss.teacher_temp, or take fewer head.prototypes.",
+    "The teacher distinguishes images, but the student predicts it no better than a flat guess. Check "
+    "optim.lr first: far below the recipe's 5e-4 nothing is learned, far above it diverges. Then lengthen "
+    "optim.warmup_epochs, lower loss.teacher_temp, or use fewer head.prototypes.",
 )
 STATES = {
     known.state: known
@@ -135,15 +135,15 @@ STATES = {
 
 
 def diagnose(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis:
-    """Say what state a run is in from its readings so far, of which only the last few count.
+    """Return the state of a run from its last few readings.
 
-    Before it has learned anything a healthy run looks collapsed: fresh networks give all images nearly the
-    same features, and the centre takes away what is the same. So nothing but non-finite steps is held against
-    a run before `settled_step`, which is to lie after the warm-up of the rate and the last layer's freeze.
+    At first a healthy run looks collapsed: new networks give all images nearly the same features, and the
+    centre removes what they share. So only non-finite steps are reported before `settled_step`, which should
+    be after the warm-up of the learning rate and the freeze of the last layer.
     """
     if not readings:
         return STARTING
-    if _loses_steps(readings[-PATIENCE - 1 :]):
+    if _skips_steps(readings[-PATIENCE - 1 :]):
         return NONFINITE
     settled = [reading for reading in readings[-PATIENCE:] if reading.step >= settled_step]
     symptoms = [symptom for reading in settled if (symptom := _symptom(reading))]
@@ -152,38 +152,38 @@ def diagnose(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis:
     return symptoms[-1] if len(symptoms) == PATIENCE else STARTING
 
 
-def _loses_steps(readings: Sequence[Reading]) -> bool:
+def _skips_steps(readings: Sequence[Reading]) -> bool:
     latest, first = readings[-1], readings[0]
     if not math.isfinite(latest.loss):
         return True
-    lost, steps = latest.nonfinite_steps - first.nonfinite_steps, latest.step - first.step
-    return len(readings) > PATIENCE and lost > LOST * steps
+    skipped, steps = latest.nonfinite_steps - first.nonfinite_steps, latest.step - first.step
+    return len(readings) > PATIENCE and skipped > SKIPPED * steps
 
 
 def _symptom(reading: Reading) -> Diagnosis | None:
-    """Name the collapse that a reading alone would show.
+    """Return the collapse that a single reading shows.
 
-    Let H(mean) be the entropy of the mean output over the rows, mean H that of a row on average. Their gap,
+    Let H(mean) be the entropy of the mean output over the rows, mean H the mean entropy of a row. Their gap,
     0 <= H(mean) - mean H <= min(ln rows, ln prototypes), is the mutual information between row and prototype:
-    how much an output says about its image. Any collapse is a gap of 0, and the entropies then agree:
+    how much an output says about its image. In any collapse the gap is 0, and the two entropies are equal:
 
         both ln(prototypes)  uniform collapse       (only centring acts)
         both 0               one prototype          (only sharpening acts)
         in between           all images alike
 
-    The smaller of ln(rows) and ln(prototypes) is the scale of the gap: 64 rows cannot show more than ln(64).
-    Near the uniform output the gap is half the variance of the logits, so ALIKE of a scale of 7 stands for
-    cosines that differ by 0.007 at a temperature of 0.04. Not used as evidence: the prototypes in use (noise
-    picks the largest of a flat output) and the embedding's std (0.05 to 0.4 in collapses made on purpose).
+    The gap is measured against the smaller of ln(rows) and ln(prototypes): 64 rows cannot exceed ln(64).
+    Near the uniform output the gap is half the variance of the logits, so ALIKE times 7 means cosines that
+    differ by 0.007 at a temperature of 0.04. Not used: the prototypes in use (noise picks the largest of a
+    flat output) and the embedding's std (0.05 to 0.4 in collapses made on purpose).
 
-    With a gap the teacher tells images apart. A student that gives every image the flat output has a
-    cross-entropy of exactly ln(prototypes) whatever the teacher says; one that learned anything is below.
+    With a gap, the teacher distinguishes images. A student with a flat output for every image has a
+    cross-entropy of exactly ln(prototypes) for any teacher; one that has learned anything is below.
     """
     if reading.rows < FEW_ROWS:
         return None
     most = math.log(reading.prototypes)
-    if reading.mean_output_entropy < NOTHING * most:
+    if reading.mean_output_entropy < ZERO * most:
         return ONE_PROTOTYPE
     if reading.entropy_gap < ALIKE * min(most, math.log(reading.rows)):
-        return UNIFORM if reading.output_entropy > ALL * most else IMAGES_ALIKE
+        return UNIFORM if reading.output_entropy > MAXIMAL * most else IMAGES_ALIKE
     return STUCK_AT_LN if reading.excess > -STUCK * most else None

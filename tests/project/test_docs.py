@@ -27,6 +27,7 @@ from tests.support.runs import command, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+ARCHITECTURE = PAGES.pop("architecture")
 COMMANDS = [parts for text in PAGES.values() for parts in commands(text)]
 KNOBS = settings_of(PretrainConfig)
 PROGRAMS = {
@@ -104,6 +105,16 @@ def test_settings_exist_and_take_what_is_given(page, trained):
         if equals:
             load(PretrainConfig, None, [text])
     assert found >= 3
+
+
+def test_the_map_names_packages_and_modules_that_exist():
+    packages = {row[0].strip("`") for row in rows(ARCHITECTURE) if re.fullmatch(r"`\w+`", row[0])}
+    folders = {path.name for path in (ROOT / "dino_vit").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert packages == folders
+    paths = re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", ARCHITECTURE)
+    assert len(paths) >= 25
+    missing = [p for p in paths if not (ROOT / "dino_vit" / p).is_file() and not (ROOT / p).is_file()]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES)

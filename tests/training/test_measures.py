@@ -97,7 +97,9 @@ def test_a_share_beyond_the_limit_ends_a_run_but_not_its_first_few_images(tmp_pa
     assert not unreadable.too_many
     unreadable.count(batch(unreadable=1))
     assert unreadable.too_many
-    with pytest.raises(ValueError, match=r"^101 of the 311 images .* data.max_unreadable=0.1; see .*unreadable"):
+    with pytest.raises(
+        ValueError, match=r"^101 of the 311 images .* data.max_unreadable=0.1; see .*unreadable"
+    ):
         unreadable.check(device)
     for _ in range(100):
         unreadable.count(batch(images=10))

@@ -155,7 +155,9 @@ def test_five_channels_are_not_taken_for_three(tmp_path, planes):
     said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
     assert "data.channels=3, but the images of" in said
     said = run(tmp_path / "run", {**SETTINGS, **NO_COLOUR, "data.source": folder, "data.channels": 5}, code=2)
-    assert "data.mean has 3 values for data.channels=5; give one per channel, or data.mean=null" in said
+    assert (
+        "data.mean has 3 values, but data.channels=5; give one value per channel, or data.mean=null" in said
+    )
 
 
 def test_palettes_cmyk_grey_and_transparency_in_one_set(tmp_path, planes):

@@ -8,6 +8,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.training.resolve import (
     Costs,
+    Facts,
     complete,
     faster_photometry,
     measure_costs,

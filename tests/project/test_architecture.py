@@ -1,0 +1,82 @@
+"""Imports point one way between the packages, and in no circle between the modules."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dino_vit
+
+ROOT = Path(__file__).parents[2] / "dino_vit"
+# From the bottom up: a package may import those in the groups before its own.
+GROUPS = (
+    ("core", "config"),
+    ("models",),
+    ("data",),
+    ("views", "weights", "method"),
+    ("eval",),
+    ("training",),
+    ("report",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {package: level for level, group in enumerate(GROUPS) for package in group}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """Return the dotted name of a module; a package goes by its own name."""
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of the library that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports relatively"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return {name for name in found if name.partition(".")[0] == "dino_vit"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "dino_vit"])
+def test_imports_between_packages_point_down(name):
+    package = name.split(".")[1]
+    for other in imported(MODULES[name]) - {"dino_vit"}:
+        below = other.split(".")[1]
+        assert below == package or LEVEL[below] < LEVEL[package], f"{name} imports {other}"
+
+
+def test_modules_import_each_other_in_no_circle():
+    graph = {name: imported(path) - {"dino_vit", name} for name, path in MODULES.items()}
+    del graph["dino_vit"]  # it names what users import, and imports that when it is asked for
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+
+
+def test_only_the_listed_packages_exist():
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert packages <= LEVEL.keys()
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in FILES} - {ROOT}), ids=lambda path: path.name
+)
+def test_no_folder_has_more_than_twelve_entries(folder):
+    assert len([path for path in folder.iterdir() if path.name != "__pycache__"]) <= 12
+
+
+def test_only_these_modules_know_accelerate():
+    knowing = {name for name, path in MODULES.items() if "accelerate import" in path.read_text()}
+    assert knowing == {"dino_vit.core.runtime", "dino_vit.training.setup", "dino_vit.training.state"}
+
+
+def test_dir_shows_exactly_the_public_names():
+    assert dir(dino_vit) == sorted(dino_vit.__all__)
