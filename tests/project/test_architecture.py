@@ -11,7 +11,8 @@ import dino_vit
 ROOT = Path(__file__).parents[2] / "dino_vit"
 # From the bottom up: a package may import those in the groups before its own.
 GROUPS = (
-    ("core", "config"),
+    ("core",),
+    ("config",),
     ("models",),
     ("data",),
     ("views", "weights", "method"),
