@@ -191,7 +191,7 @@ def test_a_run_folder_holds_what_the_page_says(trained):
 
 
 def test_a_checkpoint_holds_what_the_page_says(trained):
-    page = PAGES["checkpoints"].split("## A checkpoint")[1].split("## Going on")[0]
+    page = PAGES["checkpoints"].split("## A checkpoint")[1].split("## Resuming")[0]
     path = max((trained / "runs/pretrain/checkpoints").iterdir())
     metadata = read_metadata(path)
     assert metadata.keys() == {"dino_vit", "sha256"}
@@ -218,7 +218,7 @@ def test_the_python_runs(inside):
     for code in blocks(PAGES["checkpoints"], "python"):
         spaces.append({})
         exec(code, spaces[-1])
-    assert spaces[0]["about"]["step"] == 20
+    assert spaces[0]["metadata"]["step"] == 20
     model = spaces[1]["model"].state_dict()
     assert {f"teacher.backbone.{name}" for name in model} == spaces[0]["teacher"].keys()
     described = json.loads(read_metadata(Path("backbone.safetensors"))["dino_vit"])
