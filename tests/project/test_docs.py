@@ -243,12 +243,12 @@ def test_features_and_embeddings_hold_what_the_page_says(trained):
     (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
     assert columns == [*schema.names, "dino_vit"]
     said = page.split("The provenance:")[1].split("With `index")[0]
-    metadata = json.loads(schema.metadata[b"dino_vit"])
-    assert metadata.keys() == set(quoted(said))
-    assert json.loads((trained / "photos.json").read_text()) == metadata
+    provenance = json.loads(schema.metadata[b"dino_vit"])
+    assert provenance.keys() == set(quoted(said))
+    assert json.loads((trained / "photos.json").read_text()) == provenance
     tensors, metadata = read_tensors_of_others(trained / "photos.safetensors")
     assert tensors == {"embedding", "index", "label", "names", "name_ends"} <= set(quoted(page))
-    assert json.loads(metadata["dino_vit"]).keys() - metadata.keys() == {"classes"}
+    assert json.loads(metadata["dino_vit"]).keys() - provenance.keys() == {"classes"}
     assert (trained / "photos.faiss").exists()
 
 
