@@ -215,12 +215,11 @@ def _check_resumable(config: PretrainConfig, facts: Facts) -> None:
 
 
 class Costs(NamedTuple):
-    """Seconds per image: in a worker to cut and to colour it; here to transfer and colour, or to transfer."""
+    """Seconds per image: in a worker to cut and to colour it; on the device to receive and colour it."""
 
     cut: float
     colour: float
-    transfer_and_colour: float
-    transfer: float
+    colour_on_device: float
 
 
 def _photometry_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:
@@ -242,8 +241,8 @@ def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "de
 
     Workers and this process form a pipeline, which is as fast as its slower stage.
     """
-    on_device = max(costs.cut / workers, costs.transfer_and_colour)
-    in_worker = max((costs.cut + costs.colour) / workers, costs.transfer)
+    on_device = max(costs.cut / workers, costs.colour_on_device)
+    in_worker = (costs.cut + costs.colour) / workers
     many = "1 worker" if workers == 1 else f"{workers} workers"
     reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {many}"
     return "worker" if in_worker * CLEARLY < on_device else "device", reason
@@ -258,13 +257,17 @@ def measure_costs(config: PretrainConfig, source: Source, device: torch.device) 
     batches = loader.batches()
     augment, augment_on_device = build_augment(config), build_augment(config).to(device)
     batch = next(batches)
-    rows = batch.photometry
+    # An accelerator is timed on a full batch, where it is fastest; a CPU is no faster with more images.
+    times = 1 if device.type == "cpu" else ceil(config.data.batch_size / sampler.batch_size)
+    full = [repeat_images(views, times) for views in batch.views.values()]
+    rows = [repeat_images(batch.photometry[size], times) for size in batch.views]
 
     def colour() -> list[Tensor]:
-        return [augment(views, rows[size]).share_memory_() for size, views in batch.views.items()]
+        return [augment(views, batch.photometry[size]) for size, views in batch.views.items()]
 
-    def transfer(views: list[Tensor]) -> list[Tensor]:
-        return [view.to(device, non_blocking=True) for view in views]
+    def colour_on_device() -> list[Tensor]:
+        on_device = [views.to(device, non_blocking=True) for views in full]
+        return [augment_on_device(*pair) for pair in zip(on_device, rows, strict=True)]
 
     threads = torch.get_num_threads()
     try:
@@ -272,25 +275,14 @@ def measure_costs(config: PretrainConfig, source: Source, device: torch.device) 
         cut_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
     finally:
         torch.set_num_threads(threads)
-    # An accelerator is timed on a full batch, where it is fastest; a CPU is no faster with more images.
-    times = 1 if device.type == "cpu" else ceil(config.data.batch_size / sampler.batch_size)
-    pin = device.type == "cuda"
-    cut = [repeat_images(view, times, pin=pin) for view in batch.views.values()]
-    coloured = [repeat_images(view, times, pin=pin) for view in colour()]
-    all_rows = [repeat_images(rows[size], times) for size in batch.views]
-
-    def transfer_and_colour() -> list[Tensor]:
-        return [augment_on_device(*pair) for pair in zip(transfer(cut), all_rows, strict=True)]
-
-    here = _seconds(transfer_and_colour, device) / times
-    transferred = _seconds(lambda: transfer(coloured), device) / times
-    return Costs(*(seconds / sampler.batch_size for seconds in (cut_time, colour_time, here, transferred)))
+    seconds = cut_time, colour_time, _seconds(colour_on_device, device) / times
+    return Costs(*(one / sampler.batch_size for one in seconds))
 
 
-def repeat_images(images: Tensor, times: int, *, pin: bool = False) -> Tensor:
-    """Repeat images along the first axis, in pinned memory if asked."""
+def repeat_images(images: Tensor, times: int) -> Tensor:
+    """Repeat images along the first axis, in pinned memory where there is CUDA, as the loader leaves them."""
     images = images.repeat(times, *[1] * (images.ndim - 1)) if times > 1 else images
-    return images.pin_memory() if pin else images
+    return images.pin_memory() if torch.cuda.is_available() else images
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -25,24 +25,22 @@ def config(*settings):
 
 
 @pytest.mark.parametrize(
-    ("costs", "workers", "place"),
+    ("costs", "workers", "where"),
     [
-        (Costs(2.0, 2.0, 2.0, 0.1), 1, "device"),  # the only worker is as slow as this process
-        (Costs(2.0, 2.0, 2.0, 0.1), 3, "worker"),
-        (Costs(2.0, 2.0, 2.0, 0.1), 2, "device"),  # no slower than now, but no faster either
-        (Costs(2.0, 2.0, 0.05, 0.04), 16, "device"),  # an accelerator
-        (Costs(2.0, 0.1, 2.0, 1.9), 3, "device"),  # what is won is lost again on the way
+        (Costs(2.0, 2.0, 2.0), 1, "device"),  # the only worker is as slow as this process
+        (Costs(2.0, 2.0, 2.0), 3, "worker"),
+        (Costs(2.0, 2.0, 2.0), 2, "device"),  # no slower than now, but no faster either
+        (Costs(2.0, 2.0, 0.05), 16, "device"),  # an accelerator
     ],
 )
-def test_the_place_is_where_the_slowest_station_is_faster(costs, workers, place):
-    assert faster_photometry(costs, workers)[0] == place
+def test_photometry_runs_where_the_slower_stage_is_faster(costs, workers, where):
+    assert faster_photometry(costs, workers)[0] == where
 
 
-def test_stations_are_measured_and_leave_no_trace():
+def test_stages_are_measured_and_leave_no_trace():
     before = torch.get_rng_state(), torch.get_num_threads()
     costs = measure_costs(config(), SyntheticSource(length=20), CPU)
     assert min(costs) > 0
-    assert costs.transfer < costs.transfer_and_colour
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_num_threads() == before[1]
 
