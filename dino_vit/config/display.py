@@ -43,20 +43,25 @@ def json_schema(cls: type[Settings]) -> dict[str, Any]:
 
 def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
     """Add the arguments that change settings, and a help that lists every setting."""
-    known = settings_of(cls)
-    help = "YAML file of differences from the defaults"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=help)
-    for name in cls.options:
-        flag, nargs = f"--{name.replace('_', '-')}", "+" if known[name].takes_list else None
-        parser.add_argument(flag, nargs=nargs, dest=name, metavar=name.upper(), help=_meaning(known[name]))
-    for switch, name in cls.switches.items():
-        parser.add_argument(f"--{switch}", dest=name, action="store_true", help=known[name].doc)
-    names = "".join(f"{name.upper()} " for name in cls.positional)
-    help = "change settings; these win over the file"
-    parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
-    lines = [f"  {_default(info):<{_COLUMN}}  {_meaning(info)}" for info in known.values()]
+    known = dict(settings_of(cls))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "settings and their defaults:\n" + "\n".join(lines).replace("%", "%%")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences from defaults")
+    for name in cls.options:
+        info = known.pop(name)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            nargs="+" if info.takes_list else None,
+            metavar=f"{{{','.join(info.choices)}}}" if info.choices else name.upper(),
+            help=info.doc + (f" (default: {info.default})" if info.default else ""),
+        )
+    for switch, name in cls.switches.items():
+        parser.add_argument(f"--{switch}", dest=name, action="store_true", help=known.pop(name).doc)
+    names = "".join(f"{name.upper()} " for name in cls.positional)
+    help = "settings; they override those in the file"
+    parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
+    if known:
+        lines = [f"  {_default(info):<{_COLUMN}}  {_meaning(info)}" for info in known.values()]
+        parser.epilog = "\n".join(["settings and their defaults:", *lines]).replace("%", "%%")
 
 
 def _default(info: SettingInfo) -> str:
@@ -83,9 +88,9 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     known, unset = settings_of(cls), list(cls.positional)
     positional: list[str] = []
     listed: list[str] = []
-    named = [f"{name}=true" for name in cls.switches.values() if getattr(args, name)]
+    named = [f"{name}=true" for name in cls.switches.values() if getattr(args, name, False)]
     for name in cls.options:
-        given = getattr(args, name)
+        given = getattr(args, name, None)
         if isinstance(given, list):
             given = given[0] if len(given) == 1 else f"[{', '.join(given)}]"
         named += [] if given is None else [f"{name}={given}"]

@@ -115,7 +115,7 @@ def nearest(typed: str, cls: type[Settings]) -> list[str]:
             keys_by_name.setdefault(name, []).append(key)
     typed = typed.strip("-").replace("-", "_")
     last = typed.rpartition(".")[2]
-    for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.6), (last, 0.6)):
+    for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.7), (last, 0.7)):
         if match := get_close_matches(text, keys_by_name, n=1, cutoff=cutoff):
             return keys_by_name[match[0]][:3]
     return []
@@ -175,4 +175,5 @@ def _explain(cls: type[Settings], layer: _Layer, detail: ErrorDetails) -> Iterat
         _, value, origin = layer[info.key]
         yield Problem(f"{info.key} = {yaml.write(value)} ({origin}): must be {info.allowed}", (info.key,))
     else:
-        yield Problem(f"{info.key} is needed: {info.doc}", (info.key, section))
+        text = f"{info.key} is needed: {info.doc}"
+        yield Problem(f"{text}, {info.allowed}" if info.choices else text, (info.key, section))

@@ -50,7 +50,7 @@ def test_text_is_taken_literally() -> None:
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     assert refused("egs=3") == ["egs is not a setting (command line); did you mean eggs?"]
     assert refused("oeufs=3") == ["oeufs is not a setting (command line); did you mean eggs?"]
-    assert refused("eggs={yolk: 1}") == ["eggs.yolk is not a setting (command line); did you mean eggs?"]
+    assert refused("eggs={yolk: 1}")[0].startswith("eggs.yolk is not a setting (command line); there are ")
     assert refused("degrees=3") == ["degrees is not a setting (command line); did you mean oven.degrees?"]
     (text,) = refused("oven.whatever_it_is=3")
     assert text.endswith("oven has oven.degrees, oven.gas, oven.mark, oven.fan")
