@@ -131,7 +131,7 @@ def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
             ["data.source=/no/such/folder"],
             "'/no/such/folder' is no source that exists: give a folder of images",
         ),
-        (["run.trackers=[tensorbord]"], "Accelerate knows no tensorbord; it knows aim, "),
+        (["run.trackers=[tensorbord]"], "run.trackers: tensorbord is not installed. Install it, choose from"),
         (["data.source=synthetic:20"], "no step in an epoch: 20 images do not fill a global batch of 64"),
         (["init.weights=/no/such.pth", *SMALL], "/no/such.pth does not exist"),
     ],

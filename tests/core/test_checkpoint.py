@@ -75,7 +75,7 @@ def test_a_damaged_newest_is_passed_over_and_named(tmp_path, damage, caplog):
     assert checkpoints.newest().step == 5
     assert str(newer) in caplog.text
     older.write_bytes(damage(older.read_bytes()))
-    with pytest.raises(StorageError, match=r"none of the 2 checkpoints in .* can be read; move the folder"):
+    with pytest.raises(StorageError, match=r"none of the checkpoints in .* can be read; move the folder"):
         checkpoints.newest()
 
 
@@ -87,14 +87,14 @@ def test_a_file_of_someone_else_is_passed_over(tmp_path, caplog):
     save_file(STATE, checkpoints.folder / "step-00000010.safetensors")
     (checkpoints.folder / "notes.safetensors").write_text("not a step")
     assert checkpoints.newest().step == 5
-    assert "does not say what it is" in caplog.text
+    assert "was not written by dino-vit" in caplog.text
 
 
 def test_a_state_that_is_not_finite_is_never_written(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 5)
     for value in (torch.inf, torch.nan):
-        with pytest.raises(NotFinite, match="1 tensors are not finite, the first is b"):
+        with pytest.raises(NotFinite, match="1 tensor is not finite; the first is b"):
             checkpoints.save(10, {**STATE, "b": torch.tensor([1.0, value])}, {})
     assert kept(checkpoints) == [5]
 
@@ -154,11 +154,8 @@ def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
     whole = {name: tensor.clone() for name, tensor in collect(modules, optimizer, names).items()}
     one = "optimizer.exp_avg.head.mlp.0.weight"
     cases = {
-        "teacher.backbone.cls_token is missing": {
-            k: v for k, v in whole.items() if k != "teacher.backbone.cls_token"
-        },
-        f"{one} is missing": {k: v for k, v in whole.items() if k != one},
-        "student.extra has no place here": {**whole, "student.extra": torch.ones(1)},
+        f"{one} is missing in the file and \\(8, 16\\) here": {k: v for k, v in whole.items() if k != one},
+        "student.extra is \\(1,\\) in the file and missing here": {**whole, "student.extra": torch.ones(1)},
         f"{one} is \\(3,\\) in the file and \\(8, 16\\) here": {**whole, one: torch.ones(3)},
     }
     for said, tensors in cases.items():
