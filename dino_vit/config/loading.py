@@ -65,17 +65,13 @@ def _layer(cls: type[Settings], entries: Sequence[Entry], problems: list[Problem
     layer: _Layer = {}
     for entry in entries:
         key, value, origin = entry
+        is_empty = value in (None, {}) and key in ("", *sections(cls))  # a file or section without settings
         if key in layer:
             text = f"{key} is given twice ({layer[key].origin} and {origin}); keep one"
             problems.append(Problem(text, (key,)))
         elif key in settings_of(cls):
             layer[key] = entry
-        elif value in (None, {}) and key in ("", *sections(cls)):
-            pass  # an empty file or section changes nothing
-        elif key in sections(cls):
-            text = f"{key} ({origin}) is a section; set one of {_inside(cls, key)}"
-            problems.append(Problem(text, (key,)))
-        else:
+        elif not is_empty:
             problems.append(_unknown(cls, key, origin))
     return layer
 
@@ -89,19 +85,16 @@ def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     }
 
 
-def _inside(cls: type[Settings], section: str) -> str:
-    return ", ".join(key for key in settings_of(cls) if key.startswith(f"{section}."))
-
-
 def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
     if not key:
         return Problem(f"{origin}: write settings as `name: value`", ())
-    guesses = nearest(key, cls)
+    guesses = [] if key in sections(cls) else nearest(key, cls)
     section = key.partition(".")[0]
     if guesses:
         hint = f"did you mean {' or '.join(guesses)}?"
     elif section in sections(cls):
-        hint = f"{section} has {_inside(cls, section)}"
+        inside = [name for name in settings_of(cls) if name.startswith(f"{section}.")]
+        hint = f"the section {section} has {', '.join(inside)}"
     else:
         hint = f"there are {', '.join(cls.model_fields)}"
     return Problem(f"{key} is not a setting ({origin}); {hint}", (key, *guesses))

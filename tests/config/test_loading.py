@@ -53,7 +53,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
     assert refused("eggs={yolk: 1}")[0].startswith("eggs.yolk is not a setting (command line); there are ")
     assert refused("degrees=3") == ["degrees is not a setting (command line); did you mean oven.degrees?"]
     (text,) = refused("oven.whatever_it_is=3")
-    assert text.endswith("oven has oven.degrees, oven.gas, oven.mark, oven.fan")
+    assert text.endswith("the section oven has oven.degrees, oven.gas, oven.mark, oven.fan")
     (text,) = refused("whatever=3")
     assert text.endswith("there are name, eggs, sizes, tiers, oven, icing")
     assert "write name=..." in refused("strawberry")[0]
@@ -122,7 +122,7 @@ def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:
         ("eggs\n", "PATH:1: write settings as `name: value`"),
         ("eggs: 3\neggs: 4\n", "eggs is given twice (PATH:1 and PATH:2); keep one"),
         ("oven: {fan: on}\noven.fan: off\n", "oven.fan is given twice (PATH:1 and PATH:2); keep one"),
-        ("oven: 3\n", "oven (PATH:1) is a section; set one of oven.degrees"),
+        ("oven: 3\n", "oven is not a setting (PATH:1); the section oven has oven.degrees, oven.gas"),
         ("1: 2\n", "1 is not a setting"),
     ],
 )
