@@ -61,10 +61,9 @@ class Checkpoints:
         self._prune(step, best=metadata.get("best"))
         return path
 
-    def newest(self, *, up_to: int | None = None) -> Checkpoint | None:
+    def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is undamaged, or None if there are no checkpoints."""
-        paths = [path for step, path in self._by_step().items() if up_to is None or step <= up_to]
-        for path in reversed(paths):
+        for path in reversed(self.paths()):
             try:
                 tensors, metadata = read_tensors(path)
                 if OWN_KEY not in metadata:
@@ -72,7 +71,7 @@ class Checkpoints:
                 return Checkpoint(path, tensors, json.loads(metadata[OWN_KEY]))
             except StorageError as error:
                 log.warning("skipped a checkpoint: %s", error)
-        if paths:
+        if self.paths():
             raise StorageError(
                 f"none of the checkpoints in {self.folder} can be read; move the folder away to start again"
             )

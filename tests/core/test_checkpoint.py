@@ -47,15 +47,12 @@ def test_steps_ahead_were_given_up_and_do_not_push_a_good_one_out(tmp_path):
     assert checkpoints.newest().step == 1_000_000_000
 
 
-def test_the_newest_is_read_and_another_before_a_step_on_request(tmp_path):
+def test_the_newest_is_read(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest() is None
     write(checkpoints, 5, 10)
     assert checkpoints.newest().step == 10
     assert torch.equal(checkpoints.newest().tensors["a"], torch.full((300,), 10.0))
-    assert checkpoints.newest(up_to=9).step == 5
-    assert checkpoints.newest(up_to=10).step == 10
-    assert checkpoints.newest(up_to=4) is None
     assert checkpoints.newest().metadata == {"best": None, "kind": "checkpoint", "step": 10}
 
 
