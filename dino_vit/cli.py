@@ -8,17 +8,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 import dino_vit
-from dino_vit.config.display import (
-    add_config_arguments,
-    config_from,
-    json_schema,
-    parse_arguments,
-    to_yaml,
-)
+from dino_vit.config import display
 from dino_vit.config.settings import Settings
 
 
@@ -27,7 +21,7 @@ class Command(NamedTuple):
 
     help: str
     config: str  # module:class
-    run: str = "run"  # function in that module, or module:function
+    run: str = ""  # module:function; the function `run` in the module of the settings if empty
     examples: tuple[str, ...] = ()
 
 
@@ -84,12 +78,15 @@ COMMANDS = {
         examples=("duplicates photos.parquet threshold=0.97 output=duplicates.csv",),
     ),
     "inspect-weights": Command(
-        "show what is in a weights file or run folder", "commands.weights:InspectWeightsConfig", "inspect"
+        "show what is in a weights file or run folder",
+        "commands.weights:InspectWeightsConfig",
+        "commands.weights:inspect",
+        ("inspect-weights runs/pretrain",),
     ),
     "export": Command(
         "write a backbone for timm, torchvision, Hugging Face or the DINO repository",
         "commands.weights:ExportConfig",
-        "export",
+        "commands.weights:export",
         ("export runs/pretrain vits16.pth --format timm",),
     ),
 }
@@ -102,13 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(build_parser(argv), argv)
+    args = display.parse_arguments(build_parser(argv), argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
     try:
         if args.command == "config":
             return _print_config(args)
-        config = config_from(args, config_class(args.command))
+        config = display.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
         code = run_function(args.command)(config)
     except BrokenPipeError:  # such as when `head` has read enough
@@ -136,36 +133,33 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         if name in argv:  # its settings may be declared next to code that imports torch
             cls = config_class(name)
             one.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *command.examples])
-            add_config_arguments(one, cls)
+            display.add_config_arguments(one, cls)
     one = commands.add_parser("config", help="print the settings of a command as YAML or as a JSON schema")
     one.description = "Print every setting of a command with its meaning, as YAML that loads again."
     one.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
     one.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
-    add_config_arguments(one, Settings)
+    display.add_config_arguments(one, Settings)
     return parser
 
 
 def config_class(name: str) -> type[Settings]:
     """Return the settings of a command."""
-    cls: type[Settings] = _import(COMMANDS[name].config)
+    cls: type[Settings] = resolve_name(f"dino_vit.{COMMANDS[name].config}")
     return cls
 
 
 def run_function(name: str) -> Callable[[Settings], int]:
     """Return the function of a command."""
     command = COMMANDS[name]
-    module = command.config.partition(":")[0]
-    run: Callable[[Settings], int] = _import(command.run if ":" in command.run else f"{module}:{command.run}")
+    path = command.run or f"{command.config.partition(':')[0]}:run"
+    run: Callable[[Settings], int] = resolve_name(f"dino_vit.{path}")
     return run
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(f"dino_vit.{module}"), name)
 
 
 def _print_config(args: argparse.Namespace) -> int:
     cls = config_class(args.of)
-    shown = json.dumps(json_schema(cls), indent=2) + "\n" if args.schema else to_yaml(config_from(args, cls))
-    print(shown, end="")
+    if args.schema:
+        print(json.dumps(display.json_schema(cls), indent=2))
+    else:
+        print(display.to_yaml(display.config_from(args, cls)), end="")
     return 0
