@@ -13,22 +13,21 @@ _COLUMN = 34  # where the meaning of a setting begins
 _LONGEST = 64  # of a default in a help text; `dino-vit config` prints it whole
 
 
-def to_yaml(config: Settings, comments: bool = True) -> str:
+def to_yaml(config: Settings) -> str:
     """Return every setting as YAML that loads back to an equal config, each with its meaning."""
     cls = type(config)
     lines: list[str] = []
     section = ""
     for key, value in values(config).items():
         prefix, _, name = key.rpartition(".")
-        if prefix != section and comments:
+        if prefix != section:
             lines.append("")
         if prefix and prefix != section:
             inner = section_of(cls.model_fields[prefix].annotation)
-            lines += [f"# {inner.__doc__}"] if comments and inner and inner.__doc__ else []
-            lines.append(f"{prefix}:")
+            lines += [f"# {inner.__doc__}" if inner else "", f"{prefix}:"]
         section = prefix
         line = f"{'  ' if prefix else ''}{name}: {yaml.write(value)}"
-        lines.append(f"{line:<{_COLUMN - 2}}  # {_meaning(settings_of(cls)[key])}" if comments else line)
+        lines.append(f"{line:<{_COLUMN - 2}}  # {_meaning(settings_of(cls)[key])}")
     return "\n".join(lines) + "\n"
 
 
@@ -73,13 +72,12 @@ def _default(info: SettingInfo) -> str:
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse with `key=value` allowed between and after the options too, which argparse alone rejects."""
     args, rest = parser.parse_known_args(argv)
-    options = [text for text in rest if text.startswith("-")]
-    if options or (rest and not hasattr(args, "settings")):
-        name, _, value = options[0].lstrip("-").partition("=") if options else ("", "", "")
-        hint = f"; settings are written without dashes: {name.replace('-', '_')}={value or '...'}"
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint if name else ''}")
-    if rest:
-        args.settings = [*args.settings, *rest]
+    for text in rest:
+        if text.startswith("-"):
+            name, _, value = text.lstrip("-").partition("=")
+            hint = f"settings are written without dashes: {name.replace('-', '_')}={value or '...'}"
+            parser.error(f"unrecognized option {text}; {hint}")
+    args.settings = [*args.settings, *rest]
     return args
 
 

@@ -12,18 +12,15 @@ from dino_vit.config.settings import ConfigError, Count, Settings, setting, sett
 from tests.support.cake import Cake
 
 
-@pytest.mark.parametrize("comments", [True, False])
 @pytest.mark.parametrize(
     "overrides", [[], ["name=1e-3", "eggs=4", "oven.mark=4", "icing.colour=no", "tiers=[a, 'null']"]]
 )
-def test_yaml_loads_back(tmp_path: Path, overrides: list[str], comments: bool) -> None:
+def test_yaml_loads_back(tmp_path: Path, overrides: list[str]) -> None:
     cake = load(Cake, None, overrides)
-    text = to_yaml(cake, comments)
+    text = to_yaml(cake)
     (tmp_path / "cake.yaml").write_text(text)
     assert load(Cake, tmp_path / "cake.yaml") == cake
-    assert ("#" in text) == comments
-    for key in values(cake):
-        assert not comments or settings_of(Cake)[key].doc in text
+    assert all(f"# {settings_of(Cake)[key].doc}" in text for key in values(cake))
 
 
 def test_schema_describes_every_setting() -> None:
@@ -38,7 +35,6 @@ def parser(cls: type[Settings]) -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(prog="bake")
     commands = main.add_subparsers(dest="command", required=True)
     add_config_arguments(commands.add_parser("cake"), cls)
-    commands.add_parser("wash")
     return main
 
 
@@ -59,7 +55,6 @@ def test_arguments_may_come_in_any_order(tmp_path: Path) -> None:
     [
         (["cake", "--eggs=3"], "settings are written without dashes: eggs=3"),
         (["cake", "--egg-size", "3"], "settings are written without dashes: egg_size=..."),
-        (["wash", "eggs=3"], "unrecognized arguments: eggs=3"),
     ],
 )
 def test_unknown_options_are_explained(
