@@ -1,18 +1,13 @@
 """Self-supervised pretraining of vision transformers with DINO."""
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
     from dino_vit.weights import WeightsError, export_backbone, load_backbone, save_backbone
 
 __version__ = "0.1.0"
-
-_VIT = ("VisionTransformer", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge")
-_WEIGHTS = ("WeightsError", "export_backbone", "load_backbone", "save_backbone")
 
 __all__ = [
     "VisionTransformer",
@@ -28,9 +23,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import what stands behind a public name when it is first used, so that `--help` needs no torch."""
-    for module, names in (("dino_vit.models.vit", _VIT), ("dino_vit.weights", _WEIGHTS)):
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module 'dino_vit' has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: `dino-vit --help` must not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'dino_vit' has no attribute {name!r}")
+    weights = ("WeightsError", "export_backbone", "load_backbone", "save_backbone")
+    return getattr(import_module("dino_vit.weights" if name in weights else "dino_vit.models.vit"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

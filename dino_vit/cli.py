@@ -1,38 +1,114 @@
-"""The console command `dino-vit`: one subcommand a job, each importing only what it needs."""
+"""The console command `dino-vit`: one table of commands, each of which imports only what it needs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+from typing import NamedTuple
 
-from dino_vit import __version__
-from dino_vit.jobs import JOBS
+import dino_vit
+from dino_vit.config import display
+from dino_vit.config.settings import Settings
 
-if TYPE_CHECKING:
-    from dino_vit.config.settings import Settings
+
+class Command(NamedTuple):
+    """A command: its line in `dino-vit --help`, its settings and the function that takes them."""
+
+    help: str
+    config: str  # module:class
+    run: str = ""  # module:function; the function `run` in the module of the settings if empty
+    examples: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "demo": Command("see a transformer learn without labels, in minutes", "commands.demo:DemoConfig"),
+    "inspect-data": Command("show what is in a source of images", "commands.inspect_data:InspectConfig"),
+    "pack": Command("write a source of images as tar shards", "commands.pack:PackConfig"),
+    "pretrain": Command(
+        "train a vision transformer on images without labels",
+        "config.pretrain:PretrainConfig",
+        "training.loop:pretrain",
+        ("pretrain data.source=photos", "pretrain --config configs/pretrain/vits16.yaml data.source=photos"),
+    ),
+    "report": Command(
+        "write an HTML page about a run, or serve it while the run goes on",
+        "commands.report:ReportConfig",
+        examples=("report runs/pretrain", "report runs/pretrain --serve"),
+    ),
+    "knn": Command(
+        "classify images by their nearest neighbours",
+        "commands.knn:KnnConfig",
+        examples=("knn photos weights=runs/demo", "knn val train=train weights=runs/demo"),
+    ),
+    "linear": Command(
+        "train linear classifiers on a frozen backbone",
+        "commands.linear:LinearConfig",
+        examples=(
+            "linear photos/val train=photos/train weights=runs/pretrain",
+            "linear photos weights=runs/pretrain method=logistic",
+        ),
+    ),
+    "finetune": Command(
+        "train a backbone and a classifier on labelled images",
+        "eval.finetuning:FinetuneConfig",
+        "commands.finetune:run",
+        ("finetune photos/val train=photos/train weights=runs/pretrain", "finetune photos arch=vit_small"),
+    ),
+    "attention": Command(
+        "draw the attention of the CLS token to the patches", "commands.attention:AttentionConfig"
+    ),
+    "embed": Command(
+        "write the embeddings of images to a file",
+        "commands.embed:EmbedConfig",
+        examples=("embed photos weights=runs/pretrain output=photos.parquet",),
+    ),
+    "search": Command(
+        "find the embedded images nearest to given ones",
+        "commands.search:SearchConfig",
+        examples=("search photos.parquet cat.jpg dog.jpg output=found.png",),
+    ),
+    "duplicates": Command(
+        "list embedded images that are nearly the same",
+        "commands.duplicates:DuplicatesConfig",
+        examples=("duplicates photos.parquet threshold=0.97 output=duplicates.csv",),
+    ),
+    "inspect-weights": Command(
+        "show what is in a weights file or run folder",
+        "commands.weights:InspectWeightsConfig",
+        "commands.weights:inspect",
+        ("inspect-weights runs/pretrain",),
+    ),
+    "export": Command(
+        "write a backbone for timm, torchvision, Hugging Face or the DINO repository",
+        "commands.weights:ExportConfig",
+        "commands.weights:export",
+        ("export runs/pretrain vits16.pth --format timm",),
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is a sentence on stderr and exit code 2, not a traceback."""
-    from dino_vit.config.display import parse_arguments
-
-    argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(build_parser(argv), argv)
-    # Both are read once, by torch. Threads that spin while they wait slow a busy CPU down several times;
-    # large tensors on small pages (Linux) cost a step on a CPU a tenth of its time in page faults.
+    """Run a command; a user's mistake is a message on stderr and exit code 2, not a traceback."""
+    # Both are read once, when torch is imported. Threads that spin while they wait slow a busy CPU down
+    # several times; large tensors on small pages (Linux) cost a CPU step a tenth of its time in page faults.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    argv = sys.argv[1:] if argv is None else argv
+    args = display.parse_arguments(build_parser(argv), argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells which of its builds it loads
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
     try:
-        code: int = args.run(args)
-    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
+        if args.command == "config":
+            return _print_config(args)
+        config = display.config_from(args, config_class(args.command))
+        # The function is imported after the config is validated: its imports may take seconds.
+        code = run_function(args.command)(config)
+    except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     except (ValueError, OSError) as error:
@@ -46,153 +122,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands, with all details of those that are asked for."""
-    parser = argparse.ArgumentParser(
-        prog="dino-vit", description="Self-supervised pretraining of vision transformers with DINO."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in JOBS:
-        _add_job(commands, name, asked)
-    _add_config(commands)
-    _add_inspect_weights(commands)
-    _add_export(commands)
+def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the arguments of those that are in `argv`."""
+    parser = argparse.ArgumentParser(prog="dino-vit", description=dino_vit.__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {dino_vit.__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error occurred")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command.help)
+        if name in argv:  # its settings may be declared next to code that imports torch
+            cls = config_class(name)
+            one.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *command.examples])
+            display.add_config_arguments(one, cls)
+    one = commands.add_parser("config", help="print the settings of a command as YAML or as a JSON schema")
+    one.description = "Print every setting of a command with its meaning, as YAML that loads again."
+    one.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
+    one.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
+    display.add_config_arguments(one, Settings)
     return parser
 
 
-Commands = argparse._SubParsersAction  # the type that add_subparsers returns has no public name
+def config_class(name: str) -> type[Settings]:
+    """Return the settings of a command."""
+    cls: type[Settings] = resolve_name(f"dino_vit.{COMMANDS[name].config}")
+    return cls
 
 
-def _config_class(name: str) -> type[Settings]:
-    module, _, cls = JOBS[name].config.partition(":")
-    found: type[Settings] = getattr(import_module(module), cls)
-    return found
+def run_function(name: str) -> Callable[[Settings], int]:
+    """Return the function of a command."""
+    command = COMMANDS[name]
+    path = command.run or f"{command.config.partition(':')[0]}:run"
+    run: Callable[[Settings], int] = resolve_name(f"dino_vit.{path}")
+    return run
 
 
-def _add_job(commands: Commands[argparse.ArgumentParser], name: str, asked: Sequence[str]) -> None:
-    from dino_vit.config.display import add_config_arguments
-
-    job = JOBS[name]
-    parser = commands.add_parser(name, help=job.help, description=job.description)
-    if name in asked:  # its settings may stand beside code that imports torch
-        add_config_arguments(parser, _config_class(name))
-    parser.set_defaults(run=_run_job)
-
-
-def _run_job(args: argparse.Namespace) -> int:
-    from dino_vit.config.display import config_from
-
-    job = JOBS[args.command]
-    config = config_from(args, _config_class(args.command))
-    # The function after the config is known to be good: what it needs may take seconds to import.
-    code: int = getattr(import_module(job.module), job.run)(config)
-    return code
-
-
-def _add_config(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "config",
-        help="print the settings of a command",
-        description="Print the settings of a command with their meaning, as YAML that loads again.",
-    )
-    parser.add_argument("of", choices=JOBS, metavar="COMMAND", help=f"one of {', '.join(JOBS)}")
-    parser.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="one setting each")
-    parser.set_defaults(run=_config)
-
-
-def _add_inspect_weights(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "inspect-weights",
-        help="say what a weights file holds",
-        description="Say what a weights file, a run folder or a hub folder holds: whose format, which "
-        "architecture, how the images were normalised, which network at which step.",
-    )
-    _add_source(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_inspect_weights)
-
-
-def _add_export(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="write a backbone for timm, torchvision, Hugging Face or DINO's code",
-        description="Write a backbone as another library stores its own, and check that its features agree.",
-    )
-    _add_source(parser)
-    parser.add_argument(
-        "out", help="the file (.pth, .pt, .safetensors) or, for huggingface, the folder to write"
-    )
-    parser.add_argument(
-        "--format",
-        required=True,
-        choices=("reference", "timm", "torchvision", "huggingface"),
-        help="whose layout to write",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what stands at OUT")
-    parser.set_defaults(run=_export)
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="weights file (.pth, .pt, .safetensors), run folder or hub folder")
-    parser.add_argument(
-        "--network", default="teacher", choices=("teacher", "student"), help="of a checkpoint"
-    )
-    parser.add_argument(
-        "--source-format",
-        metavar="FORMAT",
-        help="whose format the source is in, where files look alike: reference, timm, dino-vit, ...",
-    )
-    parser.add_argument("--heads", type=int, help="attention heads, for a width that does not imply them")
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="resample the positions to this size, or height and width",
-    )
-
-
-def _load(args: argparse.Namespace):  # type: ignore[no-untyped-def]  # its type would import torch
-    from dino_vit.weights import load_backbone
-
-    overrides = {}
-    if args.heads:
-        overrides["heads"] = args.heads
-    if args.image_size:
-        if len(args.image_size) > 2:
-            raise ValueError(f"--image-size takes one number or height and width, not {args.image_size}")
-        overrides["image_size"] = (args.image_size[0], args.image_size[-1])
-    return load_backbone(args.source, network=args.network, format=args.source_format, **overrides)
-
-
-def _config(args: argparse.Namespace) -> int:
-    import json
-
-    from dino_vit.config.display import json_schema, to_yaml
-    from dino_vit.config.loading import load
-
-    cls = _config_class(args.of)
+def _print_config(args: argparse.Namespace) -> int:
+    cls = config_class(args.of)
     if args.schema:
-        print(json.dumps(json_schema(cls), indent=2))
+        print(json.dumps(display.json_schema(cls), indent=2))
     else:
-        print(to_yaml(load(cls, args.config, args.settings)), end="")
-    return 0
-
-
-def _inspect_weights(args: argparse.Namespace) -> int:
-    from dino_vit.weights.description import describe, format_description
-
-    description = describe(_load(args))
-    print(format_description(description, as_json=args.json))
-    return 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    from dino_vit.weights import export_backbone
-
-    export_backbone(_load(args), args.out, args.format, overwrite=args.overwrite)
+        print(display.to_yaml(display.config_from(args, cls)), end="")
     return 0

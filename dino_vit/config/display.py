@@ -1,4 +1,4 @@
-"""Show settings: commented YAML, a JSON schema for editors, and the arguments that every command has."""
+"""Show settings as commented YAML, as a JSON schema, and as the arguments and help of a command."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,37 +9,30 @@ from dino_vit.config import yaml
 from dino_vit.config.loading import load
 from dino_vit.config.settings import C, SettingInfo, Settings, section_of, settings_of, values
 
-_COLUMN = 34
-_LONGEST = 64  # a default in a help text; `dino-vit config` prints them whole
+_COLUMN = 34  # where the meaning of a setting begins
+_LONGEST = 64  # of a default in a help text; `dino-vit config` prints it whole
 
 
-def to_yaml(config: Settings, comments: bool = True) -> str:
+def to_yaml(config: Settings) -> str:
     """Return every setting as YAML that loads back to an equal config, each with its meaning."""
-    shown, lines, section = values(config), [], ""
-    for key, one in settings_of(type(config)).items():
-        if key not in shown:
-            continue
+    cls = type(config)
+    lines: list[str] = []
+    section = ""
+    for key, value in values(config).items():
         prefix, _, name = key.rpartition(".")
-        if prefix and prefix != section:
-            lines += [*_heading(type(config), prefix, comments), f"{prefix}:"]
-        elif section and not prefix and comments:
+        if prefix != section:
             lines.append("")
+        if prefix and prefix != section:
+            inner = section_of(cls.model_fields[prefix].annotation)
+            lines += [f"# {inner.__doc__}" if inner else "", f"{prefix}:"]
         section = prefix
-        lines.append(_line(f"{'  ' if prefix else ''}{name}: {yaml.write(shown[key])}", one, comments))
+        line = f"{'  ' if prefix else ''}{name}: {yaml.write(value)}"
+        lines.append(f"{line:<{_COLUMN - 2}}  # {_meaning(settings_of(cls)[key])}")
     return "\n".join(lines) + "\n"
 
 
-def _heading(cls: type[Settings], section: str, comments: bool) -> list[str]:
-    inner = section_of(cls.model_fields[section].annotation)
-    return ["", f"# {inner.__doc__}"] if comments and inner and inner.__doc__ else []
-
-
-def _line(text: str, one: SettingInfo, comments: bool) -> str:
-    return f"{text:<{_COLUMN - 2}}  # {_meaning(one)}" if comments else text
-
-
-def _meaning(one: SettingInfo) -> str:
-    return f"{one.doc} [{'|'.join(one.choices)}]" if one.choices else one.doc
+def _meaning(info: SettingInfo) -> str:
+    return f"{info.doc} [{'|'.join(info.choices)}]" if info.choices else info.doc
 
 
 def json_schema(cls: type[Settings]) -> dict[str, Any]:
@@ -48,58 +41,66 @@ def json_schema(cls: type[Settings]) -> dict[str, Any]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
-    """Give `parser` the two ways to set things, and a help that lists every setting."""
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file of differences from the defaults"
-    )
-    for flag, name in cls.switches.items():
-        parser.add_argument(f"--{flag}", dest=name, action="store_true", help=settings_of(cls)[name].doc)
-    words = "".join(f"{name.upper()} " for name in cls.positional)
-    parser.add_argument(
-        "settings", nargs="*", metavar=f"{words}key=value", help="one setting each; they win over the file"
-    )
-    lines = [f"  {_shown(one):<{_COLUMN}}  {_meaning(one)}" for one in settings_of(cls).values()]
+    """Add the arguments that change settings, and a help that lists every setting."""
+    known = dict(settings_of(cls))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "settings and their defaults:\n" + "\n".join(lines).replace("%", "%%")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences from defaults")
+    for name in cls.options:
+        info = known.pop(name)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            nargs="+" if info.takes_list else None,
+            metavar=f"{{{','.join(info.choices)}}}" if info.choices else name.upper(),
+            help=info.doc + (f" (default: {info.default})" if info.default else ""),
+        )
+    for switch, name in cls.switches.items():
+        parser.add_argument(f"--{switch}", dest=name, action="store_true", help=known.pop(name).doc)
+    names = "".join(f"{name.upper()} " for name in cls.positional)
+    help = "settings; they override those in the file"
+    parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
+    if known:
+        lines = [f"  {_default(info):<{_COLUMN}}  {_meaning(info)}" for info in known.values()]
+        parser.epilog = "\n".join(["settings and their defaults:", *lines]).replace("%", "%%")
 
 
-def _shown(one: SettingInfo) -> str:
-    default = "..." if one.required else yaml.write(one.default)
-    return f"{one.key}={default if len(default) <= _LONGEST else f'{default[: _LONGEST - 4]} ...'}"
+def _default(info: SettingInfo) -> str:
+    default = "..." if info.required else yaml.write(info.default)
+    short = default if len(default) <= _LONGEST else f"{default[: _LONGEST - 4]} ..."
+    return f"{info.key}={short}"
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse with `key=value` allowed between and after the options too, which argparse alone refuses."""
+    """Parse with `key=value` allowed between and after the options too, which argparse alone rejects."""
     args, rest = parser.parse_known_args(argv)
-    options = [text for text in rest if text.startswith("-")]
-    if options or (rest and not hasattr(args, "settings")):
-        hint = f"; settings are written without dashes: {options[0].lstrip('-')}" if options else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if rest:
-        args.settings = [*args.settings, *rest]
+    for text in rest:
+        if text.startswith("-"):
+            name, _, value = text.lstrip("-").partition("=")
+            hint = f"settings are written without dashes: {name.replace('-', '_')}={value or '...'}"
+            parser.error(f"unrecognized option {text}; {hint}")
+    args.settings = [*args.settings, *rest]
     return args
 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
-    """Return the config that the parsed arguments ask for."""
-    words = [text for text in args.settings if _is_word(cls, text)]
-    named = [text for text in args.settings if not _is_word(cls, text)]
-    raised = [f"{name}=true" for name in cls.switches.values() if getattr(args, name)]
-    return load(cls, args.config, [*_name(cls, words), *raised, *named])
-
-
-def _is_word(cls: type[Settings], text: str) -> bool:
-    key, equals, _ = text.partition("=")
-    return not equals or (bool(cls.positional) and "/" in key)  # a path with an = in it
-
-
-def _name(cls: type[Settings], words: Sequence[str]) -> list[str]:
-    """Give words the names that they stand for, as far as there are any."""
-    named = []
-    for name in cls.positional:
-        if not words:
-            break
-        one = settings_of(cls)[name]
-        taken, words = (words[:1], words[1:]) if one.takes_text else (words, [])
-        named.append(f"{name}={taken[0] if one.takes_text else yaml.write(taken)}")
-    return [*named, *words]
+    """Return the config for parsed arguments."""
+    known, unset = settings_of(cls), list(cls.positional)
+    positional: list[str] = []
+    listed: list[str] = []
+    named = [f"{name}=true" for name in cls.switches.values() if getattr(args, name, False)]
+    for name in cls.options:
+        given = getattr(args, name, None)
+        if isinstance(given, list):
+            given = given[0] if len(given) == 1 else f"[{', '.join(given)}]"
+        named += [] if given is None else [f"{name}={given}"]
+    for text in args.settings:
+        key, equals, _ = text.partition("=")
+        is_path = bool(unset) and "/" in key  # with an = in it
+        if not unset or (equals and not is_path):
+            named.append(text)
+        elif known[unset[0]].takes_text:
+            positional.append(f"{unset.pop(0)}={text}")
+        else:
+            listed.append(text)
+    if listed:
+        positional.append(f"{unset[0]}={yaml.write(listed)}")
+    return load(cls, args.config, [*positional, *named])

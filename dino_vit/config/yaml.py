@@ -1,31 +1,27 @@
 """Read and write YAML by the core schema of YAML 1.2, in which `no` is text and `1e-3` is a number."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import yaml
 
 
-@dataclass(frozen=True)
-class Located:
-    """A value and the line it stands on; a mapping is a dict of further `Located`."""
+class Entry(NamedTuple):
+    """A value under a dotted key, and where it was given."""
 
+    key: str
     value: object
-    line: int
+    origin: str
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's way)
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported here", mark)
-        return super().compose_node(parent, index)
-
 
 class _Dumper(yaml.SafeDumper):
-    pass
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 _FLOAT = re.compile(
@@ -38,56 +34,48 @@ for _name, _pattern, _first in (
     ("float", _FLOAT, list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _first)
-# Text that either version of YAML would take for a number is written in quotes.
+# Quote text that either version of YAML would read as a number.
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def read(text: str, name: str) -> Located:
-    """Return the one document in `text`; `name` says in errors where it came from."""
+def read(text: str | bytes, name: str, key: str = "") -> list[Entry]:
+    """Return the values in the file `name` by dotted key, or, with `key`, those of that one argument."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return Located(None, 1) if node is None else _locate(loader, node)
+        found = list(_walk(loader, node, key, 1)) if node else [(key, None, 1)]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        problem = error.problem or str(error)
-        if "'\\t'" in problem:
-            problem = "a tab; YAML indents with spaces"
-        raise ValueError(f"{name}{line}: {problem}") from None
+        line = f":{mark.line + 1}" if mark and not key else ""
+        raise ValueError(f"{name}{line}: {error.problem or error}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{name}: {error}") from None
+    return [Entry(key_, value, name if key else f"{name}:{line}") for key_, value, line in found]
 
 
-def _locate(loader: _Loader, node: yaml.Node) -> Located:
-    line = node.start_mark.line + 1
-    if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
-        return Located(_frozen(loader.construct_object(node, deep=True)), line)
-    found: dict[str, Located] = {}
-    for key_node, value_node in node.value:
-        key = str(loader.construct_object(key_node, deep=True))
-        if key in found:
-            problem = f"{key} stands here and in line {found[key].line}; keep one of them"
-            raise yaml.composer.ComposerError(None, None, problem, key_node.start_mark)
-        found[key] = Located(_locate(loader, value_node).value, key_node.start_mark.line + 1)
-    return Located(found, line)
+def _walk(loader: _Loader, node: yaml.Node, key: str, line: int) -> Iterator[tuple[str, object, int]]:
+    if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map" and node.value:
+        for name, inner in node.value:
+            inner_key = f"{key}.{loader.construct_object(name, deep=True)}".removeprefix(".")
+            yield from _walk(loader, inner, inner_key, name.start_mark.line + 1)
+    else:
+        yield key, _as_tuples(loader.construct_object(node, deep=True)), line
 
 
-def _frozen(value: object) -> object:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _as_tuples(value: object) -> object:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def write(value: object) -> str:
     """Return `value` on one line, numbers without a needless fraction."""
-    text = yaml.dump(_plain(value), Dumper=_Dumper, default_flow_style=True, width=2**30, allow_unicode=True)
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**30, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return int(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+def _represent_float(dumper: _Dumper, value: float) -> yaml.Node:
+    whole = value.is_integer() and abs(value) < 1e15
+    return dumper.represent_int(int(value)) if whole else dumper.represent_float(value)
+
+
+_Dumper.add_representer(float, _represent_float)
+_Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))

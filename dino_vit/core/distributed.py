@@ -1,4 +1,4 @@
-"""The one place of the library that knows about a process group; without one it does nothing."""
+"""Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,42 +9,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def world_size() -> int:
-    """Return the number of processes, 1 without a process group."""
-    return dist.get_world_size() if _in_group() else 1
+    """Return the number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return the number of this process among all of them, 0 without a process group."""
-    return dist.get_rank() if _in_group() else 0
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if world_size() > 1 else 0
 
 
 def is_main_process() -> bool:
-    """Tell whether this is rank 0, the process that prints and writes."""
+    """Return whether this is rank 0, the process that prints and writes."""
     return rank() == 0
 
 
 def all_reduce_mean(tensor: Tensor) -> Tensor:
-    """Return the mean of a floating-point tensor over all processes; the tensor itself is never written to.
-
-    A single process gets the very tensor back. Carries no gradient.
-    """
+    """Return the mean over all processes, without gradient; a single process gets the same tensor back."""
     if world_size() == 1:
         return tensor
     total = tensor.detach().clone()
-    dist.all_reduce(total)  # a sum: gloo has no mean
+    dist.all_reduce(total)  # sum: gloo has no mean
     return total / world_size()
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the rows of all processes in the order of their ranks; each may have another number of rows.
-
-    A single process gets the very tensor back. Carries no gradient.
-    """
+    """Concatenate the rows of all processes by rank, without gradient; their numbers of rows may differ."""
     if world_size() == 1:
         return tensor
     mine = torch.tensor([len(tensor)], device=tensor.device)
@@ -59,7 +49,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def any_process(flag: bool) -> bool:
-    """Tell whether the flag is set in any process, without waiting for an accelerator."""
+    """Return whether the flag is set in any process, without a device synchronisation."""
     if world_size() == 1:
         return flag
     flags = torch.tensor([int(flag)])
@@ -69,19 +59,19 @@ def any_process(flag: bool) -> bool:
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """Let what fails in one process fail in all at the end of the block, rather than leave them waiting."""
+    """Raise an error in all processes at the end of the block if one failed, so that none waits forever."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
     if any_process(failure is not None):
-        raise failure or ValueError("another process failed; see what it said")
+        raise failure or ValueError("another process failed; see its error message")
 
 
 @cache
 def _host_group() -> dist.ProcessGroup:
-    """Return a group for tensors on the host; all processes make it at the same call."""
+    """Return a group for tensors on the CPU; all processes create it in the same call."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,7 +1,7 @@
-"""Random numbers without state: each is a function of (seed, what it is for, the keys it belongs to).
+"""Random numbers without state: each is a function of a seed, a purpose and integer keys.
 
-The function is SplitMix64, once per key, on integers: the same bits on every platform, in every process.
-A key may be an array; keys broadcast against each other, so that a whole batch is drawn by one call.
+The function applies SplitMix64 once per key, so it gives the same bits on every platform, in every process.
+Keys may be arrays, which are broadcast against each other, so that one call draws a whole batch.
 """
 
 from enum import IntEnum
@@ -16,7 +16,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 class RngPurpose(IntEnum):
-    """What a number is for: the same keys in two streams give unrelated numbers."""
+    """What a random number is for; the same keys give unrelated numbers for different purposes."""
 
     ORDER = 1
     BOXES = 2
@@ -29,25 +29,25 @@ class RngPurpose(IntEnum):
     NOISE = 9
 
 
-def random_bits(seed: int, stream: RngPurpose, *keys: Key) -> NDArray[np.uint64]:
-    """Return 64 random bits for every combination of the broadcast keys, with at least one axis."""
-    state = _mix(_words(seed))
-    for key in (int(stream), *keys):
-        state = _mix(state + (_words(key) + np.uint64(1)) * _GAMMA)
+def random_bits(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.uint64]:
+    """Return 64 random bits for every combination of the broadcast keys, as an array."""
+    state = _mix(_as_uint64(seed))
+    for key in (int(purpose), *keys):
+        state = _mix(state + (_as_uint64(key) + np.uint64(1)) * _GAMMA)
     return state
 
 
-def random_uniform(seed: int, stream: RngPurpose, *keys: Key) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) for every combination of the broadcast keys, with at least one axis."""
-    return (random_bits(seed, stream, *keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def random_uniform(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.float64]:
+    """Return numbers in [0, 1) for every combination of the broadcast keys, as an array."""
+    return (random_bits(seed, purpose, *keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def derive_seed(seed: int, stream: RngPurpose, *keys: int) -> int:
-    """Return a 64-bit seed for a generator of someone else, such as torch's."""
-    return int(random_bits(seed, stream, *keys)[0])
+def derive_seed(seed: int, purpose: RngPurpose, *keys: int) -> int:
+    """Return a 64-bit seed for another generator, such as PyTorch's."""
+    return int(random_bits(seed, purpose, *keys)[0])
 
 
-def _words(key: Key) -> NDArray[np.uint64]:
+def _as_uint64(key: Key) -> NDArray[np.uint64]:
     if isinstance(key, int):
         return np.array([key & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     return key.astype(np.uint64)

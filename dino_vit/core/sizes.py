@@ -14,6 +14,6 @@ VIT_SIZES: dict[str, dict[str, int]] = {
 
 
 def height_width(size: int | Sequence[int]) -> Size:
-    """Return (height, width); a single number stands for a square."""
+    """Return (height, width); a single number means a square."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width

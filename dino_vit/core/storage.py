@@ -1,4 +1,4 @@
-"""Tensors on disk that are whole or not there: safetensors, written atomically, verified when read."""
+"""Write files atomically: readers find the old file or the whole new one. Tensors are verified when read."""
 
 from __future__ import annotations
 
@@ -9,56 +9,53 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, uint8
 
 DIGEST = "sha256"
-OWN_KEY = "dino_vit"  # the metadata that says what a file of ours is
+OWN_KEY = "dino_vit"  # the metadata key under which our files describe themselves
 
 
 class StorageError(ValueError):
-    """A file is not what it claims to be, or could not be written."""
+    """A file is damaged, or could not be written."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], description: str) -> None:
-    """Write a safetensors file with a digest of all it holds; an old one stays until the new one is whole."""
+    """Write a safetensors file with a digest of all its contents."""
     metadata = {OWN_KEY: description}
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    stamped = {**metadata, DIGEST: digest(whole, metadata)}
+    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as partial:
-        save_plain(whole, partial, stamped)
+        save_plain(plain, partial, {**metadata, DIGEST: digest(plain, metadata)})
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, down to the disk; an old one stays until the new one is whole."""
+    """Write a file atomically."""
     with replacing(path) as partial:
         partial.write_bytes(data)
-        sync(partial)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write and sync, which takes the place of `path` if all goes well."""
+    """Yield a temporary path to write to; at the end it is flushed to disk and renamed to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
+        sync(partial)
         os.replace(partial, path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"{path} could not be written, and what stood there is untouched: {error}"
-        ) from error
+        raise StorageError(f"{path} could not be written and was left as it was: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with the permissions of any new file, down to the disk."""
+    """Write a safetensors file with the permissions of any new file, and flush it to disk."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=dict(metadata))
-    path.chmod(mode)  # the library makes its files readable to their owner alone
+    path.chmod(mode)  # safetensors makes its files readable to their owner only
     sync(path)
 
 
@@ -68,20 +65,17 @@ def read_metadata(path: Path) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} is truncated or no safetensors file: {error}") from error
+        raise StorageError(f"{path} is not a safetensors file, or is incomplete: {error}") from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of a safetensors file; one of ours is checked against its digest."""
     metadata = read_metadata(path)
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    tensors = load_file(path)
     expected = metadata.pop(DIGEST, None)
     ours = expected is not None or OWN_KEY in metadata
     if ours and digest(tensors, metadata) != expected:
-        raise StorageError(
-            f"{path} is damaged: its contents do not have the digest that was written with them"
-        )
+        raise StorageError(f"{path} is damaged: its contents do not match its digest")
     return tensors, metadata
 
 
@@ -98,7 +92,7 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed within a folder, survive a power cut."""
+    """Flush a file, or the names in a folder, to disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -154,7 +154,7 @@ def test_the_named_configs_are_there() -> None:
         (["data.mean=[0.5]"], "data.mean has 1 values, but data.channels=3"),
         (["teacher.momentum_end=0.9"], "teacher.momentum=0.996 is above teacher.momentum_end=0.9"),
         (["run.keep_every=1500"], "is not a multiple of run.checkpoint_every=1000"),
-        (["loss.teacher_temp=0"], "loss.teacher_temp = 0 (command line): give a number above 0"),
+        (["loss.teacher_temp=0"], "loss.teacher_temp = 0 (command line): must be a number above 0"),
         (["head.prototypes=1"], "a whole number of at least 2"),
         (["model.drop_path=1"], "of at least 0 and below 1"),
         (["optim.clip=null"], "optim.clip = null"),
@@ -190,7 +190,7 @@ def test_what_makes_sense_is_accepted(overrides: list[str]) -> None:
 
 def test_a_default_that_stands_in_for_a_mistake_is_not_blamed() -> None:
     text = refused("budget.epochs=5", "optim.warmup_epochs=two")
-    assert text == "optim.warmup_epochs = two (command line): give a number of at least 0"
+    assert text == "optim.warmup_epochs = two (command line): must be a number of at least 0"
 
 
 def test_accumulation_counts_for_the_rate() -> None:

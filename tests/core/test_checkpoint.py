@@ -1,11 +1,9 @@
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, optimizer_names, restore
-from dino_vit.core.storage import StorageError, read_tensors
+from dino_vit.core.storage import StorageError
 from dino_vit.method.loss import Center
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
 from dino_vit.models.pair import build_networks
@@ -47,15 +45,12 @@ def test_steps_ahead_were_given_up_and_do_not_push_a_good_one_out(tmp_path):
     assert checkpoints.newest().step == 1_000_000_000
 
 
-def test_the_newest_is_read_and_another_before_a_step_on_request(tmp_path):
+def test_the_newest_is_read(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest() is None
     write(checkpoints, 5, 10)
     assert checkpoints.newest().step == 10
     assert torch.equal(checkpoints.newest().tensors["a"], torch.full((300,), 10.0))
-    assert checkpoints.newest(up_to=9).step == 5
-    assert checkpoints.newest(up_to=10).step == 10
-    assert checkpoints.newest(up_to=4) is None
     assert checkpoints.newest().metadata == {"best": None, "kind": "checkpoint", "step": 10}
 
 
@@ -75,7 +70,7 @@ def test_a_damaged_newest_is_passed_over_and_named(tmp_path, damage, caplog):
     assert checkpoints.newest().step == 5
     assert str(newer) in caplog.text
     older.write_bytes(damage(older.read_bytes()))
-    with pytest.raises(StorageError, match=r"none of the 2 checkpoints in .* can be read; move the folder"):
+    with pytest.raises(StorageError, match=r"none of the checkpoints in .* can be read; move the folder"):
         checkpoints.newest()
 
 
@@ -87,14 +82,14 @@ def test_a_file_of_someone_else_is_passed_over(tmp_path, caplog):
     save_file(STATE, checkpoints.folder / "step-00000010.safetensors")
     (checkpoints.folder / "notes.safetensors").write_text("not a step")
     assert checkpoints.newest().step == 5
-    assert "does not say what it is" in caplog.text
+    assert "was not written by dino-vit" in caplog.text
 
 
 def test_a_state_that_is_not_finite_is_never_written(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 5)
     for value in (torch.inf, torch.nan):
-        with pytest.raises(NotFinite, match="1 tensors are not finite, the first is b"):
+        with pytest.raises(NotFinite, match="1 tensor is not finite; the first is b"):
             checkpoints.save(10, {**STATE, "b": torch.tensor([1.0, value])}, {})
     assert kept(checkpoints) == [5]
 
@@ -154,11 +149,8 @@ def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
     whole = {name: tensor.clone() for name, tensor in collect(modules, optimizer, names).items()}
     one = "optimizer.exp_avg.head.mlp.0.weight"
     cases = {
-        "teacher.backbone.cls_token is missing": {
-            k: v for k, v in whole.items() if k != "teacher.backbone.cls_token"
-        },
-        f"{one} is missing": {k: v for k, v in whole.items() if k != one},
-        "student.extra has no place here": {**whole, "student.extra": torch.ones(1)},
+        f"{one} is missing in the file and \\(8, 16\\) here": {k: v for k, v in whole.items() if k != one},
+        "student.extra is \\(1,\\) in the file and missing here": {**whole, "student.extra": torch.ones(1)},
         f"{one} is \\(3,\\) in the file and \\(8, 16\\) here": {**whole, one: torch.ones(3)},
     }
     for said, tensors in cases.items():
@@ -173,12 +165,6 @@ def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
     checkpoints.save(1, whole, {})
     with pytest.raises(StorageError, match="of another network or optimiser"):
         restore(checkpoints.newest(), modules, other, names)
-
-
-def test_what_is_written_says_what_it_is(tmp_path):
-    write(Checkpoints(tmp_path), 7)
-    _, metadata = read_tensors(tmp_path / "checkpoints" / "step-00000007.safetensors")
-    assert json.loads(metadata["dino_vit"])["kind"] == "checkpoint"
 
 
 def test_optimizer_names_follow_the_optimizers_order():

@@ -103,14 +103,13 @@ def test_a_process_has_its_share_of_the_cores(monkeypatch, environ, processes, c
     assert cores_of_a_process(processes) == cores
 
 
-def test_trackers_are_known_and_installed(monkeypatch):
+def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(dino_vit.core.runtime, "get_available_trackers", lambda: ["tensorboard"])
     check_trackers(["tensorboard"])
     check_trackers([])
-    with pytest.raises(ValueError, match=r"knows no tensorbord; it knows aim, .*tensorboard.*wandb"):
-        check_trackers(["tensorboard", "tensorbord"])
-    with pytest.raises(ValueError, match=r"wandb is not installed. Run `pip install wandb`.*tensorboard"):
-        check_trackers(["wandb"])
+    for name in ("tensorbord", "wandb"):
+        with pytest.raises(ValueError, match=rf"{name} is not installed. .* \(tensorboard\)"):
+            check_trackers(["tensorboard", name])
 
 
 def leave_after(names):

@@ -72,7 +72,7 @@ except StorageError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "could not be written, and what stood there is untouched" in done.stdout
+    assert "could not be written and was left as it was" in done.stdout
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(4))
     assert os.listdir(tmp_path) == ["file.safetensors"]
 
@@ -90,5 +90,5 @@ def test_bytes_are_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyError, match="gone"):
         write_half(tmp_path / "new" / "a.json")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
-    with pytest.raises(StorageError, match="could not be written, and what stood there is untouched"):
+    with pytest.raises(StorageError, match="could not be written and was left as it was"):
         write_bytes(tmp_path / "new", b"in place of a folder")

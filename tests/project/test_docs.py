@@ -12,7 +12,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from dino_vit.cli import _config_class, build_parser
+from dino_vit.cli import build_parser, config_class
 from dino_vit.config import yaml
 from dino_vit.config.display import config_from, parse_arguments
 from dino_vit.config.loading import load
@@ -85,10 +85,7 @@ def test_every_command_is_understood(parts, inside):
         assert program
     else:
         assert parts[0] == "dino-vit"
-    args = parse_arguments(build_parser([job]), [job, *arguments])
-    if job in ("export", "inspect-weights"):
-        return
-    config_from(args, _config_class(job))
+    config_from(parse_arguments(build_parser([job]), [job, *arguments]), config_class(job))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -211,7 +211,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_pat
     run(output, code=75, before=terminate_before_step_13)
     damage(output / "checkpoints" / "step-00000014.safetensors")
     said = run(output)
-    assert "passed over a checkpoint" in said
+    assert "skipped a checkpoint" in said
     assert "step-00000014.safetensors is" in said
     assert "resuming after step 10" in said
     assert steps(output) == [15, 20]

@@ -1,0 +1,110 @@
+"""`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.core.sizes import height_width
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights import export_backbone, load_backbone
+
+FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
+
+
+class _WeightsConfig(Settings):
+    source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
+    network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
+    source_format: str | None = setting(
+        None, "format of the source where files look alike: reference, timm, dino-vit, ...; null: detected"
+    )
+    heads: Count | None = setting(None, "attention heads, for a width that does not imply them")
+    image_size: Count | tuple[Count, Count] | None = setting(
+        None, "resample the positions to this side, or height and width; null: as stored"
+    )
+
+    positional: ClassVar[tuple[str, ...]] = ("source",)
+    options: ClassVar[tuple[str, ...]] = ("network", "source_format", "heads", "image_size")
+
+    def load(self) -> VisionTransformer:
+        """Load the backbone."""
+        overrides: dict[str, Any] = {"heads": self.heads} if self.heads else {}
+        if self.image_size:
+            overrides["image_size"] = height_width(self.image_size)
+        return load_backbone(self.source, network=self.network, format=self.source_format, **overrides)
+
+
+class InspectWeightsConfig(_WeightsConfig):
+    """Show the format, architecture, normalisation, network and step of a weights file or folder."""
+
+    as_json: bool = setting(False, "print JSON")
+    switches: ClassVar = {"json": "as_json"}
+
+
+class ExportConfig(_WeightsConfig):
+    """Write a backbone in the format of another library, and check that its features agree."""
+
+    out: str = Field(description="file to write (.pth, .pt, .safetensors), or folder for huggingface")
+    format: Literal["reference", "timm", "torchvision", "huggingface"] = Field(description="format to write")
+    overwrite: bool = setting(False, "replace OUT if it exists")
+
+    positional: ClassVar = ("source", "out")
+    options: ClassVar = ("format", *_WeightsConfig.options)
+    switches: ClassVar = {"overwrite": "overwrite"}
+
+
+def inspect(config: InspectWeightsConfig) -> int:
+    """Print the facts about a backbone as two columns or as JSON."""
+    facts = describe(config.load())
+    lines = [
+        f"{name.replace('_', ' '):<14}  {_show(name, facts[name])}" for name in facts if name != "config"
+    ]
+    print(json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
+    return 0
+
+
+def export(config: ExportConfig) -> int:
+    """Write a backbone for another library."""
+    export_backbone(config.load(), config.out, config.format, overwrite=config.overwrite)
+    return 0
+
+
+def describe(model: VisionTransformer) -> dict[str, Any]:
+    """Return the facts about a backbone, most important first."""
+    a, known = model.architecture, model.provenance
+    origin = {name: getattr(known, name, None) for name in ("format", "sha256", "network", "step")}
+    pixels = {name: getattr(known, name, None) for name in ("mean", "std", "bits", "range")}
+    if pixels["bits"] and not pixels["range"]:
+        pixels["range"] = "0 to the largest value of the type"
+    return {
+        "file": known.source if known else None,
+        **origin,
+        "architecture": f"{FAMILIES.get(model.width, 'ViT')}/{model.patch_size[0]}",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **{name: getattr(model, name) for name in ("width", "depth", "heads", "registers")},
+        "mlp": f"{a['mlp']} × {a['mlp_ratio']:.4g}",
+        "patch_size": list(model.patch_size),
+        "image_size": list(model.image_size),
+        "grid": list(model.trained_grid),  # of patches
+        "channels": model.channels,
+        "layer_scale": a["layer_scale"] is not None,
+        **{name: a[name] for name in ("stem", "norm_eps", "positions")},
+        "position_mode": model.position_mode,
+        **pixels,
+        "config": known.config if known else {},
+    }
+
+
+def _show(name: str, value: Any) -> str:
+    if value is None:
+        return "not recorded in the file"
+    if name in ("patch_size", "image_size", "grid"):
+        return f"{value[0]} × {value[1]}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(f"{number:.4g}" for number in value)
+    return f"{value:,}" if name == "parameters" else str(value)

@@ -1,0 +1,59 @@
+import json
+
+import pytest
+import torch
+
+from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit.cli import main
+from tests.support.peers import timm_vit
+
+
+@pytest.fixture
+def weights(tmp_path):
+    model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2, position_mode="dino")
+    path = tmp_path / "mine.safetensors"
+    save_backbone(model, path, mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), network="teacher", step=12)
+    return path
+
+
+def test_inspect_weights_in_words_and_as_json(weights, capsys):
+    assert main(["inspect-weights", str(weights)]) == 0
+    said = capsys.readouterr().out
+    assert "ViT/8" in said
+    assert "0.1, 0.2, 0.3" in said
+    assert main(["inspect-weights", str(weights), "--json", "--image-size", "16", "40"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["grid"], facts["network"], facts["step"], facts["heads"]) == ([2, 5], "teacher", 12, 2)
+    assert facts["parameters"] == sum(
+        tensor.numel() for tensor in load_backbone(weights, image_size=(16, 40)).parameters()
+    )
+
+
+@pytest.mark.parametrize("format", ["reference", "timm", "torchvision", "huggingface"])
+def test_export_to_every_format_and_back(weights, tmp_path, format, capsys):
+    out = tmp_path / ("out" if format == "huggingface" else "out.pth")
+    assert main(["export", str(weights), str(out), "--format", format]) == 0
+    images = torch.randn(1, 3, 32, 32)
+    loaded = load_backbone(out, heads=2, format=format)
+    assert torch.allclose(loaded(images), load_backbone(weights)(images), atol=1e-5)
+    assert main(["export", str(weights), str(out), "--format", format]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["export", str(weights), str(out), "--format", format, "--overwrite"]) == 0
+    if format == "huggingface":
+        assert load_backbone(out).provenance.mean == (0.1, 0.2, 0.3)
+
+
+def test_ambiguous_sources_are_read_as_told(tmp_path, capsys):
+    torch.save(timm_vit(num_classes=0).model.state_dict(), tmp_path / "a.pth")
+    for format, mode in (("reference", "dino"), ("timm", "timm")):
+        main(
+            ["inspect-weights", str(tmp_path / "a.pth"), "--heads", "2", "--source-format", format, "--json"]
+        )
+        assert json.loads(capsys.readouterr().out)["position_mode"] == mode
+
+
+def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
+    assert main(["inspect-weights", str(weights), "--image-size", "33"]) == 2
+    assert "33" in capsys.readouterr().err
+    assert main(["export", str(weights), str(tmp_path / "a.npz"), "--format", "timm"]) == 2
+    assert "a.npz must end in .pth" in capsys.readouterr().err
