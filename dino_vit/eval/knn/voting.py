@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.eval.knn.neighbours import Matrix, nearest
-from dino_vit.eval.knn.shortlist import Search
+from dino_vit.eval.knn.neighbours import Matrix, Search, nearest
 
 log = logging.getLogger("dino_vit")
 
