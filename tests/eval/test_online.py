@@ -16,8 +16,7 @@ from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features.extraction import extract_features, pixel_features
 from dino_vit.eval.knn.voting import weighted_knn
-from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.eval.rankme import rankme
+from dino_vit.eval.online import OnlineEvaluation, rankme
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
 
@@ -27,6 +26,23 @@ SETTINGS = {"preparation": PREPARATION}
 
 def backbone():
     return VisionTransformer(image_size=32, patch_size=8, width=24, depth=2, heads=2)
+
+
+@pytest.mark.parametrize("shape", [(50, 8), (5, 12), (9, 9)])
+def test_rankme_is_the_exponential_of_the_entropy_of_the_singular_values(shape):
+    features = torch.randn(*shape) @ torch.diag(torch.logspace(-2, 1, shape[1]))
+    product = features.double().T @ features.double()
+    singular = [math.sqrt(value) for value in torch.linalg.eigvalsh(product).tolist() if value > 1e-12]
+    shares = [value / sum(singular) for value in singular]
+    expected = math.exp(-sum(share * math.log(share) for share in shares))
+    assert rankme(features) == pytest.approx(expected, rel=1e-6)
+
+
+def test_rankme_counts_directions():
+    basis = torch.linalg.qr(torch.randn(20, 20)).Q
+    assert rankme(basis[:, :6]) == pytest.approx(6)
+    assert rankme(torch.ones(20, 6)) == pytest.approx(1)
+    assert rankme(torch.zeros(20, 6)) == 1
 
 
 def test_figures_are_those_of_each_image_among_the_others():
@@ -145,7 +161,7 @@ def test_a_broken_network_has_no_figures():
     assert set(figures) == {"knn", "rankme"}
 
 
-def test_unreadable_images_are_left_out_and_said(tmp_path, caplog):
+def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
     for number in range(12):
         path = tmp_path / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(exist_ok=True)
@@ -154,7 +170,7 @@ def test_unreadable_images_are_left_out_and_said(tmp_path, caplog):
         path.write_bytes(buffer.getvalue() if number > 1 else b"")
     evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
     assert math.isfinite(evaluation(backbone())["knn"])
-    assert "leaves out 2 images that cannot be read, first " in caplog.text
+    assert "leaves out unreadable images: 2, first b/1.png" in caplog.text
     assert "the file is empty" in caplog.text
 
 

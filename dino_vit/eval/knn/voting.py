@@ -1,7 +1,7 @@
 """Weighted k-nearest-neighbour classification of features, as published with DINO.
 
 Features are L2-normalised; the score of a class is the sum of exp(cosine / temperature) over those of the k
-nearest neighbours that belong to it. Exact, whatever the device and the number of processes.
+nearest neighbours that belong to it.
 """
 
 import logging
@@ -18,9 +18,9 @@ from dino_vit.eval.knn.neighbours import Matrix, Search, nearest
 
 log = logging.getLogger("dino_vit")
 
-RANKED = 5  # classes named per query: enough for top-1 and top-5
-NO_CLASS = torch.iinfo(torch.int64).min  # where fewer classes have a vote
-# Numbers held at a time: features of queries and their neighbours, and scores of classes.
+RANKED = 5  # classes returned per query: enough for top-1 and top-5
+NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote
+# Numbers in memory at a time: features of queries and their neighbours, and scores of classes.
 _QUERIES, _VOTES = 2**25, 2**23
 
 
@@ -38,9 +38,8 @@ def weighted_knn(
 ) -> dict[int, Tensor]:
     """Return, for each k, the labels of the best five classes of each query, best first: (queries, ≤ 5).
 
-    Labels are any integers; of classes with equal scores the lower label is first, and NO_CLASS stands where
-    no class has a vote. A k beyond the bank means the whole bank, with a notice. With `own`, query i is row
-    own + i of the bank and does not find itself. Works on the device of the queries, unless told.
+    Labels are any integers; of classes with equal scores the lower label is first. With `own`, query i is row
+    own + i of the bank and does not find itself. Works on the device of the queries by default.
     """
     _check(bank, bank_labels, queries, k, own)
     available = len(bank) - (own is not None)
@@ -51,28 +50,28 @@ def weighted_knn(
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
     for part in _parts(len(queries), _QUERIES // (queries.shape[1] + 2 * max(k))):
         block = torch.as_tensor(queries[part], device=device)
-        mine = None if own is None else own + part.start
-        similarities, rows = nearest(bank, block, k=min(max(k), available), own=mine, search=search)
+        own_part = None if own is None else own + part.start
+        cosines, rows = nearest(bank, block, k=min(max(k), available), own=own_part, search=search)
         for some in _parts(len(block), _VOTES // len(labels)):
-            scores = class_scores(
-                similarities[some], classes[rows[some]], k=k, classes=len(labels), temperature=temperature
+            scores = _class_scores(
+                cosines[some], classes[rows[some]], k=k, classes=len(labels), temperature=temperature
             )
-            for wanted, of_class in scores.items():
-                ranked[wanted].append(_best(of_class, labels))
+            for wanted, of_k in scores.items():
+                ranked[wanted].append(_best(of_k, labels))
         if progress:
             progress(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
 
 
-def class_scores(
-    similarities: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
+def _class_scores(
+    cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
 ) -> dict[int, Tensor]:
     """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.
 
-    Those of a query are divided by the weight of its nearest neighbour: no temperature makes them infinite.
+    They are divided by the weight of the nearest neighbour, so that no temperature makes them infinite.
     """
-    weights = ((similarities - similarities[:, :1]) / temperature).exp()
-    # CUDA adds in any order: in float64, so that none of them shows in float32.
+    weights = ((cosines - cosines[:, :1]) / temperature).exp()
+    # CUDA adds in any order: in float64 the order does not change the sums in float32.
     weights = weights.double() if weights.is_cuda else weights
     scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0
     for wanted in sorted(k):
@@ -82,24 +81,13 @@ def class_scores(
     return scores
 
 
-def few_shot_rows(
-    labels: NDArray[np.int64], keys: NDArray[np.int64], *, shots: int, seed: int, repeat: int
-) -> NDArray[np.int64]:
-    """Choose `shots` rows of each label, ascending: a function of the seed, the repeat and the rows' keys."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
-    order = np.lexsort((bits, labels))
-    sorted_labels = labels[order]
-    place_in_class = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
-    return np.sort(order[place_in_class < shots])
-
-
 def _best(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the labels of the classes with the greatest scores, the lower label first among equals."""
     best, remaining = [], scores.clone()
     for _ in range(min(RANKED, len(labels))):
-        score, place = remaining.max(dim=1)  # the first of equals
-        best.append(labels[place].masked_fill(score <= 0, NO_CLASS))
-        remaining.scatter_(1, rearrange(place, "q -> q 1"), -1)
+        score, column = remaining.max(dim=1)  # the first column among equals, unlike topk
+        best.append(labels[column].masked_fill(score <= 0, NO_CLASS))
+        remaining.scatter_(1, rearrange(column, "q -> q 1"), -1)
     return torch.stack(best, dim=1)
 
 
@@ -111,20 +99,31 @@ def _parts(length: int, size: int) -> Iterator[slice]:
 def _check(bank: Matrix, labels: Tensor, queries: Matrix, k: Sequence[int], own: int | None) -> None:
     if bank.ndim != 2 or queries.ndim != 2 or bank.shape[1] != queries.shape[1]:
         raise ValueError(
-            f"k-NN compares features (images, width) of one width, but the bank is {tuple(bank.shape)} and "
-            f"the queries are {tuple(queries.shape)}."
+            f"the bank and the queries must be (images, width) with equal widths, but got "
+            f"{tuple(bank.shape)} and {tuple(queries.shape)}"
         )
     if labels.shape != bank.shape[:1] or labels.is_floating_point():
         raise ValueError(
-            f"k-NN needs one integer label for each of the {len(bank)} bank images, but got {labels.dtype} "
-            f"{tuple(labels.shape)}. Map other labels to integers first."
+            f"bank_labels must be one integer for each of the {len(bank)} images of the bank, but got "
+            f"{labels.dtype} {tuple(labels.shape)}"
         )
-    if len(bank) <= (own is not None):
-        raise ValueError(f"k-NN needs a neighbour for each query, but the bank has {len(bank)} images.")
     if not k or min(k) < 1:
-        raise ValueError(f"k-NN needs one or more k from 1 up, but got {list(k)}.")
+        raise ValueError(f"k must be one or more integers of at least 1, but got {list(k)}")
     if own is not None and not 0 <= own <= own + len(queries) <= len(bank):
         raise ValueError(
             f"with own={own} each query is a row of the bank, but there are {len(queries)} queries and "
-            f"{len(bank)} bank images."
+            f"{len(bank)} images in the bank"
         )
+    if len(bank) <= (own is not None):
+        raise ValueError(f"the bank needs a neighbour for each query, but it has {len(bank)} images")
+
+
+def few_shot_rows(
+    labels: NDArray[np.int64], keys: NDArray[np.int64], *, shots: int, seed: int, repeat: int
+) -> NDArray[np.int64]:
+    """Choose `shots` rows of each label, ascending: a function of the seed, the repeat and the rows' keys."""
+    bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
+    order = np.lexsort((bits, labels))
+    sorted_labels = labels[order]
+    rank_in_class = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
+    return np.sort(order[rank_in_class < shots])

@@ -80,25 +80,25 @@ def test_features_are_the_class_tokens_in_the_order_asked_for():
 
 
 @pytest.mark.parametrize("registers", [0, 3])
-def test_kinds_are_made_of_the_tokens_that_they_name(registers):
+def test_features_are_the_tokens_that_the_spec_names(registers):
     source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
     images = torch.stack([PREPARATION.normaliser(torch.device("cpu"))(source.read(i)) for i in range(4)])
     with evaluating(model):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
     patches = blocks[-1][:, 1 + registers :]
-    for kind, expected in (
+    for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
         (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="patches"), patches),
     ):
-        features = extract_features(model, source, range(4), **SETTINGS, kind=kind)
+        features = extract_features(model, source, range(4), **SETTINGS, spec=spec)
         torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
-        assert features.values.shape[1:] == kind.shape(model, (32, 32))
-        nothing = extract_features(model, source, [], **SETTINGS, kind=kind)
-        assert nothing.values.shape == (0, *kind.shape(model, (32, 32)))
+        assert features.values.shape[1:] == spec.shape(model, (32, 32))
+        nothing = extract_features(model, source, [], **SETTINGS, spec=spec)
+        assert nothing.values.shape == (0, *spec.shape(model, (32, 32)))
 
 
 def test_the_weights_say_how_images_are_prepared(caplog):

@@ -65,7 +65,7 @@ def test_weighted_knn_equals_the_loop(search, own):
             assert best[i].tolist() == voted + [NO_CLASS] * (5 - len(voted))
 
 
-def test_k_beyond_the_bank_is_the_whole_bank_and_said(caplog):
+def test_k_beyond_the_bank_is_the_whole_bank_with_a_warning(caplog):
     bank, labels = clustered(8, classes=3)
     queries = clustered(4, seed=2)[0]
     ranked = weighted_knn(bank, labels, queries, k=(5, 100, 200))
@@ -120,16 +120,16 @@ def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"queries": torch.zeros(2, 5)}, r"one width, but the bank is \(6, 4\)"),
-        ({"bank_labels": torch.zeros(5, dtype=torch.long)}, "each of the 6 bank images"),
-        ({"bank_labels": torch.zeros(6)}, "Map other labels to integers"),
-        ({"k": ()}, r"one or more k from 1 up, but got \[\]"),
-        ({"k": (0, 10)}, "one or more k"),
-        ({"own": 5}, "own=5 .* 2 queries and 6 bank images"),
+        ({"queries": torch.zeros(2, 5)}, r"equal widths, but got \(6, 4\) and \(2, 5\)"),
+        ({"bank_labels": torch.zeros(5, dtype=torch.long)}, "each of the 6 images of the bank"),
+        ({"bank_labels": torch.zeros(6)}, "one integer for each"),
+        ({"k": ()}, r"at least 1, but got \[\]"),
+        ({"k": (0, 10)}, "at least 1"),
+        ({"own": 5}, "own=5 .* 2 queries and 6 images"),
         ({"own": -1}, "own=-1 "),
         (
             {"bank": torch.zeros(0, 4), "bank_labels": torch.zeros(0, dtype=torch.long)},
-            "the bank has 0 images",
+            "it has 0 images",
         ),
     ],
 )
