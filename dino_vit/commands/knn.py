@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from statistics import mean, stdev
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, setting
@@ -29,7 +30,9 @@ class KnnConfig(EvaluationConfig):
         None, "labelled images of the bank; null: source, where each image is classified by the others"
     )
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
-    k: tuple[Count, ...] = setting((10, 20, 100, 200), "numbers of neighbours")
+    k: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(
+        (10, 20, 100, 200), "numbers of neighbours"
+    )
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
     repeats: Count = setting(5, "random banks for each number of shots")
@@ -161,7 +164,12 @@ def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
     tables.append(_table(["k", "top-1 %", "top-5 %"], rows))
     if results["few_shot"]:
         rows = [
-            [str(one["shots"]), str(one["k"]), f"{one['mean']:.2f}", _deviation(one["standard_deviation"])]
+            [
+                str(one["shots"]),
+                str(one["k"]),
+                f"{one['mean']:.2f}",
+                "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}",
+            ]
             for one in results["few_shot"]
         ]
         tables.append(_table(["shots", "k", "top-1 %", f"deviation of {config.repeats}"], rows))
@@ -174,10 +182,6 @@ def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
 
 def _cell(one: dict[str, Any]) -> str:
     return f"{one['percent']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
-
-
-def _deviation(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

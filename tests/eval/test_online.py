@@ -1,9 +1,7 @@
 import io
 import math
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,25 +130,6 @@ def test_images_with_labels_are_preferred():
     evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
     assert sorted(evaluation.indices) == sorted(labels)
     assert 0 <= evaluation(backbone())["knn"] <= 100  # k is what so few images allow
-
-
-def test_evaluation_leaves_no_trace():
-    model = backbone().train()
-    model.blocks[0].eval()
-    modes = [module.training for module in model.modules()]
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
-    evaluation = OnlineEvaluation(
-        source=SyntheticSource(length=60), **SETTINGS, seed=0, autocast=torch.bfloat16
-    )
-    evaluation(model)
-    evaluation.raw_pixels()
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
-    assert random.getstate() == states[2]
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_broken_network_has_no_figures():

@@ -5,9 +5,9 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ CLS = FeatureSpec()
 
 @dataclass(frozen=True)
 class Features:
-    """Features (n, D) in float32, the indices of their images, and the images that could not be read."""
+    """Features (n, ...) in float32, the indices of their images, and the images that could not be read."""
 
     values: Tensor
     indices: Tensor  # int64 (n,)
@@ -96,8 +96,8 @@ class Extraction:
             self.waited += time.perf_counter() - start
             if batch is None:
                 return
-            values = self._compute(normalise(batch.images)) if len(batch.images) else self.empty()
-            yield Features(values, torch.tensor(batch.indices, dtype=torch.long), batch.unreadable)
+            images = batch.values
+            yield replace(batch, values=self._compute(normalise(images)) if len(images) else self.empty())
 
     def _compute(self, images: Tensor) -> Tensor:
         enabled = self.autocast is not None
@@ -121,24 +121,23 @@ def extract_features(
 ) -> Features:
     """Return the features of images in memory, on the model's device, in the order of the indices."""
     extraction = Extraction(model, source, preparation=preparation, spec=spec, autocast=autocast)
-    parts = list(extraction(in_batches(indices, batch_size)))
-    if not parts:
-        return Features(extraction.empty(), torch.empty(0, dtype=torch.long, device=extraction.device), ())
-    return Features(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.indices for part in parts]).to(extraction.device),
-        tuple(image for part in parts for image in part.unreadable),
-    )
+    none = Features(extraction.empty(), torch.empty(0, dtype=torch.long), ())
+    features = _concatenate([none, *extraction(in_batches(indices, batch_size))])
+    return replace(features, indices=features.indices.to(extraction.device))
 
 
 def pixel_features(source: Source, indices: Sequence[int], *, preparation: Preparation) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = preparation.normaliser(torch.device("cpu"))
-    batches = list(_read_batches(source, preparation, in_batches(indices, 256)))
+    batches = _read_batches(source, preparation, in_batches(indices, 256))
+    return _concatenate([replace(batch, values=normalise(batch.values).flatten(1)) for batch in batches])
+
+
+def _concatenate(parts: Sequence[Features]) -> Features:
     return Features(
-        torch.cat([normalise(batch.images).flatten(1) for batch in batches]),
-        torch.tensor([index for batch in batches for index in batch.indices], dtype=torch.long),
-        tuple(image for batch in batches for image in batch.unreadable),
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.indices for part in parts]),
+        tuple(image for part in parts for image in part.unreadable),
     )
 
 
@@ -160,12 +159,6 @@ def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int
     return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
 
 
-class _Batch(NamedTuple):
-    images: Tensor  # (readable, C, h, w), on the CPU
-    indices: list[int]  # of the readable ones
-    unreadable: tuple[UnreadableImage, ...]
-
-
 def _read_batches(
     source: Source,
     preparation: Preparation,
@@ -173,8 +166,8 @@ def _read_batches(
     *,
     threads: int | None = None,
     pin: bool = False,
-) -> Iterator[_Batch]:
-    """Yield batches in order, prefetching one while the caller works on another."""
+) -> Iterator[Features]:
+    """Yield batches of images as values (n, C, h, w), prefetching one while the caller works on another."""
     read = partial(_read_into, preparation, source)
     current = None
     # Threads suffice: decoding and resampling, 95 % of the work on an image of 500 × 375, hold no lock. By
@@ -201,11 +194,11 @@ def _read_into(preparation: Preparation, source: Source, out: Tensor, index: int
     return None
 
 
-def _finish(indices: Sequence[int], images: Tensor, reading: Iterable[UnreadableImage | None]) -> _Batch:
+def _finish(indices: Sequence[int], images: Tensor, reading: Iterable[UnreadableImage | None]) -> Features:
     """Wait for a batch to be read, and leave out the images that cannot be."""
     failures = list(reading)
     readable = [row for row, failure in enumerate(failures) if failure is None]
     if len(readable) < len(indices):
         images = images[readable]
-    kept = [int(indices[row]) for row in readable]
-    return _Batch(images, kept, tuple(failure for failure in failures if failure is not None))
+    kept = torch.tensor([indices[row] for row in readable], dtype=torch.long)
+    return Features(images, kept, tuple(failure for failure in failures if failure is not None))

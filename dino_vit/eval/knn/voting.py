@@ -5,7 +5,7 @@ nearest neighbours that belong to it.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -41,18 +41,22 @@ def weighted_knn(
     Labels are any integers; of classes with equal scores the lower label is first. With `own`, query i is row
     own + i of the bank and does not find itself. Works on the device of the queries by default.
     """
-    _check(bank, bank_labels, queries, k, own)
+    if bank_labels.shape != bank.shape[:1]:
+        raise ValueError(f"the bank has {len(bank)} images, but {len(bank_labels)} labels")
     available = len(bank) - (own is not None)
     if beyond := sorted(wanted for wanted in k if wanted > available):
         log.warning("k-NN: for k = %s, all %d images of the bank vote", str(beyond)[1:-1], available)
     device = device or (queries.device if isinstance(queries, Tensor) else torch.device("cpu"))
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
-    for part in _parts(len(queries), _QUERIES // (queries.shape[1] + 2 * max(k))):
-        block = torch.as_tensor(queries[part], device=device)
-        own_part = None if own is None else own + part.start
-        cosines, rows = nearest(bank, block, k=min(max(k), available), own=own_part, search=search)
-        for some in _parts(len(block), _VOTES // len(labels)):
+    size = max(1, _QUERIES // (queries.shape[1] + 2 * max(k)))
+    votes = max(1, _VOTES // len(labels))
+    for start in range(0, len(queries) or 1, size):
+        block = torch.as_tensor(queries[start : start + size], device=device)
+        itself = None if own is None else own + start
+        cosines, rows = nearest(bank, block, k=min(max(k), available), own=itself, search=search)
+        for first in range(0, len(block) or 1, votes):
+            some = slice(first, first + votes)
             scores = _class_scores(
                 cosines[some], classes[rows[some]], k=k, classes=len(labels), temperature=temperature
             )
@@ -89,33 +93,6 @@ def _best(scores: Tensor, labels: Tensor) -> Tensor:
         best.append(labels[column].masked_fill(score <= 0, NO_CLASS))
         remaining.scatter_(1, rearrange(column, "q -> q 1"), -1)
     return torch.stack(best, dim=1)
-
-
-def _parts(length: int, size: int) -> Iterator[slice]:
-    size = max(size, 1)
-    return (slice(start, min(start + size, length)) for start in range(0, max(length, 1), size))
-
-
-def _check(bank: Matrix, labels: Tensor, queries: Matrix, k: Sequence[int], own: int | None) -> None:
-    if bank.ndim != 2 or queries.ndim != 2 or bank.shape[1] != queries.shape[1]:
-        raise ValueError(
-            f"the bank and the queries must be (images, width) with equal widths, but got "
-            f"{tuple(bank.shape)} and {tuple(queries.shape)}"
-        )
-    if labels.shape != bank.shape[:1] or labels.is_floating_point():
-        raise ValueError(
-            f"bank_labels must be one integer for each of the {len(bank)} images of the bank, but got "
-            f"{labels.dtype} {tuple(labels.shape)}"
-        )
-    if not k or min(k) < 1:
-        raise ValueError(f"k must be one or more integers of at least 1, but got {list(k)}")
-    if own is not None and not 0 <= own <= own + len(queries) <= len(bank):
-        raise ValueError(
-            f"with own={own} each query is a row of the bank, but there are {len(queries)} queries and "
-            f"{len(bank)} images in the bank"
-        )
-    if len(bank) <= (own is not None):
-        raise ValueError(f"the bank needs a neighbour for each query, but it has {len(bank)} images")
 
 
 def few_shot_rows(

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +17,7 @@ from dino_vit.data.sources.open import FolderSource, SyntheticSource
 from dino_vit.eval.features.extraction import Extraction, FeatureSpec, extract_features
 from dino_vit.eval.features.store import shard_length, stored_features
 from dino_vit.views.preparation import Preparation
+from tests.support.processes import torchrun_environs
 from tests.support.runs import Command, command
 
 PREPARATION = Preparation(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -235,30 +235,21 @@ def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
     assert not list((tmp_path / "cache").rglob("features.safetensors"))
 
 
-def weights(folder):
-    save_backbone(backbone(), folder / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return folder / "a.safetensors"
+@pytest.fixture
+def embed(tmp_path):
+    save_backbone(backbone(), tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings = [f"weights={tmp_path / 'a.safetensors'}", "batch_size=4", "precision=no"]
 
-
-def embed(tmp_path, name, *more):
-    return [
-        *(
+    def arguments(name):
+        return [
             "embed",
             "synthetic:300:32",
-            f"weights={tmp_path / 'a.safetensors'}",
-            "batch_size=4",
-            "precision=no",
-        ),
-        *(f"cache={tmp_path / name}", f"output={tmp_path / name}.npy", *more),
-    ]
+            *settings,
+            f"cache={tmp_path / name}",
+            f"output={tmp_path / name}.npy",
+        ]
 
-
-def environ_of_two():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return arguments
 
 
 def die_after_five_shards():
@@ -275,43 +266,39 @@ def die_after_five_shards():
     store._CacheEntry._write = write_then_die
 
 
-def test_the_files_are_the_same_bytes_for_two_processes_and_after_a_kill(tmp_path):
-    weights(tmp_path)
-    command(tmp_path / "one.log", *embed(tmp_path, "one"))
+def test_the_files_are_the_same_bytes_for_two_processes_and_after_a_kill(tmp_path, embed):
+    command(tmp_path / "one.log", *embed("one"))
     expected = files(tmp_path / "one")
     assert len(expected) == 2
 
     pair = [
-        Command(embed(tmp_path, "two"), tmp_path / f"{n}.log", environ=e)
-        for n, e in enumerate(environ_of_two())
+        Command(embed("two"), tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())
     ]
     assert [one.wait() for one in pair] == [0, 0], pair[0].said + pair[1].said
     assert files(tmp_path / "two") == expected
     assert not pair[1].said.count("images"), "only rank 0 logs"
 
     killed = [
-        Command(embed(tmp_path, "killed"), tmp_path / f"k{n}.log", environ=e, before=die_after_five_shards)
-        for n, e in enumerate(environ_of_two())
+        Command(embed("killed"), tmp_path / f"k{n}.log", environ=e, before=die_after_five_shards)
+        for n, e in enumerate(torchrun_environs())
     ]
     assert [one.wait() for one in killed] == [-signal.SIGKILL] * 2
     assert len(list((tmp_path / "killed").rglob("*.safetensors"))) == 10
     assert not (tmp_path / "killed.npy").exists()
-    command(tmp_path / "again.log", *embed(tmp_path, "killed"))
+    command(tmp_path / "again.log", *embed("killed"))
     assert files(tmp_path / "killed") == expected
-    for name in ("two", "killed"):
-        assert (tmp_path / f"{name}.npy").read_bytes() == (tmp_path / "one.npy").read_bytes()
-        assert (tmp_path / f"{name}.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
-        assert json.loads((tmp_path / f"{name}.json").read_text()) == json.loads(
-            (tmp_path / "one.json").read_text()
-        )
+    for suffix in (".npy", ".csv"):
+        same = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("one", "two", "killed")}
+        assert len(same) == 1
+    one, *others = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "killed"))
+    assert others == [one, one]
 
 
-def test_an_error_in_one_process_ends_both(tmp_path):
-    weights(tmp_path)
-    first, second = environ_of_two()
+def test_an_error_in_one_process_ends_both(tmp_path, embed):
+    first, second = torchrun_environs()
     pair = [
-        Command(embed(tmp_path, "x"), tmp_path / "0.log", environ=first),
-        Command(embed(tmp_path, "x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard),
+        Command(embed("x"), tmp_path / "0.log", environ=first),
+        Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard),
     ]
     assert [one.wait() for one in pair] == [2, 2], pair[0].said + pair[1].said
     assert "another process failed" in pair[0].said

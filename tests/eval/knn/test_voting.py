@@ -89,11 +89,6 @@ def test_of_equal_votes_the_lower_label_is_first():
     assert ranked.tolist() == [[2, 9, -1, 4]]
 
 
-def test_features_of_a_large_norm_do_not_vote_more():
-    bank = torch.tensor([[1.0, 0.1], [100.0, 100.0]])
-    assert weighted_knn(bank, torch.tensor([0, 1]), torch.tensor([[1.0, 0.0]]), k=(2,))[2][0, 0] == 0
-
-
 def test_no_temperature_is_too_low():
     bank, labels = clustered(40)
     coldest = weighted_knn(bank, labels, bank, k=(20,), own=0, temperature=1e-5)[20]
@@ -117,29 +112,6 @@ def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
     assert {row for rows in drawn for row in rows} == set(range(73)), "everyone has its turn"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"queries": torch.zeros(2, 5)}, r"equal widths, but got \(6, 4\) and \(2, 5\)"),
-        ({"bank_labels": torch.zeros(5, dtype=torch.long)}, "each of the 6 images of the bank"),
-        ({"bank_labels": torch.zeros(6)}, "one integer for each"),
-        ({"k": ()}, r"at least 1, but got \[\]"),
-        ({"k": (0, 10)}, "at least 1"),
-        ({"own": 5}, "own=5 .* 2 queries and 6 images"),
-        ({"own": -1}, "own=-1 "),
-        (
-            {"bank": torch.zeros(0, 4), "bank_labels": torch.zeros(0, dtype=torch.long)},
-            "it has 0 images",
-        ),
-    ],
-)
-def test_mistakes_are_explained(change, message):
-    given = {
-        "bank": torch.zeros(6, 4),
-        "bank_labels": torch.zeros(6, dtype=torch.long),
-        "queries": torch.zeros(2, 4),
-        "k": (3,),
-        **change,
-    }
-    with pytest.raises(ValueError, match=message):
-        weighted_knn(given.pop("bank"), given.pop("bank_labels"), given.pop("queries"), **given)
+def test_each_image_of_the_bank_needs_a_label():
+    with pytest.raises(ValueError, match="the bank has 6 images, but 5 labels"):
+        weighted_knn(torch.zeros(6, 4), torch.zeros(5, dtype=torch.long), torch.zeros(2, 4), k=(3,))
