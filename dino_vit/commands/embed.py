@@ -11,6 +11,7 @@ import numpy as np
 
 from dino_vit import __version__
 from dino_vit.config.settings import Count, setting
+from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import replacing, sync
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings.files import (
@@ -24,7 +25,7 @@ from dino_vit.eval.embeddings.files import (
 )
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.features.store import Stored
+from dino_vit.eval.features.store import StoredFeatures
 
 log = logging.getLogger("dino_vit")
 
@@ -55,9 +56,9 @@ def run(config: EmbedConfig) -> int:
         )
     with frozen_backbone(config) as backbone:
         source = open_source(config.source, config.labels)
-        kind = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-        stored = backbone.features(source, kind=kind, title=f"embeddings of {config.source}")
-        if backbone.main:
+        spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
+        stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
+        if is_main_process():
             embeddings = _described(stored, backbone, config)
             transform = normalised if config.normalise else np.asarray
             write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
@@ -68,7 +69,7 @@ def run(config: EmbedConfig) -> int:
     return 0
 
 
-def _described(stored: Stored, backbone: FrozenBackbone, config: EmbedConfig) -> Embeddings:
+def _described(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> Embeddings:
     classes = stored.source.classes
     return Embeddings(
         values=stored.values,
@@ -79,7 +80,7 @@ def _described(stored: Stored, backbone: FrozenBackbone, config: EmbedConfig) ->
     )
 
 
-def _about(stored: Stored, backbone: FrozenBackbone, config: EmbedConfig) -> dict[str, Any]:
+def _about(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> dict[str, Any]:
     """Return what makes these embeddings again."""
     known = backbone.model.provenance
     assert known is not None

@@ -19,15 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.core.distributed import all_gather, any_process, rank
+from dino_vit.core.distributed import all_gather, any_process, rank, share
 from dino_vit.core.progress import Advance, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
-from dino_vit.eval.accuracy import Accuracy, top_k_accuracy
+from dino_vit.eval.accuracy import Accuracy, top_k_accuracy, write_results
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.finetuning import FinetuneConfig, Finetuning, facts, open_tuning, save
-from dino_vit.eval.linear.candidates import RANKED, share
-from dino_vit.eval.results import write_results
+from dino_vit.eval.linear.candidates import RANKED
 from dino_vit.method.optim import (
     all_finite,
     clip_gradients,

@@ -1,26 +1,24 @@
-"""Judge a frozen backbone by the labels of each image's nearest neighbours: top-1, top-5 and per class."""
+"""Evaluate a frozen backbone by weighted k-NN classification: top-1, top-5 and per class."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from statistics import mean, stdev
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, setting
-from dino_vit.core.distributed import all_gather, rank, world_size
+from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
-from dino_vit.eval.accuracy import Accuracy, per_class_accuracy, top_k_accuracy
-from dino_vit.eval.datasets import LabelledSubset, open_part, open_sets
+from dino_vit.eval.accuracy import Accuracy, per_class_accuracy, results_path, top_k_accuracy, write_results
+from dino_vit.eval.datasets import LabelledFeatures, labelled_features, open_sets, open_subset
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.knn.shortlist import Search
+from dino_vit.eval.knn.neighbours import Search
 from dino_vit.eval.knn.voting import few_shot_rows, weighted_knn
-from dino_vit.eval.results import results_path, write_results
 
 _CLASSES_SHOWN = 20
 
@@ -29,16 +27,20 @@ class KnnConfig(EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     train: str | None = setting(
-        None, "labelled images to find neighbours in; null: source, where no image finds itself"
+        None, "labelled images of the bank; null: source, where each image is classified by the others"
     )
-    train_labels: str | None = setting(None, "CSV or JSON file of the labels of train; null: its own")
-    k: tuple[Count, ...] = setting((10, 20, 100, 200), "numbers of neighbours that vote")
+    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
+    k: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(
+        (10, 20, 100, 200), "numbers of neighbours"
+    )
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting((), "also classify by so many images of each class alone")
-    repeats: Count = setting(5, "sets of such images for each number of shots")
-    seed: CountOrZero = setting(0, "of the choice of these images")
-    search: Search = setting("auto", "faiss, torch, or the faster one here; the results are the same")
-    output: str | None = setting(None, "JSON to write; null: eval/knn.json of the run, or beside the weights")
+    shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
+    repeats: Count = setting(5, "random banks for each number of shots")
+    seed: CountOrZero = setting(0, "of the random banks")
+    search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
+    output: str | None = setting(
+        None, "JSON file to write; null: eval/knn.json in the run, or beside the weights"
+    )
 
     positional: ClassVar = ("source",)
     also_known_as: ClassVar = {
@@ -52,159 +54,126 @@ class KnnConfig(EvaluationConfig):
     }
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """Features of images, (n, D), and their labels and places in the source, (n,)."""
-
-    features: NDArray[Any]  # memory-mapped
-    labels: NDArray[np.int64]
-    keys: NDArray[np.int64]
-
-    def __getitem__(self, rows: slice | NDArray[Any]) -> Labelled:
-        return Labelled(self.features[rows], self.labels[rows], self.keys[rows])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
 def run(config: KnnConfig) -> int:
     """Classify, print the tables and write the JSON."""
     with frozen_backbone(config) as frozen:
         path = results_path("knn", weights=config.weights, output=config.output)
         bank, queries, classes = _open(config, frozen)
         ranked = _classify(config, frozen, bank, queries, config.k)
-        labels = torch.from_numpy(queries.labels)
-        figures = [_figures(k, best, labels, classes) for k, best in ranked.items()]
-        few = [_few_shot(config, frozen, bank, queries, shots) for shots in config.shots]
-        if frozen.main:
-            found = {"results": figures, "few_shot": [one for of_shots in few for one in of_shots]}
-            write_results(path, {**_about(config, frozen, bank, queries, classes), **found})
-            print("\n\n".join([*_tables(config, bank, queries, found), str(path)]))
+        few_shot = [_few_shot(config, frozen, bank, queries, shots) for shots in config.shots]
+        results = {
+            "weights": frozen.describe_weights(),
+            "settings": config.model_dump(mode="json"),
+            "images": len(queries),
+            "bank": len(bank) - (queries is bank),
+            "classes": len(classes),
+            "results": [_figures(k, of_k, queries.targets, classes) for k, of_k in ranked.items()],
+            "few_shot": list(chain.from_iterable(few_shot)),
+        }
+        if is_main_process():
+            write_results(path, results)
+            print("\n\n".join([*_tables(config, results), str(path)]))
     return 0
 
 
-def _open(config: KnnConfig, frozen: FrozenBackbone) -> tuple[Labelled, Labelled, Sequence[str]]:
-    """Return bank and queries, which are the same where one set is given, and the names of the classes."""
+def _open(
+    config: KnnConfig, frozen: FrozenBackbone
+) -> tuple[LabelledFeatures, LabelledFeatures, Sequence[str]]:
+    """Return the bank and the queries, which are the same object without `train`, and the classes."""
     if config.train is not None:
         sets = open_sets(
             config.source, labels=config.labels, train=config.train, train_labels=config.train_labels
         )
-        bank = _features(frozen, sets.train, "features of train")
-        return bank, _features(frozen, sets.val, "features of source"), sets.classes
-    part, classes = open_part(config.source, config.labels)
-    if len(set(part.targets.tolist())) < 2:
-        raise ValueError(
-            f"all labelled images of {config.source} are of one class, {classes[part.targets[0]]}: every "
-            "answer would be right, which says nothing"
-        )
-    both = _features(frozen, part, "features")
-    return both, both, classes
-
-
-def _features(frozen: FrozenBackbone, part: LabelledSubset, title: str) -> Labelled:
-    indices = None if part.whole else part.indices.tolist()
-    stored = frozen.features(part.source, indices=indices, title=title)
-    labels = part.targets[np.searchsorted(part.indices, stored.indices)]
-    return Labelled(stored.values, labels, stored.indices)
+        bank = labelled_features(frozen, sets.train, title="features of the bank")
+        return bank, labelled_features(frozen, sets.val, title="features of the query images"), sets.classes
+    subset = open_subset(config.source, config.labels)
+    subset.require_two_classes(config.source)
+    both = labelled_features(frozen, subset)
+    return both, both, subset.source.classes
 
 
 def _classify(
     config: KnnConfig,
     frozen: FrozenBackbone,
-    bank: Labelled,
-    queries: Labelled,
+    bank: LabelledFeatures,
+    queries: LabelledFeatures,
     k: Sequence[int],
     title: str = "neighbours",
 ) -> dict[int, Tensor]:
-    """Return the best classes of all queries, of which each process classifies a share."""
-    first, last = (len(queries) * part // world_size() for part in (rank(), rank() + 1))
-    with progress(title, last - first) as advance:
+    """Return the best classes of all queries for each k; each process classifies a share of the queries."""
+    mine = share(range(len(queries)))
+    with progress(title, len(mine)) as advance:
         ranked = weighted_knn(
             bank.features,
-            torch.from_numpy(bank.labels),
-            queries.features[first:last],
+            bank.targets,
+            queries.features[mine.start : mine.stop],
             k=k,
             temperature=config.temperature,
-            own=first if queries is bank else None,
+            own=mine.start if queries is bank else None,
             search=config.search,
             device=frozen.device,
             progress=advance,
         )
-    return {k: all_gather(best).cpu() for k, best in ranked.items()}
+    return {k: all_gather(best).to(queries.targets.device) for k, best in ranked.items()}
 
 
-def _figures(k: int, best: Tensor, labels: Tensor, classes: Sequence[str]) -> dict[str, Any]:
-    of_class = per_class_accuracy(best, labels)
+def _figures(k: int, ranked: Tensor, targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    per_class = per_class_accuracy(ranked, targets)
     return {
         "k": k,
-        "top1": top_k_accuracy(best, labels, 1)._asdict(),
-        "top5": top_k_accuracy(best, labels, 5)._asdict(),
-        "per_class": {classes[label]: one._asdict() for label, one in of_class.items()},
+        "top1": top_k_accuracy(ranked, targets, 1)._asdict(),
+        "top5": top_k_accuracy(ranked, targets, 5)._asdict(),
+        "per_class": {classes[target]: one._asdict() for target, one in per_class.items()},
     }
 
 
 def _few_shot(
-    config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, shots: int
+    config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures, shots: int
 ) -> list[dict[str, Any]]:
-    """Return, for each k, mean and deviation of the accuracies by a few images of each class."""
-    found: dict[int, list[Accuracy]] = {}
+    """Return, for each k, the mean and deviation of the accuracies by a few images per class."""
+    top1: dict[int, list[Accuracy]] = {}
     for repeat in range(config.repeats):
-        rows = few_shot_rows(bank.labels, bank.keys, shots=shots, seed=config.seed, repeat=repeat)
-        # In one set the others are the queries.
-        asked = queries if queries is not bank else bank[np.delete(np.arange(len(bank)), rows)]
+        rows = few_shot_rows(
+            bank.targets.cpu().numpy(), bank.indices, shots=shots, seed=config.seed, repeat=repeat
+        )
+        # Without `train` the queries are the images that were not chosen.
+        asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
         if not len(asked):
-            raise ValueError(f"shots={shots} takes all {len(bank)} images, and leaves none to classify")
+            raise ValueError(f"shots={shots} takes all {len(bank)} images and leaves none to classify")
         title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
         possible = sorted({min(k, len(rows)) for k in config.k})
-        for k, best in _classify(config, frozen, bank[rows], asked, possible, title).items():
-            found.setdefault(k, []).append(top_k_accuracy(best, torch.from_numpy(asked.labels)))
+        for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
+            top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
     return [
         {
             "shots": shots,
             "k": k,
-            "mean": mean(one.percent for one in top1),
-            "standard_deviation": stdev([one.percent for one in top1]) if len(top1) > 1 else None,
-            "top1": [one._asdict() for one in top1],
+            "mean": mean(one.percent for one in of_k),
+            "standard_deviation": stdev([one.percent for one in of_k]) if len(of_k) > 1 else None,
+            "top1": [one._asdict() for one in of_k],
         }
-        for k, top1 in found.items()
+        for k, of_k in top1.items()
     ]
 
 
-def _about(
-    config: KnnConfig, frozen: FrozenBackbone, bank: Labelled, queries: Labelled, classes: Sequence[str]
-) -> dict[str, Any]:
-    """Return what the figures are of."""
-    known = frozen.model.provenance
-    assert known is not None, "loaded weights know where they are from"
-    return {
-        "weights": {
-            "source": known.source,
-            "sha256": known.sha256,
-            "network": known.network,
-            "step": known.step,
-        },
-        "settings": config.model_dump(mode="json"),
-        "images": len(queries),
-        "bank": len(bank) - (queries is bank),
-        "classes": len(classes),
-    }
-
-
-def _tables(
-    config: KnnConfig, bank: Labelled, queries: Labelled, found: dict[str, list[dict[str, Any]]]
-) -> list[str]:
+def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
     """Return the tables as texts: by k, by shots, and by class for the first k."""
-    where = "the others" if queries is bank else f"{len(bank):,} of {config.train}"
-    tables = [f"{len(queries):,} images of {config.source} by their neighbours among {where}"]
-    rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in found["results"]]
+    bank = "the others" if config.train is None else f"{results['bank']:,} of {config.train}"
+    tables = [f"{results['images']:,} images of {config.source} by their neighbours among {bank}"]
+    rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in results["results"]]
     tables.append(_table(["k", "top-1 %", "top-5 %"], rows))
-    if found["few_shot"]:
+    if results["few_shot"]:
         rows = [
-            [str(one["shots"]), str(one["k"]), f"{one['mean']:.2f}", _deviation(one["standard_deviation"])]
-            for one in found["few_shot"]
+            [
+                str(one["shots"]),
+                str(one["k"]),
+                f"{one['mean']:.2f}",
+                "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}",
+            ]
+            for one in results["few_shot"]
         ]
         tables.append(_table(["shots", "k", "top-1 %", f"deviation of {config.repeats}"], rows))
-    first = found["results"][0]
+    first = results["results"][0]
     classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])
     title = f"class, k={first['k']}" + (", the lowest" if len(classes) > _CLASSES_SHOWN else "")
     rows = [[name, _cell(one), f"{one['images']:,}"] for name, one in classes[:_CLASSES_SHOWN]]
@@ -215,12 +184,11 @@ def _cell(one: dict[str, Any]) -> str:
     return f"{one['percent']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
 
 
-def _deviation(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Return columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows])
-    return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]) for line in lines)
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    """Return aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *others in [header, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)

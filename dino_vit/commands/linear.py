@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,25 +17,25 @@ import numpy as np
 import torch
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, Settings, setting
-from dino_vit.core.distributed import all_gather
+from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
+from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.datasets import (
-    Labelled,
+    LabelledFeatures,
     LabelledSets,
     LabelledSubset,
+    SupervisedLoader,
     hold_out,
     labelled_features,
-    open_part,
     open_sets,
+    open_subset,
 )
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.linear.candidates import Candidates, choose, one_head, share
+from dino_vit.eval.linear.candidates import Candidates, choose, one_head
 from dino_vit.eval.linear.logistic import sweep
 from dino_vit.eval.linear.probes import Heads, train_heads
 from dino_vit.eval.linear.published import Published, interleave, read_probe, train_probe, training_view
-from dino_vit.eval.results import results_path, write_results
-from dino_vit.eval.supervised_loader import SupervisedLoader
 
 log = logging.getLogger("dino_vit")
 
@@ -105,7 +105,7 @@ def run(config: LinearConfig) -> int:
             found, text = _try_probe(config, frozen, config.dino2021.probe)
         else:
             found, text = _train_published(config, frozen, path)
-        if frozen.main:
+        if is_main_process():
             write_results(path, {**_about(config, frozen), **found})
             print(f"{text}\n{path}")
     return 0
@@ -143,17 +143,17 @@ def _on_features(config: LinearConfig, frozen: FrozenBackbone) -> tuple[dict[str
     sets = _open_sets(config)
     inputs = _inputs(config, frozen.model.depth)
     blocks = max(one.blocks for one in inputs)
-    kind = FeatureSpec(
+    spec = FeatureSpec(
         tokens="cls+mean" if any(one.tokens == "cls+mean" for one in inputs) else "cls", blocks=blocks
     )
     train, val = (
-        labelled_features(frozen, part, kind, title)
+        labelled_features(frozen, part, spec, title)
         for part, title in ((sets.train, "features to learn from"), (sets.val, "features to try on"))
     )
     chosen_on = val
     if config.select == "train":
         train, chosen_on = hold_out(train, config.seed)
-    columns = [columns_of(one, kind, frozen.model.width) for one in inputs]
+    columns = [columns_of(one, spec, frozen.model.width) for one in inputs]
     train_them = _train_grid if config.method == "grid" else _fit_logistic
     candidates = train_them(config, frozen, train, inputs, columns, len(sets.classes))
     choice = choose(candidates, chosen_on, val)
@@ -218,7 +218,8 @@ def _train_published(config: LinearConfig, frozen: FrozenBackbone, path: Path) -
 def _try_probe(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> tuple[dict[str, Any], str]:
     """Count how often a head from a file is right; its classes are those of the source, in their order."""
     settings = config.dino2021
-    part, classes = open_part(config.source, config.labels)
+    part = open_subset(config.source, config.labels)
+    classes = part.source.classes
     head = read_probe(probe, inputs=settings.width(frozen.model))
     known = head.bias.shape[1]
     if known != len(classes):
@@ -230,10 +231,12 @@ def _try_probe(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> tupl
     return {**found, "probe": probe}, text
 
 
-def _published_features(frozen: FrozenBackbone, part: LabelledSubset, settings: Published) -> Labelled:
+def _published_features(
+    frozen: FrozenBackbone, part: LabelledSubset, settings: Published
+) -> LabelledFeatures:
     """Return what a published head reads of some images."""
-    kept = labelled_features(frozen, part, settings.kind, "features to try on")
-    return Labelled(interleave(kept.features, mean=settings.mean), kept.targets)
+    kept = labelled_features(frozen, part, settings.spec, "features to try on")
+    return replace(kept, features=interleave(kept.features, mean=settings.mean))
 
 
 def _trained_with(config: LinearConfig, frozen: FrozenBackbone, sets: LabelledSets, global_batch: int) -> str:
@@ -255,7 +258,7 @@ def _trained_with(config: LinearConfig, frozen: FrozenBackbone, sets: LabelledSe
 def _train_grid(
     config: LinearConfig,
     frozen: FrozenBackbone,
-    train: Labelled,
+    train: LabelledFeatures,
     inputs: tuple[FeatureSpec, ...],
     columns: Sequence[slice],
     classes: int,
@@ -285,7 +288,7 @@ def _train_grid(
 def _fit_logistic(
     config: LinearConfig,
     frozen: FrozenBackbone,
-    train: Labelled,
+    train: LabelledFeatures,
     inputs: tuple[FeatureSpec, ...],
     columns: Sequence[slice],
     classes: int,

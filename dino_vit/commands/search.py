@@ -134,7 +134,7 @@ def _features_of(config: SearchConfig, metadata: dict[str, Any]) -> Tensor:
         range(len(config.images)),
         preparation=_preparation(metadata["preparation"]),
         batch_size=_BATCH,
-        kind=FeatureSpec(tokens=metadata["tokens"]["kind"], blocks=metadata["tokens"]["blocks"]),
+        spec=FeatureSpec(tokens=metadata["tokens"]["kind"], blocks=metadata["tokens"]["blocks"]),
         autocast=None if autocast == torch.float32 else autocast,
     )
     if features.unreadable:

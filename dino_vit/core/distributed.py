@@ -1,12 +1,15 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Items = TypeVar("Items", bound=Sequence[Any])
 
 
 def world_size() -> int:
@@ -22,6 +25,12 @@ def rank() -> int:
 def is_main_process() -> bool:
     """Return whether this is rank 0, the process that prints and writes."""
     return rank() == 0
+
+
+def share(items: Items) -> Items:
+    """Return this process's contiguous part of some items; `all_gather` restores their order."""
+    first, last = (len(items) * part // world_size() for part in (rank(), rank() + 1))
+    return items[first:last]  # type: ignore[return-value]  # a slice is of the same type
 
 
 def all_reduce_mean(tensor: Tensor) -> Tensor:

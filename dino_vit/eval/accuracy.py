@@ -1,17 +1,24 @@
-"""Accuracies with their uncertainty: how many answers are right, of how many, and what that is worth."""
+"""Accuracies with confidence intervals, and the JSON files that hold them."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dino_vit.core.storage import write_bytes
+
+_Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
+
 
 class Accuracy(NamedTuple):
-    """A share of right answers in per cent, with its 95 % confidence interval."""
+    """A share of correct predictions in per cent, with its 95 % confidence interval."""
 
     percent: float
     low: float
@@ -24,42 +31,52 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(correct: int, images: int) -> Accuracy:
-    """Return the accuracy of `correct` right answers about so many images; NaN for none."""
+    """Return the accuracy of `correct` predictions out of `images`; NaN for none."""
     percent = 100 * correct / images if images else math.nan
     low, high = wilson_interval(correct, images)
     return Accuracy(percent, 100 * low, 100 * high, correct, images)
 
 
 def top_k_accuracy(ranked: Tensor, labels: Tensor, k: int = 1) -> Accuracy:
-    """Count as right where the label is among the first k of the ranked ones, (n, at least 1), best first."""
-    right = (ranked[:, :k] == labels[:, None]).any(dim=1)
-    return accuracy(int(right.sum()), len(labels))
+    """Return how often the label is among the first k of `ranked` (n, at least 1), best first."""
+    correct = (ranked[:, :k] == labels[:, None]).any(dim=1)
+    return accuracy(int(correct.sum()), len(labels))
 
 
 def per_class_accuracy(ranked: Tensor, labels: Tensor) -> dict[int, Accuracy]:
-    """Return the top-1 accuracy of the queries of each label, by label."""
-    classes, place = torch.unique(labels, return_inverse=True)
-    right = torch.zeros(len(classes), dtype=torch.long, device=labels.device)
-    right = right.index_add(0, place, (ranked[:, 0] == labels).long())
-    counts = torch.bincount(place, minlength=len(classes))
-    rows = zip(classes.tolist(), right.tolist(), counts.tolist(), strict=True)
-    return {label: accuracy(correct, count) for label, correct, count in rows}
+    """Return the top-1 accuracy on the images of each label, by label."""
+    classes, row = torch.unique(labels, return_inverse=True)
+    correct = torch.bincount(row[ranked[:, 0] == labels], minlength=len(classes))
+    counts = torch.bincount(row, minlength=len(classes))
+    rows = zip(classes.tolist(), correct.tolist(), counts.tolist(), strict=True)
+    return {label: accuracy(of_label, count) for label, of_label, count in rows}
 
 
-def wilson_interval(correct: int, count: int, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the shares between which the true one lies; honest for few answers and for all or none right.
-
-    Wilson's interval of a binomial share (1927).
-    """
-    if not 0 <= correct <= count:
-        raise ValueError(f"{correct} right answers out of {count} is no share")
+def wilson_interval(correct: int, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share by Wilson (1927), valid for few or all correct too."""
     if count == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
     share = correct / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    # At the ends the bound is the share itself, but for rounding.
+    middle = (share + _Z * _Z / (2 * count)) / (1 + _Z * _Z / count)
+    reach = _Z / (1 + _Z * _Z / count) * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
+    # At the ends the bound is the share itself up to rounding.
     low = 0.0 if correct == 0 else middle - reach
     high = 1.0 if correct == count else middle + reach
     return low, high
+
+
+def results_path(name: str, *, weights: str, output: str | None = None) -> Path:
+    """Return `output`, or eval/NAME.json in the run's folder, or a file beside the weights."""
+    if output is not None:
+        return Path(output)
+    path = Path(weights)
+    if path.is_dir():
+        return path / "eval" / f"{name}.json"
+    if path.parent.name == "checkpoints":
+        return path.parent.parent / "eval" / f"{path.stem}.{name}.json"
+    return path.with_name(f"{path.stem}.{name}.json")
+
+
+def write_results(path: Path, results: Mapping[str, object]) -> None:
+    """Write results as JSON atomically."""
+    write_bytes(path, (json.dumps(results, indent=2, allow_nan=False) + "\n").encode())

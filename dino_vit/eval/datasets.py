@@ -1,8 +1,9 @@
-"""Sets to learn a classification from and to try it on: labelled images, their classes on one numbering."""
+"""Labelled images to train and evaluate classifiers on: as sets, as features, or as augmented batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,16 +11,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
 from dino_vit.data.sources.subset import Subset
 from dino_vit.eval.features.extraction import CLS, FeatureSpec
 from dino_vit.eval.features.frozen import FrozenBackbone
+from dino_vit.views.geometry import View
+from dino_vit.views.loader import Loader
+from dino_vit.views.photometry import Augment
+from dino_vit.views.preparation import Preparation
+from dino_vit.views.sampler import Sampler
 
 _NAMES_SHOWN = 5
-TRIED_ON = 5  # one of so many images is held out where there is one set alone
-HELD_OUT = 10  # one of so many training images, to choose on
+_VAL_SHARE = 5  # one in so many images is for validation where no training set is given
+_HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _DEVICE_SHARE = 0.5  # of the free memory, for features
 
 
@@ -34,6 +42,9 @@ class LabelledSubset:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def __getitem__(self, rows: NDArray[np.bool_]) -> LabelledSubset:
+        return LabelledSubset(self.source, self.indices[rows], self.targets[rows])
+
     @property
     def whole(self) -> bool:
         """Whether these are all images of the source."""
@@ -41,13 +52,21 @@ class LabelledSubset:
 
     @property
     def images(self) -> Source:
-        """These images alone."""
+        """These images as a source of their own."""
         return self.source if self.whole else Subset(self.source, self.indices)
+
+    def require_two_classes(self, name: str) -> None:
+        """Raise an error that names the source unless there is something to classify."""
+        if (self.targets == self.targets[0]).all():
+            only = self.source.classes[int(self.targets[0])]
+            raise ValueError(
+                f"all labelled images of {name} are of one class, {only}; two or more are needed"
+            )
 
 
 @dataclass(frozen=True)
 class LabelledSets:
-    """What is learned from, what is tried on, and the names of the classes of both."""
+    """A training and a validation set, and the names of their classes."""
 
     train: LabelledSubset
     val: LabelledSubset
@@ -62,114 +81,147 @@ def open_sets(
     train_labels: str | None = None,
     seed: int = 0,
 ) -> LabelledSets:
-    """Open both sets; where there is one alone, a fifth of it, by the seed, is held out to be tried on."""
-    val = _labelled(source, labels, "labels")
+    """Open both sets; without `train`, a fifth of the images, chosen by the seed, is for validation."""
+    val = open_subset(source, labels)
     if train is None:
-        _refuse_one_class(val, source)
+        val.require_two_classes(source)
         bits = random_bits(seed, RngPurpose.EVALUATION, val.indices)
-        held_out = np.zeros(len(val), dtype=bool)
-        held_out[np.argsort(bits, kind="stable")[: max(1, len(val) // TRIED_ON)]] = True
-        return LabelledSets(_rows(val, ~held_out), _rows(val, held_out), tuple(val.source.classes))
-    learned = _labelled(train, train_labels, "train_labels")
-    _refuse_one_class(learned, train)
+        chosen = np.zeros(len(val), dtype=bool)
+        chosen[np.argsort(bits, kind="stable")[: max(1, len(val) // _VAL_SHARE)]] = True
+        return LabelledSets(val[~chosen], val[chosen], tuple(val.source.classes))
+    learned = open_subset(train, train_labels, setting="train_labels")
+    learned.require_two_classes(train)
     classes = learned.source.classes
-    targets = renumber(val.targets, val.source.classes, classes, where=source)
+    targets = renumber(val.targets, val.source.classes, classes, name=source)
     return LabelledSets(learned, LabelledSubset(val.source, val.indices, targets), tuple(classes))
 
 
-def open_part(source: str, labels: str | None = None) -> tuple[LabelledSubset, tuple[str, ...]]:
-    """Open one set alone, with the names of its classes."""
-    part = _labelled(source, labels, "labels")
-    return part, tuple(part.source.classes)
-
-
-def _labelled(spec: str, file: str | None, setting: str) -> LabelledSubset:
-    source = open_source(spec, file)
+def open_subset(spec: str, labels: str | None, *, setting: str = "labels") -> LabelledSubset:
+    """Open the labelled images of a source; an error names the setting that could give labels."""
+    source = open_source(spec, labels)
     numbers = (source.label(index) for index in range(len(source)))
-    labels = np.fromiter((-1 if one is None else one for one in numbers), np.int64, len(source))
-    indices = np.flatnonzero(labels >= 0)
+    targets = np.fromiter((-1 if number is None else number for number in numbers), np.int64, len(source))
+    indices = np.flatnonzero(targets >= 0)
     if not len(indices):
         raise ValueError(
-            f"none of the {len(source)} images of {spec} has a label; sort them into a folder for each "
-            f"class, or give {setting}=FILE with a line for each image"
+            f"none of the {len(source)} images of {spec} has a label; sort them into one folder per class, "
+            f"or give {setting}=FILE with a line for each image"
         )
-    return LabelledSubset(source, indices, labels[indices])
-
-
-def _refuse_one_class(part: LabelledSubset, spec: str) -> None:
-    if len(set(part.targets.tolist())) < 2:
-        name = part.source.classes[int(part.targets[0])]
-        raise ValueError(
-            f"all labelled images of {spec} are of one class, {name}: there is nothing to tell apart"
-        )
-
-
-def _rows(part: LabelledSubset, chosen: NDArray[np.bool_]) -> LabelledSubset:
-    return LabelledSubset(part.source, part.indices[chosen], part.targets[chosen])
+    return LabelledSubset(source, indices, targets[indices])
 
 
 def renumber(
-    labels: NDArray[np.integer], classes: Sequence[str], known: Sequence[str], *, where: str
+    targets: NDArray[np.integer], classes: Sequence[str], known: Sequence[str], *, name: str
 ) -> NDArray[np.int64]:
-    """Return labels of `classes` as numbers of the `known` ones, met by name; −1 stays −1.
+    """Return targets in `classes` as indices into the `known` classes, matched by name; -1 stays -1.
 
-    Two folders need not have the same classes, so that equal numbers need not be equal classes.
+    Two folders need not have the same classes, so equal numbers need not be equal classes.
     """
-    number = {name: place for place, name in enumerate(known)}
-    used = sorted(set(labels[labels >= 0].tolist()))
-    strange = [classes[label] for label in used if classes[label] not in number]
-    if strange:
-        more = f" and {len(strange) - _NAMES_SHOWN} more" if len(strange) > _NAMES_SHOWN else ""
+    number = {of_class: index for index, of_class in enumerate(known)}
+    used = sorted(set(targets[targets >= 0].tolist()))
+    unknown = [classes[target] for target in used if classes[target] not in number]
+    if unknown:
+        more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         raise ValueError(
-            f"{where} has classes that are not among the {len(known)} that are learned: "
-            f"{', '.join(strange[:_NAMES_SHOWN])}{more}. Sets meet by the names of their classes."
+            f"{name} has classes that are not among the {len(known)} of the training set: "
+            f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Classes of the two sets are matched by name."
         )
-    table = np.array([number.get(name, -1) for name in classes] + [-1], dtype=np.int64)
-    return table[labels]
+    table = np.array([number.get(of_class, -1) for of_class in classes] + [-1], dtype=np.int64)
+    return table[targets]
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Features of images, (n, D), and their classes, (n,)."""
+class LabelledFeatures:
+    """Features of images, (n, D), their classes, (n,), and their indices in the source, (n,)."""
 
     features: Tensor
     targets: Tensor
+    indices: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.targets)
 
+    def __getitem__(self, rows: NDArray[np.int64]) -> LabelledFeatures:
+        return LabelledFeatures(self.features[rows], self.targets[rows], self.indices[rows])
+
 
 def labelled_features(
-    frozen: FrozenBackbone, part: LabelledSubset, kind: FeatureSpec, title: str
-) -> Labelled:
-    """Return the features of the readable images of a part, on the device if it has room for them."""
+    frozen: FrozenBackbone, subset: LabelledSubset, spec: FeatureSpec = CLS, title: str = "features"
+) -> LabelledFeatures:
+    """Return the features of the readable images of a subset, on the device if they fit there."""
     stored = frozen.features(
-        part.source,
-        kind=kind,
-        indices=None if part.whole else part.indices.tolist(),
-        # The CLS token alone is what k-NN keeps too; more of them at no more digits than they have.
-        dtype="float32" if frozen.autocast is None or kind == CLS else "float16",
+        subset.source,
+        spec=spec,
+        indices=None if subset.whole else subset.indices.tolist(),
+        # One CLS token per image is small; of more tokens autocast computes no more digits than float16 has.
+        dtype="float32" if frozen.autocast is None or spec == CLS else "float16",
         title=title,
     )
-    targets = torch.from_numpy(part.targets[np.searchsorted(part.indices, stored.indices)])
     values = torch.from_numpy(stored.values)
-    if _has_room(frozen.device, values):
+    targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, stored.indices)])
+    if _fits(values, frozen.device):
         values, targets = values.to(frozen.device), targets.to(frozen.device)
-    return Labelled(values, targets)
+    return LabelledFeatures(values, targets, stored.indices)
 
 
-def _has_room(device: torch.device, values: Tensor) -> bool:
-    if device.type == "cuda":
-        return values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
-    return True
+def _fits(values: Tensor, device: torch.device) -> bool:
+    return device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
-def hold_out(train: Labelled, seed: int) -> tuple[Labelled, Labelled]:
-    """Return what is left to learn from, and what is held out to choose on: a function of the seed."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train)))
-    order = torch.from_numpy(np.argsort(bits, kind="stable")).to(train.targets.device)
-    held_out, learned = order.tensor_split([max(1, len(order) // HELD_OUT)])
-    return (
-        Labelled(train.features[learned], train.targets[learned]),
-        Labelled(train.features[held_out], train.targets[held_out]),
-    )
+def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
+    """Split off a tenth for model selection by the seed; return the rest and the held-out part."""
+    order = np.argsort(random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train))), kind="stable")
+    held_out = max(1, len(order) // _HELD_OUT_SHARE)
+    return train[order[held_out:]], train[order[:held_out]]
+
+
+class SupervisedLoader:
+    """This process's share of every batch of augmented, normalised images and their classes, on the device.
+
+    A global batch larger than the subset becomes the subset, rounded down to what processes share evenly.
+    """
+
+    def __init__(
+        self,
+        subset: LabelledSubset,
+        *,
+        view: View,
+        preparation: Preparation,
+        batch_size: int,
+        seed: int,
+        workers: int | None,
+        device: torch.device,
+    ) -> None:
+        processes = world_size()
+        self.global_batch = processes * min(batch_size, len(subset) // processes)
+        if not self.global_batch:
+            raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
+        sampler = Sampler(
+            length=len(subset),
+            batch_size=self.global_batch,
+            seed=seed,
+            rank=rank(),
+            world_size=processes,
+        )
+        self.steps_per_epoch = sampler.steps_per_epoch
+        self.loader = Loader(
+            source=subset.images,
+            views=(view,),
+            sampler=sampler,
+            pixels=preparation.pixels,
+            workers=min(cores_of_a_process(processes) - 1, 16) if workers is None else workers,
+            pin=device.type == "cuda",
+        )
+        self.size, self.device = view.size, device
+        self.augment = Augment(
+            mean=preparation.mean, std=preparation.std, sigma_max=view.photometry.blur_sigma[1]
+        ).to(device)
+        self.targets = torch.from_numpy(subset.targets)
+
+    def batches(self, step: int = 0) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield batches from a step on, without end; closing the iterator ends the loader's processes."""
+        with closing(self.loader.batches(step)) as batches:
+            for batch in batches:
+                views = batch.views[self.size].to(self.device, non_blocking=True)
+                targets = self.targets[batch.read].to(self.device, non_blocking=True)
+                yield self.augment(views, batch.photometry[self.size]), targets

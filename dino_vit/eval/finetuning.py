@@ -32,8 +32,7 @@ from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import VIT_SIZES, height_width
-from dino_vit.eval.datasets import LabelledSets, open_sets
-from dino_vit.eval.supervised_loader import SupervisedLoader
+from dino_vit.eval.datasets import LabelledSets, SupervisedLoader, open_sets
 from dino_vit.method.optim import (
     build_optimizer,
     parameter_groups,

@@ -118,7 +118,7 @@ def test_other_tokens(tmp_path, weights, suffix, tokens, blocks):
         range(9),
         preparation=preparation_of(model),
         batch_size=128,
-        kind=FeatureSpec(tokens=tokens, blocks=blocks),
+        spec=FeatureSpec(tokens=tokens, blocks=blocks),
     )
     assert np.array_equal(read_embeddings(output).values, known.values.numpy())
 

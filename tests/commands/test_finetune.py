@@ -19,7 +19,7 @@ from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import Command, command, program, run
-from tests.training.test_processes import free_port, torchrun_environ
+from tests.support.processes import torchrun_environs
 
 ROOT = Path(__file__).parents[2]
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
@@ -99,9 +99,8 @@ def test_two_processes_train_as_one(tmp_path, weights):
     """Stochastic depth is drawn in each process for its own images, so it is off."""
     more = (f"weights={weights}", "drop_path=0")
     one, _ = tune(tmp_path / "one", *more)
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     argv = arguments(tmp_path / "two", *more, "batch_size=8")
-    environs = [{**port, **torchrun_environ(number)} for number in (0, 1)]
+    environs = torchrun_environs()
     pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(environs)]
     assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
     assert "top-1" not in pair[1].said, "only the first process speaks"

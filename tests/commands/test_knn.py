@@ -17,8 +17,8 @@ from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.knn.voting import few_shot_rows
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
+from tests.support.processes import torchrun_environs
 from tests.support.runs import Command, command, program, run
-from tests.training.test_processes import free_port, torchrun_environ
 
 PROGRAM = Path(__file__).parents[2] / "eval" / "knn.py"
 
@@ -126,10 +126,8 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
 def test_two_processes_find_what_one_does(tmp_path, weights):
     more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     argv = arguments(weights, "synthetic:51:16", tmp_path / "two.json", *more)
-    environs = [{**port, **torchrun_environ(number)} for number in (0, 1)]
-    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(environs)]
+    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())]
     assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
     two = json.loads((tmp_path / "two.json").read_text())
     assert (two["results"], two["few_shot"]) == (one["results"], one["few_shot"])
@@ -165,6 +163,7 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
         (write_images(tmp_path / "three", "abc", 3), [f"train={two}"], "classes that are not among the 2"),
         (two, ["shots=[3]"], "shots=3 takes all 6 images"),
         (two, ["k=[0]"], "k"),
+        (two, ["k=[]"], "at least 1"),
         (two, ["bank=x"], "did you mean train?"),
         (two, ["search=fais"], "faiss"),
     ):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,12 @@ from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.linear import columns_of
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.eval.datasets import Labelled, hold_out, open_sets
+from dino_vit.eval.datasets import LabelledFeatures, hold_out, open_sets
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.linear.published import interleave
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import Command, command, program, run
-from tests.training.test_processes import free_port, torchrun_environ
+from tests.support.processes import torchrun_environs
 
 ROOT = Path(__file__).parents[2]
 FAST = ["grid.rates=[0.001, 0.01, 0.1]", "grid.steps=40", "grid.batch=32", "grid.blocks=[1, 2]"]
@@ -42,9 +43,8 @@ def evaluate(weights, *more, output="found.json", **keywords):
 
 
 def pair(weights, *more):
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     argv = arguments(weights, *more, output="two.json")
-    environs = [{**port, **torchrun_environ(number)} for number in (0, 1)]
+    environs = torchrun_environs()
     started = [Command(argv, weights.parent / f"{n}.log", environ=e) for n, e in enumerate(environs)]
     assert [one.wait() for one in started] == [0, 0], started[0].said + started[1].said
     assert "top-1" not in started[1].said, "only the first process speaks"
@@ -133,9 +133,9 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
     weight, bias = content["state_dict"].values()
     assert weight.shape == (10, 64)
     sets, model = open_sets("synthetic:120:16"), load_backbone(weights)
-    kind = FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=blocks)
+    spec = FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=blocks)
     features = extract_features(
-        model, sets.val.images, range(24), preparation=preparation_of(model), batch_size=24, kind=kind
+        model, sets.val.images, range(24), preparation=preparation_of(model), batch_size=24, spec=spec
     ).values
     if mean:  # c0, p0, c1, p1, ...
         features = torch.stack([features[:, :32], features[:, 32:]], dim=2).flatten(1)
@@ -231,7 +231,7 @@ def test_half_precision_features_serve_too(weights):
 
 
 def test_held_out_images_are_those_of_the_seed(weights):
-    whole = Labelled(torch.arange(50.0)[:, None], torch.arange(50))
+    whole = LabelledFeatures(torch.arange(50.0)[:, None], torch.arange(50), np.arange(50))
     left, held_out = hold_out(whole, 3)
     assert len(held_out) == 5
     assert sorted([*left.targets.tolist(), *held_out.targets.tolist()]) == list(range(50))

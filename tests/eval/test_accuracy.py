@@ -1,9 +1,17 @@
+import json
 import math
 
 import pytest
 import torch
 
-from dino_vit.eval.accuracy import accuracy, per_class_accuracy, top_k_accuracy, wilson_interval
+from dino_vit.eval.accuracy import (
+    accuracy,
+    per_class_accuracy,
+    results_path,
+    top_k_accuracy,
+    wilson_interval,
+    write_results,
+)
 
 
 @pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 7), (3, 7), (81, 263), (49_999, 50_000)])
@@ -25,14 +33,6 @@ def test_the_ends_of_the_interval_are_where_the_score_test_turns(correct, count)
     assert high == pytest.approx(root(1.0, share) if correct < count else 1.0, abs=1e-9)
 
 
-def test_more_confidence_and_fewer_answers_widen_it():
-    def width(*args, **keywords):
-        low, high = wilson_interval(*args, **keywords)
-        return high - low
-
-    assert width(30, 100, confidence=0.99) > width(30, 100) > width(300, 1000)
-
-
 def test_accuracy_counts_what_a_loop_counts():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(40, 6, generator=generator)
@@ -52,13 +52,31 @@ def test_accuracy_counts_what_a_loop_counts():
         assert (found.correct, found.images) == (chosen.count(label), len(chosen))
 
 
-def test_nothing_asked_nothing_known():
+def test_accuracy_of_no_image_is_nan():
     nothing = accuracy(0, 0)
     assert math.isnan(nothing.percent)
     assert (nothing.low, nothing.high) == (0, 100)
-    with pytest.raises(ValueError, match="3 right answers out of 2 is no share"):
-        wilson_interval(3, 2)
 
 
-def test_it_reads_as_a_sentence_would_have_it():
+def test_accuracy_prints_its_interval():
     assert str(accuracy(745, 1000)) == "74.50 % (71.71 to 77.10)"
+
+
+def test_results_lie_with_the_weights_unless_told(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    assert results_path("linear", weights=str(run)) == run / "eval" / "linear.json"
+    checkpoint = run / "checkpoints" / "step-00000005.safetensors"
+    assert results_path("knn", weights=str(checkpoint)) == run / "eval" / "step-00000005.knn.json"
+    assert results_path("knn", weights=str(tmp_path / "dino.pth")) == tmp_path / "dino.knn.json"
+    told = results_path("knn", weights=str(run), output="here.json")
+    assert str(told) == "here.json"
+
+
+def test_results_are_whole_or_not_there(tmp_path):
+    path = tmp_path / "new" / "x.json"
+    write_results(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_results(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["x.json"]

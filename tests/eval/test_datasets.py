@@ -1,11 +1,17 @@
+from contextlib import closing
+from itertools import islice
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.data.sources.subset import Subset
-from dino_vit.eval.datasets import open_sets, renumber
+from dino_vit.eval.datasets import SupervisedLoader, open_sets, renumber
+from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.preparation import Preparation
 
 
 @pytest.fixture
@@ -22,11 +28,11 @@ def folder(tmp_path):
 
 def test_labels_meet_by_the_names_of_their_classes():
     labels = np.array([0, 2, -1, 2])
-    found = renumber(labels, ["cat", "unused", "dog"], ["ape", "cat", "dog"], where="val")
+    found = renumber(labels, ["cat", "unused", "dog"], ["ape", "cat", "dog"], name="val")
     assert found.tolist() == [1, 2, -1, 2]
     names = [f"n{number}" for number in range(9)]
-    with pytest.raises(ValueError, match=r"the 1 that are learned: n0, n1, n2, n3, n4 and 3"):
-        renumber(np.arange(9), names, ["n8"], where="val")
+    with pytest.raises(ValueError, match=r"the 1 of the training set: n0, n1, n2, n3, n4 and 3"):
+        renumber(np.arange(9), names, ["n8"], name="val")
 
 
 def test_one_set_is_split_by_the_seed():
@@ -65,16 +71,41 @@ def test_two_folders_meet_by_name(folder):
     assert sets.val.images is sets.val.source
 
 
-def test_sets_that_teach_nothing_are_refused(folder, tmp_path):
+def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
     two, same = folder("two", "ab"), tmp_path / "same.csv"
     same.write_text("".join(f"{label}/{number}.png,a\n" for label in "ab" for number in range(3)))
     (tmp_path / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
-    with pytest.raises(ValueError, match="of one class, a: there is nothing to tell apart"):
+    with pytest.raises(ValueError, match="of one class, a; two or more are needed"):
         open_sets(two, train=two, train_labels=str(same))
     with pytest.raises(ValueError, match="are of one class"):
         open_sets(two, labels=str(same))
     with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
         open_sets(str(tmp_path / "flat"))
-    with pytest.raises(ValueError, match="not among the 2 that are learned: c"):
+    with pytest.raises(ValueError, match="not among the 2 of the training set: c"):
         open_sets(folder("three", "abc"), train=two)
+
+
+def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
+    """Every image is as bright as its class says."""
+    for label in range(3):
+        (tmp_path / str(label)).mkdir()
+        for number in range(8):
+            Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
+    for label in range(3):
+        (tmp_path / str(label) / "0.png").write_bytes(b"no image")
+    sets = open_sets(str(tmp_path), train=str(tmp_path))
+    feed = SupervisedLoader(
+        sets.train,
+        view=View(size=(8, 8), scale=(1.0, 1.0), photometry=ViewPhotometry(jitter=0, grey=0, blur=0)),
+        preparation=Preparation(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
+        batch_size=50,
+        seed=0,
+        workers=0,
+        device=torch.device("cpu"),
+    )
+    assert (feed.global_batch, feed.steps_per_epoch) == (24, 1), "no more than there are"
+    with closing(feed.batches()) as batches:
+        for images, targets in islice(batches, 3):
+            brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
+            torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)

@@ -11,17 +11,19 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def pair(output, settings, environ, **options):
-    """Start the two tasks of one launch."""
-    port = free_port()
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [Run(output, settings, environ={**common, **environ(n)}, **options) for n in (0, 1)]
+def torchrun_environs():
+    """Return the environments of the two processes of one launch by torchrun."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
-def torchrun_environ(number):
-    return {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
+def srun_environs():
+    """Return the environments of two tasks of srun."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common |= {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    return [{**common, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "01"]
 
 
-def srun_environ(number):
-    rank = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
-    return {**rank, "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+def pair(output, settings, environs, **options):
+    """Start the two processes of one run."""
+    return [Run(output, settings, environ=environ, **options) for environ in environs]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.processes import free_port, pair, srun_environ, torchrun_environ
+from tests.support.processes import free_port, pair, srun_environs, torchrun_environs
 from tests.support.runs import CPU, Run, arguments, before_step, readings, run, steps, tensors
 
 # Stochastic depth is drawn on each process for its own images.
@@ -55,7 +55,7 @@ def test_two_processes_follow_one(tmp_path, alone, launcher):
 
 def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
     output = tmp_path / "run"
-    started = pair(output, TWO, srun_environ)
+    started = pair(output, TWO, srun_environs())
     assert [one.wait() for one in started] == [0, 0], started[0].said
     said = [line for line in started[1].said.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
     assert said == [], "only the first process speaks"
@@ -69,9 +69,9 @@ def terminate_at_the_third_step():
 def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, alone):
     """The global batch stays, in two passes, and so do the images and the losses."""
     output = tmp_path / "run"
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    first = Run(output, TWO, environ={**port, **torchrun_environ(0)})
-    second = Run(output, TWO, environ={**port, **torchrun_environ(1)}, before=terminate_at_the_third_step)
+    environs = torchrun_environs()
+    first = Run(output, TWO, environ=environs[0])
+    second = Run(output, TWO, environ=environs[1], before=terminate_at_the_third_step)
     assert [first.wait(), second.wait()] == [75, 75], first.said + second.said
     assert steps(output) == [3]
     said = run(output, TWO)
@@ -98,13 +98,13 @@ def test_an_unreadable_image_is_written_down_once(tmp_path):
         Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
     (tmp_path / "images" / "16.png").write_bytes(b"no image")
     settings = {**TWO, "data.source": tmp_path / "images", "budget.steps": 12, "data.batch_size": 4}
-    assert [one.wait() for one in pair(tmp_path / "run", settings, torchrun_environ)] == [0, 0]
+    assert [one.wait() for one in pair(tmp_path / "run", settings, torchrun_environs())] == [0, 0]
     (line,) = (tmp_path / "run" / "unreadable.txt").read_text().splitlines()
     assert line.startswith("16.png: ")
 
 
 def test_batch_norm_over_processes_without_gpus_is_refused(tmp_path):
-    started = pair(tmp_path / "run", {**TWO, "head.batch_norm": "true"}, torchrun_environ)
+    started = pair(tmp_path / "run", {**TWO, "head.batch_norm": "true"}, torchrun_environs())
     assert [one.wait() for one in started] == [2, 2]
     assert "head.batch_norm=true over several processes needs GPUs" in started[0].said
 
@@ -112,10 +112,9 @@ def test_batch_norm_over_processes_without_gpus_is_refused(tmp_path):
 def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
     settings = {**TWO, "optim.warmup_epochs": 0}
     run(tmp_path / "one", {**settings, "data.batch_size": 16, "budget.steps": 3})
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     started = [
-        Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ={**port, **torchrun_environ(n)})
-        for n, folder in enumerate(("one", "two"))
+        Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ=environ)
+        for folder, environ in zip(("one", "two"), torchrun_environs(), strict=True)
     ]
     assert [one.wait() for one in started] == [2, 2]
     assert all("found this run at different steps (0, 3)" in one.said for one in started)

@@ -1,47 +1,44 @@
-"""A frozen backbone in the processes of a launch: what the evaluators on features have in common."""
+"""A frozen backbone in every process of a launch, shared by the commands that evaluate features."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from dino_vit.config.settings import Count, Settings, setting
-from dino_vit.core.distributed import all_or_none
+from dino_vit.core.distributed import all_or_none, world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features.extraction import CLS, FeatureSpec
-from dino_vit.eval.features.store import Dtype, Stored, stored_features
+from dino_vit.eval.features.extraction import CLS, Extraction, FeatureSpec
+from dino_vit.eval.features.store import Dtype, StoredFeatures, stored_features
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Fit, Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
-log = logging.getLogger("dino_vit")
-
 
 class EvaluationConfig(Settings):
-    """Evaluate a frozen backbone on the features of images, which are computed once and kept."""
+    """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
-    network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
+    network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
     size: Count | tuple[Count, Count] | None = setting(
-        None, "pixels: side, or [height, width]; null: that of the weights"
+        None, "image size in pixels: side, or [height, width]; null: that of the weights"
     )
-    fit: Fit = setting("crop", "resize and crop the centre, or squeeze the whole image")
+    fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
     batch_size: Count = setting(128, "images per process and forward pass")
-    readers: Count | None = setting(None, "threads that read images; null: by the cores")
+    readers: Count | None = setting(None, "threads that read images; null: one per core, at most 16")
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
-    cache: str | None = setting(None, "folder of kept features; null: features/ in DINO_VIT_CACHE")
+    cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
     also_known_as: ClassVar = {
         "source": "images data data_path",
@@ -55,48 +52,60 @@ class EvaluationConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBackbone:
-    """A backbone on this process's device, and the way its features are made."""
+    """A backbone on this process's device, and how images are prepared for it."""
 
     config: EvaluationConfig
     model: VisionTransformer
     preparation: Preparation
     autocast: torch.dtype | None
-    main: bool  # whether this process is the one that speaks and writes
-    processes: int
 
     @property
     def device(self) -> torch.device:
         return self.model.cls_token.device
 
+    def describe_weights(self) -> dict[str, Any]:
+        """Return where the weights come from, for a results file."""
+        known = self.model.provenance
+        assert known is not None, "load_backbone sets the provenance"
+        return {
+            "source": known.source,
+            "sha256": known.sha256,
+            "network": known.network,
+            "step": known.step,
+        }
+
     def features(
         self,
         source: Source,
         *,
-        kind: FeatureSpec = CLS,
+        spec: FeatureSpec = CLS,
         indices: Sequence[int] | None = None,
         dtype: Dtype = "float32",
         title: str = "features",
-    ) -> Stored:
-        """Return the features of a source or of some of its images; all processes call it."""
+    ) -> StoredFeatures:
+        """Return the features of a source or of some of its images; all processes must call it."""
         config = self.config
-        return stored_features(
+        extraction = Extraction(
             self.model,
             source,
-            folder=Path(config.cache) if config.cache else cache_folder() / "features",
             preparation=self.preparation,
-            batch_size=config.batch_size,
-            kind=kind,
-            indices=indices,
+            spec=spec,
             autocast=self.autocast,
+            threads=config.readers or min(cores_of_a_process(world_size()), 16),
+        )
+        return stored_features(
+            extraction,
+            folder=Path(config.cache) if config.cache else cache_folder() / "features",
+            batch_size=config.batch_size,
+            indices=indices,
             dtype=dtype,
-            threads=config.readers or min(cores_of_a_process(self.processes), 16),
             title=title,
         )
 
 
 @contextmanager
 def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
-    """Join the processes of the launch, and load the backbone that the config names in each."""
+    """Join the processes of the launch, and load the backbone of the config in each."""
     accelerator = start_processes(trackers=(), folder=Path())
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
@@ -107,7 +116,5 @@ def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
             model=model,
             preparation=preparation_of(model, size=size, fit=config.fit),
             autocast=DTYPES[precision] if precision != "no" else None,
-            main=accelerator.is_main_process,
-            processes=accelerator.num_processes,
         )
     accelerator.end_training()

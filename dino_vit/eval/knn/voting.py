@@ -1,11 +1,11 @@
 """Weighted k-nearest-neighbour classification of features, as published with DINO.
 
 Features are L2-normalised; the score of a class is the sum of exp(cosine / temperature) over those of the k
-nearest neighbours that belong to it. Exact, whatever the device and the number of processes.
+nearest neighbours that belong to it.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.eval.knn.neighbours import Matrix, nearest
-from dino_vit.eval.knn.shortlist import Search
+from dino_vit.eval.knn.neighbours import Matrix, Search, nearest
 
 log = logging.getLogger("dino_vit")
 
-RANKED = 5  # classes named per query: enough for top-1 and top-5
-NO_CLASS = torch.iinfo(torch.int64).min  # where fewer classes have a vote
-# Numbers held at a time: features of queries and their neighbours, and scores of classes.
+RANKED = 5  # classes returned per query: enough for top-1 and top-5
+NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote
+# Numbers in memory at a time: features of queries and their neighbours, and scores of classes.
 _QUERIES, _VOTES = 2**25, 2**23
 
 
@@ -39,41 +38,44 @@ def weighted_knn(
 ) -> dict[int, Tensor]:
     """Return, for each k, the labels of the best five classes of each query, best first: (queries, ≤ 5).
 
-    Labels are any integers; of classes with equal scores the lower label is first, and NO_CLASS stands where
-    no class has a vote. A k beyond the bank means the whole bank, with a notice. With `own`, query i is row
-    own + i of the bank and does not find itself. Works on the device of the queries, unless told.
+    Labels are any integers; of classes with equal scores the lower label is first. With `own`, query i is row
+    own + i of the bank and does not find itself. Works on the device of the queries by default.
     """
-    _check(bank, bank_labels, queries, k, own)
+    if bank_labels.shape != bank.shape[:1]:
+        raise ValueError(f"the bank has {len(bank)} images, but {len(bank_labels)} labels")
     available = len(bank) - (own is not None)
     if beyond := sorted(wanted for wanted in k if wanted > available):
         log.warning("k-NN: for k = %s, all %d images of the bank vote", str(beyond)[1:-1], available)
     device = device or (queries.device if isinstance(queries, Tensor) else torch.device("cpu"))
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
-    for part in _parts(len(queries), _QUERIES // (queries.shape[1] + 2 * max(k))):
-        block = torch.as_tensor(queries[part], device=device)
-        mine = None if own is None else own + part.start
-        similarities, rows = nearest(bank, block, k=min(max(k), available), own=mine, search=search)
-        for some in _parts(len(block), _VOTES // len(labels)):
-            scores = class_scores(
-                similarities[some], classes[rows[some]], k=k, classes=len(labels), temperature=temperature
+    size = max(1, _QUERIES // (queries.shape[1] + 2 * max(k)))
+    votes = max(1, _VOTES // len(labels))
+    for start in range(0, len(queries) or 1, size):
+        block = torch.as_tensor(queries[start : start + size], device=device)
+        itself = None if own is None else own + start
+        cosines, rows = nearest(bank, block, k=min(max(k), available), own=itself, search=search)
+        for first in range(0, len(block) or 1, votes):
+            some = slice(first, first + votes)
+            scores = _class_scores(
+                cosines[some], classes[rows[some]], k=k, classes=len(labels), temperature=temperature
             )
-            for wanted, of_class in scores.items():
-                ranked[wanted].append(_best(of_class, labels))
+            for wanted, of_k in scores.items():
+                ranked[wanted].append(_best(of_k, labels))
         if progress:
             progress(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
 
 
-def class_scores(
-    similarities: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
+def _class_scores(
+    cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
 ) -> dict[int, Tensor]:
     """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.
 
-    Those of a query are divided by the weight of its nearest neighbour: no temperature makes them infinite.
+    They are divided by the weight of the nearest neighbour, so that no temperature makes them infinite.
     """
-    weights = ((similarities - similarities[:, :1]) / temperature).exp()
-    # CUDA adds in any order: in float64, so that none of them shows in float32.
+    weights = ((cosines - cosines[:, :1]) / temperature).exp()
+    # CUDA adds in any order: in float64 the order does not change the sums in float32.
     weights = weights.double() if weights.is_cuda else weights
     scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0
     for wanted in sorted(k):
@@ -83,6 +85,16 @@ def class_scores(
     return scores
 
 
+def _best(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the labels of the classes with the greatest scores, the lower label first among equals."""
+    best, remaining = [], scores.clone()
+    for _ in range(min(RANKED, len(labels))):
+        score, column = remaining.max(dim=1)  # the first column among equals, unlike topk
+        best.append(labels[column].masked_fill(score <= 0, NO_CLASS))
+        remaining.scatter_(1, rearrange(column, "q -> q 1"), -1)
+    return torch.stack(best, dim=1)
+
+
 def few_shot_rows(
     labels: NDArray[np.int64], keys: NDArray[np.int64], *, shots: int, seed: int, repeat: int
 ) -> NDArray[np.int64]:
@@ -90,42 +102,5 @@ def few_shot_rows(
     bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
     order = np.lexsort((bits, labels))
     sorted_labels = labels[order]
-    place_in_class = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
-    return np.sort(order[place_in_class < shots])
-
-
-def _best(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the labels of the classes with the greatest scores, the lower label first among equals."""
-    best, remaining = [], scores.clone()
-    for _ in range(min(RANKED, len(labels))):
-        score, place = remaining.max(dim=1)  # the first of equals
-        best.append(labels[place].masked_fill(score <= 0, NO_CLASS))
-        remaining.scatter_(1, rearrange(place, "q -> q 1"), -1)
-    return torch.stack(best, dim=1)
-
-
-def _parts(length: int, size: int) -> Iterator[slice]:
-    size = max(size, 1)
-    return (slice(start, min(start + size, length)) for start in range(0, max(length, 1), size))
-
-
-def _check(bank: Matrix, labels: Tensor, queries: Matrix, k: Sequence[int], own: int | None) -> None:
-    if bank.ndim != 2 or queries.ndim != 2 or bank.shape[1] != queries.shape[1]:
-        raise ValueError(
-            f"k-NN compares features (images, width) of one width, but the bank is {tuple(bank.shape)} and "
-            f"the queries are {tuple(queries.shape)}."
-        )
-    if labels.shape != bank.shape[:1] or labels.is_floating_point():
-        raise ValueError(
-            f"k-NN needs one integer label for each of the {len(bank)} bank images, but got {labels.dtype} "
-            f"{tuple(labels.shape)}. Map other labels to integers first."
-        )
-    if len(bank) <= (own is not None):
-        raise ValueError(f"k-NN needs a neighbour for each query, but the bank has {len(bank)} images.")
-    if not k or min(k) < 1:
-        raise ValueError(f"k-NN needs one or more k from 1 up, but got {list(k)}.")
-    if own is not None and not 0 <= own <= own + len(queries) <= len(bank):
-        raise ValueError(
-            f"with own={own} each query is a row of the bank, but there are {len(queries)} queries and "
-            f"{len(bank)} bank images."
-        )
+    rank_in_class = np.arange(len(labels)) - np.searchsorted(sorted_labels, sorted_labels)
+    return np.sort(order[rank_in_class < shots])

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dino_vit.core.distributed import all_gather, rank, world_size
+from dino_vit.core.distributed import all_gather, share
 from dino_vit.eval.accuracy import Accuracy, accuracy, per_class_accuracy, top_k_accuracy
-from dino_vit.eval.datasets import Labelled
+from dino_vit.eval.datasets import LabelledFeatures
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.linear.probes import Heads, count_right, rank_classes
-
-T = TypeVar("T")
 
 RANKED = 5
 
@@ -106,13 +104,7 @@ def words(kind: FeatureSpec) -> str:
     return f"{blocks} + mean patch" if kind.tokens == "cls+mean" else blocks
 
 
-def share(items: Sequence[T]) -> Sequence[T]:
-    """Return this process's part of some rows, neighbours together."""
-    first, last = (len(items) * part // world_size() for part in (rank(), rank() + 1))
-    return items[first:last]
-
-
-def choose(candidates: Candidates, chosen_on: Labelled, val: Labelled) -> Choice:
+def choose(candidates: Candidates, chosen_on: LabelledFeatures, val: LabelledFeatures) -> Choice:
     """Count how often every head is right, and pick the one that is so most often; all processes get it."""
     right = _count_all(candidates, val)
     ahead = right if chosen_on is val else _count_all(candidates, chosen_on)
@@ -128,13 +120,13 @@ def choose(candidates: Candidates, chosen_on: Labelled, val: Labelled) -> Choice
     )
 
 
-def _count_all(candidates: Candidates, on: Labelled) -> Tensor:
+def _count_all(candidates: Candidates, on: LabelledFeatures) -> Tensor:
     """Return how many images each head of all processes classifies rightly, (rows, columns)."""
     mine = [count_right(heads, on.features, on.targets) for heads in candidates.heads]
     return all_gather(torch.stack(mine, dim=1))
 
 
-def _rank_by(candidates: Candidates, row: int, column: int, on: Labelled) -> Tensor:
+def _rank_by(candidates: Candidates, row: int, column: int, on: LabelledFeatures) -> Tensor:
     """Return the classes as one head ranks them, which is at hand in one process alone."""
     places = share(range(len(candidates.rows)))
     heads = candidates.heads[column]
@@ -148,7 +140,7 @@ def _accuracies(right: Tensor, images: int) -> list[list[Accuracy]]:
     return [[accuracy(count, images) for count in row] for row in right.tolist()]
 
 
-def one_head(head: Heads, val: Labelled, classes: Sequence[str]) -> tuple[dict[str, Any], str]:
+def one_head(head: Heads, val: LabelledFeatures, classes: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return how often one head is right, as results and as text."""
     ranked = rank_classes(head, val.features)
     targets = val.targets.to(ranked.device)

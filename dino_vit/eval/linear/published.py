@@ -21,15 +21,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
-from dino_vit.core.distributed import all_gather, all_reduce_mean
+from dino_vit.core.distributed import all_gather, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import write_bytes
-from dino_vit.eval.datasets import Labelled
+from dino_vit.eval.datasets import LabelledFeatures, SupervisedLoader
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating
 from dino_vit.eval.features.frozen import FrozenBackbone
 from dino_vit.eval.linear.probes import INITIAL_STD, MOMENTUM, Heads, count_right
-from dino_vit.eval.supervised_loader import SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.geometry import Size, View, ViewPhotometry
@@ -62,7 +61,7 @@ class Published(Settings):
             yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
 
     @property
-    def kind(self) -> FeatureSpec:
+    def spec(self) -> FeatureSpec:
         """What is read of a backbone."""
         return FeatureSpec(tokens="cls+mean" if self.mean else "cls", blocks=self.blocks)
 
@@ -108,7 +107,7 @@ def train_probe(
     frozen: FrozenBackbone,
     settings: Published,
     *,
-    val: Labelled,
+    val: LabelledFeatures,
     classes: int,
     seed: int,
     path: Path,
@@ -132,7 +131,7 @@ def train_probe(
                 advance(1, f"epoch {epoch + 1}  {f'top-1 {percents[-1]:.1f} %' if percents else ''}")
             right = int(count_right(_head(probe), val.features, val.targets))
             percents.append(100 * right / len(val))
-            if frozen.main:
+            if is_main_process():
                 _save(path, probe, optimizer, percents, metadata)
     return Trained(_head(probe), tuple(percents))
 
@@ -153,7 +152,7 @@ def _read(
     """Return what the head reads of normalised images."""
     kind = images.device.type
     with evaluating(model), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
-        return interleave(settings.kind.of(model, images).float(), mean=settings.mean)
+        return interleave(settings.spec.of(model, images).float(), mean=settings.mean)
 
 
 def _take_step(probe: nn.Linear, optimizer: torch.optim.SGD, features: Tensor, targets: Tensor) -> None:

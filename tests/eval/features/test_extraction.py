@@ -14,8 +14,8 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating, extract_features, pixel_features
-from dino_vit.models.vit import Provenance, VisionTransformer
-from dino_vit.views.preparation import Preparation, fit, preparation_of
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import Preparation, fit
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 PREPARATION = Preparation(size=(32, 32), mean=MEAN, std=STD)
@@ -26,39 +26,6 @@ def backbone(**changes):
     return VisionTransformer(
         **{"image_size": 32, "patch_size": 8, "width": 24, "depth": 2, "heads": 2, **changes}
     )
-
-
-def picture(height, width):
-    coarse = torch.rand(1, 3, max(2, height // 8), max(2, width // 8))
-    smooth = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")[0]
-    return (255 * smooth).to(torch.uint8)
-
-
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (256, 300), (225, 230), (1000, 226)])
-def test_fit_is_the_published_protocol_for_images_larger_than_the_crop(height, width):
-    image = picture(height, width)
-    resized = tv.resize(image, [256], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    assert torch.equal(fit(image, (224, 224)), tv.center_crop(resized, [224, 224]))
-
-
-def test_fit_keeps_the_border_of_images_no_larger_than_the_crop():
-    image = picture(32, 32)
-    assert torch.equal(fit(image, (32, 32)), image)
-    wide = picture(32, 41)
-    assert torch.equal(fit(wide, (32, 32)), wide[:, :, 4:36])  # round(4.5) is 4, as in torchvision
-    enlarged = tv.resize(picture(20, 28), [32], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    assert enlarged.shape == (3, 32, 44)
-    assert fit(picture(20, 28), (32, 32)).shape == (3, 32, 32)
-
-
-@pytest.mark.parametrize("size", [(16, 48), (48, 16), (30, 17)])
-def test_fit_fills_any_size_from_any_image(size):
-    for height in (1, 15, 16, 17, 31, 48, 50, 200):
-        for width in (1, 16, 18, 47, 49, 131):
-            image = torch.full((3, height, width), 200, dtype=torch.uint8)
-            fitted = fit(image, size)
-            assert fitted.shape == (3, *size)
-            assert bool((fitted == 200).all())
 
 
 def test_features_are_the_class_tokens_in_the_order_asked_for():
@@ -80,95 +47,33 @@ def test_features_are_the_class_tokens_in_the_order_asked_for():
 
 
 @pytest.mark.parametrize("registers", [0, 3])
-def test_kinds_are_made_of_the_tokens_that_they_name(registers):
+def test_features_are_the_tokens_that_the_spec_names(registers):
     source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
     images = torch.stack([PREPARATION.normaliser(torch.device("cpu"))(source.read(i)) for i in range(4)])
     with evaluating(model):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
     patches = blocks[-1][:, 1 + registers :]
-    for kind, expected in (
+    for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
         (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="patches"), patches),
     ):
-        features = extract_features(model, source, range(4), **SETTINGS, kind=kind)
+        features = extract_features(model, source, range(4), **SETTINGS, spec=spec)
         torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
-        assert features.values.shape[1:] == kind.shape(model, (32, 32))
-        nothing = extract_features(model, source, [], **SETTINGS, kind=kind)
-        assert nothing.values.shape == (0, *kind.shape(model, (32, 32)))
-
-
-def test_the_weights_say_how_images_are_prepared(caplog):
-    model = backbone()
-    known = {"format": "dino-vit", "source": "x", "sha256": ""}
-    model.provenance = Provenance(**known, mean=MEAN, std=STD)
-    assert preparation_of(model) == PREPARATION
-    assert preparation_of(model, size=(16, 24), fit="whole").size == (16, 24)
-    with pytest.raises(ValueError, match="no whole number of patches"):
-        preparation_of(model, size=(30, 32))
-    model.provenance = Provenance(**known)
-    caplog.set_level("INFO")
-    assert preparation_of(model).mean == (0.485, 0.456, 0.406)
-    assert "ImageNet's mean and std are used" in caplog.text
-    other = backbone(channels=5)
-    with pytest.raises(ValueError, match="5 channels"):
-        preparation_of(other)
-
-
-def test_a_whole_image_is_squeezed():
-    image = picture(40, 50)
-    source = SyntheticSource(length=1)
-    source.read = lambda index: image
-    expected = tv.resize(image, [32, 32], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    assert torch.equal(replace(PREPARATION, fit="whole").read(source, 0), expected)
-
-
-def test_deep_images_keep_their_depth():
-    deep = replace(PREPARATION, pixels=Pixels(bits=16), mean=(0.0,) * 3, std=(1.0,) * 3)
-    ramp = torch.linspace(0, 65535, 3 * 40 * 40).reshape(3, 40, 40).to(torch.int32).to(torch.uint16)
-    source = SyntheticSource(length=2)
-    source.read = lambda index: ramp
-    image = deep.read(source, 0)
-    expected = tv.resize(
-        ramp.float() / 65535, [37], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
-    )
-    torch.testing.assert_close(image, tv.center_crop(expected, [32, 32]), rtol=0, atol=1e-6)
-    assert len(image.unique()) > 1000
-    assert 0 <= image.min() <= image.max() <= 1
-    model = backbone()
-    features = extract_features(model, source, [0, 1], **{**SETTINGS, "preparation": deep})
-    with evaluating(model):
-        torch.testing.assert_close(features.values[1:], model(image[None]), rtol=1e-4, atol=1e-5)
+        assert features.values.shape[1:] == spec.shape(model, (32, 32))
+        nothing = extract_features(model, source, [], **SETTINGS, spec=spec)
+        assert nothing.values.shape == (0, *spec.shape(model, (32, 32)))
 
 
 def test_images_of_other_channels_are_left_out():
     source = SyntheticSource(length=2)
-    source.read = lambda index: picture(32, 32)[: 2 + index]
+    source.read = lambda index: torch.zeros(2 + index, 32, 32, dtype=torch.uint8)
     features = extract_features(backbone(), source, [0, 1], **SETTINGS)
     assert features.indices.tolist() == [1]
     assert [image.reason for image in features.unreadable] == ["it has 2 channels where 3 are wanted"]
-
-
-def test_deep_images_keep_their_bits_and_their_scale():
-    """A backbone's images are scaled as those that it learned from were, and no bit of them is lost."""
-    source = SyntheticSource(length=1)
-    deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
-    source.read = lambda index: deep.to(torch.uint16)
-    preparation = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
-    read = preparation.read(source, 0)
-    assert read.dtype == torch.float32
-    assert torch.equal(read, fit(deep / 4095, (32, 32)))
-    assert 0 <= read.min() <= read.max() <= 1
-    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
-    assert torch.allclose(preparation.normaliser(torch.device("cpu"))(read), (read - mean) / std)
-    model = backbone()
-    features = extract_features(model, source, [0], preparation=preparation, batch_size=2)
-    with torch.no_grad():
-        expected = model.forward_features(((read - mean) / std)[None])[:, 0]
-    torch.testing.assert_close(features.values, expected)
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():
@@ -177,6 +82,18 @@ def test_features_do_not_depend_on_the_batch_or_a_classifier():
     parts = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 3})
     torch.testing.assert_close(whole.values, parts.values)
     assert whole.values.shape == (20, 24)
+
+
+def test_features_of_deep_images():
+    source, model = SyntheticSource(length=1), backbone()
+    deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
+    source.read = lambda index: deep.to(torch.uint16)
+    preparation = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
+    features = extract_features(model, source, [0], preparation=preparation, batch_size=2)
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    with torch.no_grad():
+        expected = model.forward_features(((fit(deep / 4095, (32, 32)) - mean) / std)[None])[:, 0]
+    torch.testing.assert_close(features.values, expected)
 
 
 def test_autocast_computes_in_its_dtype_and_returns_float32():
@@ -220,7 +137,7 @@ def test_modes_come_back_after_an_error():
 def broken_folder(tmp_path):
     for number in range(8):
         buffer = io.BytesIO()
-        Image.fromarray(picture(40, 50).permute(1, 2, 0).numpy()).save(buffer, "PNG")
+        Image.fromarray(SyntheticSource(length=8).read(number).permute(1, 2, 0).numpy()).save(buffer, "PNG")
         broken = number in (2, 3)
         (tmp_path / f"{number}.png").write_bytes(buffer.getvalue()[:30] if broken else buffer.getvalue())
     return FolderSource(tmp_path)

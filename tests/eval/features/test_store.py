@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +12,12 @@ from PIL import Image
 
 import dino_vit.eval.features.store as store
 from dino_vit import VisionTransformer, save_backbone
+from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
-from dino_vit.eval.features.extraction import FeatureSpec, extract_features
+from dino_vit.eval.features.extraction import Extraction, FeatureSpec, extract_features
 from dino_vit.eval.features.store import shard_length, stored_features
 from dino_vit.views.preparation import Preparation
+from tests.support.processes import torchrun_environs
 from tests.support.runs import Command, command
 
 PREPARATION = Preparation(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -27,16 +28,25 @@ def backbone():
     return VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
 
 
-def store_in(folder, source=None, model=None, **changes):
-    settings = {"preparation": PREPARATION, "batch_size": 4, **changes}
-    return stored_features(
-        model or backbone(), source or SyntheticSource(length=50), folder=folder, **settings
+def store_in(folder, source=None, *, model=None, batch_size=4, indices=None, dtype="float32", **changes):
+    extraction = Extraction(
+        model or backbone(),
+        source or SyntheticSource(length=50),
+        **{"preparation": PREPARATION, **changes},
     )
+    return stored_features(extraction, folder=folder, batch_size=batch_size, indices=indices, dtype=dtype)
 
 
 def files(folder):
-    """Return the bytes of all that is in a folder, by path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return what all files of a folder hold, by path; safetensors writes its metadata in any order."""
+    return {str(path.relative_to(folder)): contents(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def contents(path):
+    if path.suffix != ".safetensors":
+        return path.read_bytes()
+    tensors, metadata = read_tensors(path)
+    return metadata, {name: (tensor.dtype, tensor.tolist()) for name, tensor in tensors.items()}
 
 
 @pytest.fixture
@@ -54,20 +64,20 @@ def computed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind", [FeatureSpec(), FeatureSpec(tokens="cls+mean", blocks=2), FeatureSpec(tokens="patches")]
+    "spec", [FeatureSpec(), FeatureSpec(tokens="cls+mean", blocks=2), FeatureSpec(tokens="patches")]
 )
-def test_what_is_stored_is_what_is_extracted(tmp_path, kind):
+def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
     source = SyntheticSource(length=50)
-    stored = store_in(tmp_path, source, kind=kind)
+    stored = store_in(tmp_path, source, spec=spec)
     extracted = extract_features(
-        backbone(), source, range(50), preparation=PREPARATION, batch_size=4, kind=kind
+        backbone(), source, range(50), preparation=PREPARATION, batch_size=4, spec=spec
     )
     assert np.array_equal(stored.values, extracted.values.numpy())
     assert isinstance(stored.values, np.memmap)
     assert stored.indices.tolist() == list(range(50))
     assert stored.labels.tolist() == [source.label(index) for index in range(50)]
     assert stored.name(7) == source.name(7)
-    half = store_in(tmp_path, source, kind=kind, dtype="float16")
+    half = store_in(tmp_path, source, spec=spec, dtype="float16")
     assert np.array_equal(half.values, extracted.values.half().numpy())
 
 
@@ -81,7 +91,7 @@ def test_chosen_images_come_in_the_order_asked_for(tmp_path):
         store_in(tmp_path, source, indices=[])
 
 
-def test_features_are_kept_until_something_is_another(tmp_path, computed):
+def test_cached_features_are_used_until_anything_differs(tmp_path, computed):
     first = store_in(tmp_path)
     assert sum(computed) == 50
     computed.clear()
@@ -96,7 +106,7 @@ def test_features_are_kept_until_something_is_another(tmp_path, computed):
         {"source": SyntheticSource(length=50, seed=1)},
         {"preparation": replace(PREPARATION, fit="whole", size=(16, 12))},
         {"preparation": replace(PREPARATION, mean=(0.4,) * 3)},
-        {"kind": FeatureSpec(blocks=2)},
+        {"spec": FeatureSpec(blocks=2)},
         {"autocast": torch.bfloat16},
         {"dtype": "float16"},
         {"indices": range(49)},
@@ -119,7 +129,7 @@ def test_images_that_only_look_the_same_are_noticed(tmp_path, computed):
     assert sum(computed) == 50
 
 
-@pytest.mark.parametrize("name", ["values.npy", "indices.npy", "about.json"])
+@pytest.mark.parametrize("name", ["values.npy", "features.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damaged_features_are_computed_again(tmp_path, computed, name, damage):
     whole = store_in(tmp_path)
@@ -145,7 +155,7 @@ def test_finished_shards_are_kept_and_damaged_ones_made_again(tmp_path, computed
     store_in(tmp_path / "whole", source)
     expected = files(tmp_path / "whole")
     computed.clear()
-    write = store._Making._write
+    write = store._CacheEntry._write
 
     def write_then_fail(self, shard, parts):
         write(self, shard, parts)
@@ -153,7 +163,7 @@ def test_finished_shards_are_kept_and_damaged_ones_made_again(tmp_path, computed
             raise RuntimeError("stopped")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._Making, "_write", write_then_fail)
+        patch.setattr(store._CacheEntry, "_write", write_then_fail)
         with pytest.raises(RuntimeError, match="stopped"):
             store_in(tmp_path / "parts", source)
     shards = sorted((tmp_path / "parts").rglob("*.safetensors"))
@@ -220,39 +230,30 @@ def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, folder):
 def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"none of the 40 images can be read, the first is even/00.png"):
+    with pytest.raises(ValueError, match=r"none of 40 images can be read, the first is even/00.png"):
         store_in(tmp_path / "cache", FolderSource(folder))
-    assert not list((tmp_path / "cache").rglob("about.json"))
+    assert not list((tmp_path / "cache").rglob("features.safetensors"))
 
 
-def weights(folder):
-    save_backbone(backbone(), folder / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return folder / "a.safetensors"
+@pytest.fixture
+def embed(tmp_path):
+    save_backbone(backbone(), tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings = [f"weights={tmp_path / 'a.safetensors'}", "batch_size=4", "precision=no"]
 
-
-def embed(tmp_path, name, *more):
-    return [
-        *(
+    def arguments(name):
+        return [
             "embed",
             "synthetic:300:32",
-            f"weights={tmp_path / 'a.safetensors'}",
-            "batch_size=4",
-            "precision=no",
-        ),
-        *(f"cache={tmp_path / name}", f"output={tmp_path / name}.npy", *more),
-    ]
+            *settings,
+            f"cache={tmp_path / name}",
+            f"output={tmp_path / name}.npy",
+        ]
 
-
-def environ_of_two():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return arguments
 
 
 def die_after_five_shards():
-    write = store._Making._write
+    write = store._CacheEntry._write
     written = 0
 
     def write_then_die(self, shard, parts):
@@ -262,46 +263,42 @@ def die_after_five_shards():
         if written == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    store._Making._write = write_then_die
+    store._CacheEntry._write = write_then_die
 
 
-def test_the_files_are_the_same_bytes_for_two_processes_and_after_a_kill(tmp_path):
-    weights(tmp_path)
-    command(tmp_path / "one.log", *embed(tmp_path, "one"))
+def test_the_files_are_the_same_bytes_for_two_processes_and_after_a_kill(tmp_path, embed):
+    command(tmp_path / "one.log", *embed("one"))
     expected = files(tmp_path / "one")
-    assert len(expected) == 3
+    assert len(expected) == 2
 
     pair = [
-        Command(embed(tmp_path, "two"), tmp_path / f"{n}.log", environ=e)
-        for n, e in enumerate(environ_of_two())
+        Command(embed("two"), tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())
     ]
     assert [one.wait() for one in pair] == [0, 0], pair[0].said + pair[1].said
     assert files(tmp_path / "two") == expected
-    assert not pair[1].said.count("images"), "only the first process speaks"
+    assert not pair[1].said.count("images"), "only rank 0 logs"
 
     killed = [
-        Command(embed(tmp_path, "killed"), tmp_path / f"k{n}.log", environ=e, before=die_after_five_shards)
-        for n, e in enumerate(environ_of_two())
+        Command(embed("killed"), tmp_path / f"k{n}.log", environ=e, before=die_after_five_shards)
+        for n, e in enumerate(torchrun_environs())
     ]
     assert [one.wait() for one in killed] == [-signal.SIGKILL] * 2
     assert len(list((tmp_path / "killed").rglob("*.safetensors"))) == 10
     assert not (tmp_path / "killed.npy").exists()
-    command(tmp_path / "again.log", *embed(tmp_path, "killed"))
+    command(tmp_path / "again.log", *embed("killed"))
     assert files(tmp_path / "killed") == expected
-    for name in ("two", "killed"):
-        assert (tmp_path / f"{name}.npy").read_bytes() == (tmp_path / "one.npy").read_bytes()
-        assert (tmp_path / f"{name}.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
-        assert json.loads((tmp_path / f"{name}.json").read_text()) == json.loads(
-            (tmp_path / "one.json").read_text()
-        )
+    for suffix in (".npy", ".csv"):
+        same = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("one", "two", "killed")}
+        assert len(same) == 1
+    one, *others = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "killed"))
+    assert others == [one, one]
 
 
-def test_an_error_in_one_process_ends_both(tmp_path):
-    weights(tmp_path)
-    first, second = environ_of_two()
+def test_an_error_in_one_process_ends_both(tmp_path, embed):
+    first, second = torchrun_environs()
     pair = [
-        Command(embed(tmp_path, "x"), tmp_path / "0.log", environ=first),
-        Command(embed(tmp_path, "x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard),
+        Command(embed("x"), tmp_path / "0.log", environ=first),
+        Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard),
     ]
     assert [one.wait() for one in pair] == [2, 2], pair[0].said + pair[1].said
     assert "another process failed" in pair[0].said
@@ -313,4 +310,4 @@ def fail_at_the_first_shard():
     def fail(self, shard, parts):
         raise OSError(28, "no space left on device")
 
-    store._Making._write = fail
+    store._CacheEntry._write = fail

@@ -8,9 +8,9 @@ import torch
 
 from dino_vit.eval.knn import neighbours, shortlist
 from dino_vit.eval.knn.neighbours import exact_cosines, nearest, unit
-from dino_vit.eval.knn.shortlist import TorchFinder
+from dino_vit.eval.knn.shortlist import Shortlist
 
-SEARCHES = [("faiss", "no"), ("torch", "no"), ("torch", "bf16"), ("torch", "fp16")]
+CASES = [(2000, 10, None), (2000, 20, 100), (300, 299, 0), (7, 10, 2), (1, 1, None)]  # rows, k, own
 
 
 def features(rows, width, kind, seed=0):
@@ -52,20 +52,40 @@ def _chunks(request, monkeypatch):
         monkeypatch.setattr(shortlist, "_SCORES", {"cpu": 9000})
 
 
-@pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize(("search", "precision"), SEARCHES)
-@pytest.mark.parametrize("kind", ["sphere", "cone", "groups", "copies", "nearly"])
-@pytest.mark.parametrize(
-    ("rows", "k", "own"), [(2000, 10, None), (2000, 20, 100), (300, 299, 0), (7, 10, 2), (1, 1, None)]
-)
-def test_every_search_finds_the_sorted_matrix(monkeypatch, search, precision, kind, rows, k, own):
-    monkeypatch.setattr(shortlist, "choose_precision", lambda wanted, device: precision)
+def bank_and_queries(kind, rows, own):
     bank = features(rows, 24, kind)
-    queries = features(13, 24, kind, seed=1) if own is None else bank[own : own + 13]
-    cosines, found = nearest(bank, queries, k=k, own=own, search=search)
+    return bank, features(13, 24, kind, seed=1) if own is None else bank[own : own + 13]
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["sphere", "cone", "groups", "copies", "nearly"])
+@pytest.mark.parametrize(("rows", "k", "own"), CASES)
+def test_torch_finds_the_sorted_matrix(monkeypatch, precision, kind, rows, k, own):
+    monkeypatch.setattr(neighbours, "choose_precision", lambda wanted, device: precision)
+    bank, queries = bank_and_queries(kind, rows, own)
+    cosines, found = nearest(bank, queries, k=k, own=own, search="torch")
     expected, order = sorted_matrix(bank, queries, k, own)
     assert torch.equal(found, order)
     assert torch.equal(cosines, expected)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("search", ["auto", "faiss"])
+@pytest.mark.parametrize("kind", ["sphere", "cone", "groups", "copies", "nearly"])
+@pytest.mark.parametrize(("rows", "k", "own"), CASES)
+def test_faiss_finds_the_sorted_matrix_up_to_rounding(monkeypatch, search, kind, rows, k, own):
+    """By default too where a CPU has no native bfloat16."""
+    monkeypatch.setattr(neighbours, "choose_precision", lambda wanted, device: "no")
+    monkeypatch.setattr(neighbours, "Shortlist", None)
+    bank, queries = bank_and_queries(kind, rows, own)
+    cosines, found = nearest(bank, queries, k=k, own=own, search=search)
+    expected, _ = sorted_matrix(bank, queries, k, own)
+    torch.testing.assert_close(cosines, expected, rtol=0, atol=5e-7)
+    torch.testing.assert_close(exact_cosines(unit(queries), unit(bank), found), cosines, rtol=0, atol=5e-7)
+    assert (cosines.diff(dim=1) <= 0).all()
+    for query, row in enumerate(found.tolist()):
+        assert len({*row} - {None if own is None else own + query}) == expected.shape[1]
 
 
 def test_cosines_are_those_of_float64():
@@ -78,7 +98,7 @@ def test_cosines_are_those_of_float64():
             assert cosine == pytest.approx(exact, abs=3e-7)
 
 
-def test_where_faiss_is_not_installed_torch_finds_the_same():
+def test_without_faiss_installed_torch_searches():
     code = """
 import sys
 sys.modules["faiss"] = None  # no import finds it
@@ -95,12 +115,12 @@ def test_without_faiss_the_products_are_the_same_but_for_rounding(monkeypatch):
     bank, queries = unit(features(90, 37, "sphere")), unit(features(5, 37, "groups"))
     listed = torch.tensor([[3, -1, 89], [0, 1, 2], [-1, -1, -1], [5, 5, 5], [7, 8, -1]])
     by_faiss = exact_cosines(queries, bank, listed)
-    monkeypatch.setattr(shortlist, "FAISS", False)
+    monkeypatch.setattr(neighbours, "FAISS", False)
     for products in (2**24, 1):
         monkeypatch.setattr(neighbours, "_PRODUCTS", products)
         torch.testing.assert_close(exact_cosines(queries, bank, listed), by_faiss, atol=2e-7, rtol=0)
     assert torch.equal(by_faiss == -torch.inf, listed < 0)
-    with pytest.raises(ValueError, match="take search=torch"):
+    with pytest.raises(ValueError, match="use search=torch"):
         nearest(bank, queries, k=3, search="faiss")
     assert torch.equal(nearest(bank, queries, k=9)[1], sorted_matrix(bank, queries, 9)[1])
 
@@ -108,16 +128,16 @@ def test_without_faiss_the_products_are_the_same_but_for_rounding(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["sphere", "cone", "groups"])
 @pytest.mark.parametrize(("rows", "width", "count"), [(4000, 384, 64), (33, 2000, 3), (5, 3, 1)])
-def test_no_score_is_further_off_than_is_claimed(dtype, kind, rows, width, count):
-    """Nor so near that the claim is idle: the 16-bit scores use a hundredth of what they are allowed."""
+def test_no_score_is_further_off_than_the_bound(dtype, kind, rows, width, count):
+    """Nor is the bound idle: the scores in 16 bits use more than a hundredth of it."""
     chunk, queries = unit(features(rows, width, kind)), unit(features(count, width, kind, seed=1))
-    finder = TorchFinder(chunk, 1, dtype)
-    finder.group = 1
-    scores, _ = finder._score(queries, None)
+    shortlist = Shortlist(chunk, 1, dtype)
+    scores = torch.empty(shortlist.blocks, count, shortlist.columns, dtype=dtype)
+    shortlist._score(queries, None, scores)
     scores = scores.permute(1, 0, 2).flatten(1)[:, :rows].double()
-    exact = queries.double() @ (chunk.double() - finder.mean.double()).T
+    exact = queries.double() @ (chunk.double() - shortlist.mean.double()).T
     off = (scores - exact).abs() - torch.finfo(dtype).eps / 2 * exact.abs()
-    error = finder.error_of(queries).double()
+    error = shortlist.error_of(queries).double()
     assert (off < error[:, None]).all()
     if dtype != torch.float32 and rows > 1000:
         assert off.amax() > 0.01 * error.amax()
@@ -131,7 +151,7 @@ def test_the_memory_map_of_a_bank_is_a_bank(tmp_path):
     assert all(map(torch.equal, found, nearest(bank.half(), queries, k=20)))
 
 
-def test_features_that_are_not_numbers_are_refused():
+def test_features_that_are_not_finite_are_refused():
     bank = features(30, 8, "sphere")
     bank[3, 2] = torch.nan
     with pytest.raises(ValueError, match="not finite"):

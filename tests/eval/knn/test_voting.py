@@ -65,7 +65,7 @@ def test_weighted_knn_equals_the_loop(search, own):
             assert best[i].tolist() == voted + [NO_CLASS] * (5 - len(voted))
 
 
-def test_k_beyond_the_bank_is_the_whole_bank_and_said(caplog):
+def test_k_beyond_the_bank_is_the_whole_bank_with_a_warning(caplog):
     bank, labels = clustered(8, classes=3)
     queries = clustered(4, seed=2)[0]
     ranked = weighted_knn(bank, labels, queries, k=(5, 100, 200))
@@ -87,11 +87,6 @@ def test_of_equal_votes_the_lower_label_is_first():
     bank = torch.tensor([[1.0, 0.0]] * 6)
     ranked = weighted_knn(bank, torch.tensor([9, 2, 9, 2, 4, -1]), bank[:1], k=(6,))[6]
     assert ranked.tolist() == [[2, 9, -1, 4]]
-
-
-def test_features_of_a_large_norm_do_not_vote_more():
-    bank = torch.tensor([[1.0, 0.1], [100.0, 100.0]])
-    assert weighted_knn(bank, torch.tensor([0, 1]), torch.tensor([[1.0, 0.0]]), k=(2,))[2][0, 0] == 0
 
 
 def test_no_temperature_is_too_low():
@@ -117,29 +112,6 @@ def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
     assert {row for rows in drawn for row in rows} == set(range(73)), "everyone has its turn"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"queries": torch.zeros(2, 5)}, r"one width, but the bank is \(6, 4\)"),
-        ({"bank_labels": torch.zeros(5, dtype=torch.long)}, "each of the 6 bank images"),
-        ({"bank_labels": torch.zeros(6)}, "Map other labels to integers"),
-        ({"k": ()}, r"one or more k from 1 up, but got \[\]"),
-        ({"k": (0, 10)}, "one or more k"),
-        ({"own": 5}, "own=5 .* 2 queries and 6 bank images"),
-        ({"own": -1}, "own=-1 "),
-        (
-            {"bank": torch.zeros(0, 4), "bank_labels": torch.zeros(0, dtype=torch.long)},
-            "the bank has 0 images",
-        ),
-    ],
-)
-def test_mistakes_are_explained(change, message):
-    given = {
-        "bank": torch.zeros(6, 4),
-        "bank_labels": torch.zeros(6, dtype=torch.long),
-        "queries": torch.zeros(2, 4),
-        "k": (3,),
-        **change,
-    }
-    with pytest.raises(ValueError, match=message):
-        weighted_knn(given.pop("bank"), given.pop("bank_labels"), given.pop("queries"), **given)
+def test_each_image_of_the_bank_needs_a_label():
+    with pytest.raises(ValueError, match="the bank has 6 images, but 5 labels"):
+        weighted_knn(torch.zeros(6, 4), torch.zeros(5, dtype=torch.long), torch.zeros(2, 4), k=(3,))
