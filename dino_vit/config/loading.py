@@ -108,10 +108,10 @@ def nearest(typed: str, cls: type[Settings]) -> list[str]:
             keys_by_name.setdefault(name, []).append(key)
     typed = typed.strip("-").replace("-", "_")
     last = typed.rpartition(".")[2]
-    for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.7), (last, 0.7)):
+    for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.75), (last, 0.75)):
         if match := get_close_matches(text, keys_by_name, n=1, cutoff=cutoff):
             return keys_by_name[match[0]][:3]
-    return []
+    return [key for key in settings_of(cls) if len(last) > 3 and last in key][:3]
 
 
 def _hint(cls: type[Settings], text: str) -> str:
