@@ -90,7 +90,7 @@ def _check_architecture(model: VisionTransformer, format: str) -> None:
         "registers": registers and plain,
         "registers without layer scale": registers and not scaled and huggingface,
         "layer scale": scaled and plain,
-        f"mlp_ratio={a['mlp_ratio']:.3g}": scaled and huggingface and hidden != _dinov2_hidden(model),
+        f"mlp_ratio={a['mlp_ratio']:.3g}": scaled and huggingface and hidden != _dinov2_mlp(model)[1],
         "gated MLPs": gated and not (scaled and huggingface),
         "qkv without bias": not a["qkv_bias"] and plain,
         "channels other than 3": model.channels != 3 and format == "torchvision",
@@ -170,7 +170,7 @@ def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, A
         hidden = round(model.width * a["mlp_ratio"])
         return {**config, "model_type": "vit", "architectures": ["ViTModel"], "intermediate_size": hidden}
     config |= {
-        "mlp_ratio": _dinov2_ratio(model),
+        "mlp_ratio": _dinov2_mlp(model)[0],
         "use_swiglu_ffn": a["mlp"] == "swiglu",
         "layerscale_value": 1.0,
     }
@@ -180,16 +180,13 @@ def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, A
     return {**config, **names, "num_register_tokens": model.registers}
 
 
-def _dinov2_ratio(model: VisionTransformer) -> int:
-    """Return the integer mlp_ratio of a DINOv2 configuration, of which gated MLPs use two thirds."""
+def _dinov2_mlp(model: VisionTransformer) -> tuple[int, int]:
+    """Return the integer mlp_ratio of a DINOv2 config, and the hidden width that it means in transformers."""
     ratio: float = model.architecture["mlp_ratio"]
-    return round(ratio * 3 / 2) if model.architecture["mlp"] == "swiglu" else round(ratio)
-
-
-def _dinov2_hidden(model: VisionTransformer) -> int:
-    """Return the hidden width that transformers derives from that ratio; for gated MLPs a multiple of 8."""
-    hidden = model.width * _dinov2_ratio(model)
-    return (hidden * 2 // 3 + 7) // 8 * 8 if model.architecture["mlp"] == "swiglu" else hidden
+    if model.architecture["mlp"] != "swiglu":
+        return round(ratio), model.width * round(ratio)
+    whole = round(ratio * 3 / 2)  # gated MLPs use two thirds of it, rounded up to a multiple of 8
+    return whole, (model.width * whole * 2 // 3 + 7) // 8 * 8
 
 
 @torch.no_grad()

@@ -159,10 +159,9 @@ def merge(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     merged = dict(tensors)
     for name in tensors:
         for whole, parts in MERGED:
-            match = re.fullmatch(rf"(blocks\.\d+\.){re.escape(parts[0])}(\.weight|\.bias)", name)
-            names = [f"{match[1]}{part}{match[2]}" for part in parts] if match else []
-            joined = f"{match[1]}{whole}{match[2]}" if match else ""
+            names = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+            joined = name.replace(f".{parts[0]}.", f".{whole}.")
             # An incomplete set, or one beside the tensor it would become, stays: strict loading reports it.
-            if match and joined not in merged and all(part in merged for part in names):
+            if joined not in merged and all(part in merged for part in names):
                 merged[joined] = torch.cat([merged.pop(part) for part in names])
     return merged
