@@ -234,9 +234,9 @@ def test_features_and_embeddings_hold_what_the_page_says(trained):
     metadata = json.loads(schema.metadata[b"dino_vit"])
     assert metadata.keys() == set(quoted(said))
     assert json.loads((trained / "photos.json").read_text()) == metadata
-    tensors, metadata = read_tensors_of_others(trained / "photos.safetensors")
+    tensors, texts = read_tensors_of_others(trained / "photos.safetensors")
     assert tensors == {"embedding", "index", "label", "names", "name_ends"} <= set(quoted(page))
-    assert json.loads(metadata["dino_vit"]).keys() - metadata.keys() == {"classes"}
+    assert json.loads(texts["dino_vit"]).keys() - metadata.keys() == {"classes"}
     assert (trained / "photos.faiss").exists()
 
 
