@@ -4,16 +4,19 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
-.PHONY: demo test test-slow lint bench
+.PHONY: demo test test-slow test-gpu lint bench
 
 demo: $(RUNTIME)
 	$(BIN)/dino-vit demo
 
 test: $(DEV)
-	$(BIN)/pytest -q -n auto -m "not slow"
+	$(BIN)/pytest -q -n auto -m "not slow and not gpu"
 
 test-slow: $(DEV)
 	$(BIN)/pytest -q -m slow
+
+test-gpu: $(DEV)
+	$(BIN)/pytest -q -m gpu tests/gpu
 
 lint: $(DEV)
 	$(BIN)/ruff check .

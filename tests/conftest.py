@@ -1,4 +1,6 @@
 import os
+import sys
+from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: tests run side by side, a thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -6,6 +8,18 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import pytest
 import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests and their processes import this checkout, and compute on the CPU unless run with `-m gpu`."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if config.option.markexpr.strip() == "gpu":
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is compared with the CPU's
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if sys.platform == "darwin":  # Accelerate would choose mps, which no variable hides
+        os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,6 +21,7 @@ from dino_vit.commands import report as report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
@@ -35,7 +36,6 @@ from dino_vit.training.setup import build_untrained, set_up
 from dino_vit.views.build import build_preparation
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights import load_backbone
-from dino_vit.weights.reading import find_weights
 
 log = logging.getLogger("dino_vit")
 
@@ -65,7 +65,8 @@ def run(config: DemoConfig) -> int:
     if code:
         return code
     folder = Path(settings.output)
-    weights, sheets, page = find_weights(folder), folder / "attention", folder / "report.html"
+    weights = Checkpoints(folder).paths()[-1]
+    sheets, page = folder / "attention", folder / "report.html"
     figures = _kept(folder / "demo.json", weights, lambda: evaluate(settings, weights, config.images))
     if not _newer(sheets, weights):
         attention.run(load(attention.AttentionConfig, None, [f"weights={folder}", f"output={sheets}"]))

@@ -1,20 +1,20 @@
-"""Write a backbone as others store theirs, and check that what was written gives the same features."""
+"""Write a backbone in the format of another library, and check that the written file gives its features."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dino_vit.core.storage import save_plain, sync
+from dino_vit.core.storage import save_plain, sync, write_bytes
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
@@ -24,120 +24,135 @@ from dino_vit.weights.reading import WeightsError, read_weights
 log = logging.getLogger("dino_vit")
 
 EXPORTS = ("reference", "timm", "torchvision", "huggingface")
+SUFFIXES = (".pth", ".pt", ".safetensors")
 HUGGINGFACE_FILES = {"config.json", "preprocessor_config.json", "model.safetensors"}
-TOLERANCE = 1e-4  # of the largest feature: float32 sums in another order
+TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
 
 
 def export_backbone(
     model: VisionTransformer, path: str | Path, format: str, *, overwrite: bool = False
 ) -> str:
-    """Write the layout of another library and return a sentence on how its features were checked.
+    """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference`, `timm` and `torchvision`, each a .pth or .safetensors file, and
-    `huggingface`, a folder for `AutoModel.from_pretrained`. Nothing is put in place before its features are
-    those of the model.
+    `huggingface`, a folder for `AutoModel.from_pretrained`. The export only appears at `path` if its features
+    equal those of the model.
     """
     path = Path(path)
     if format not in EXPORTS:
-        raise WeightsError(f"format={format!r} is none of {', '.join(EXPORTS)}")
-    if path.exists() and not overwrite:
-        raise WeightsError(f"{path} exists already; choose another name or allow it to be overwritten")
-    kept = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES if path.is_dir() else set()
-    if kept or (path.is_dir() and format != "huggingface"):
-        raise WeightsError(
-            f"{path} is a folder that an export would replace, with "
-            f"{', '.join(sorted(kept)[:5]) or 'all it holds'} in it; choose another name"
-        )
-    if format != "huggingface" and path.suffix not in (".pth", ".pt", ".safetensors"):
-        raise WeightsError(f"{path} must end in .pth, .pt or .safetensors")
-    _refuse_what_does_not_fit(model, format)
+        raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(EXPORTS)}")
+    _check_target(path, format, overwrite)
+    _check_architecture(model, format)
+    layout = _layout_for(model, format)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as place:
-        written = Path(place) / path.name
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        written = Path(folder) / path.name
+        tensors = _to_layout(model, layout)
         if format == "huggingface":
-            _write_huggingface(model, tensors, written)
+            _write_huggingface(model, layout, tensors, written)
+        elif path.suffix == ".safetensors":
+            save_plain(tensors, written, {"format": "pt"})
         else:
-            _write_file(_to_layout(model, tensors, format), written)
-        said = _check(model, written, format) + _other_sizes(model, format)
+            torch.save(tensors, written)
+            sync(written)
+        summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
         if path.is_dir():
-            shutil.rmtree(path)  # it held an export and nothing else
+            shutil.rmtree(path)  # _check_target found nothing but an older export in it
         written.replace(path)
         sync(path.parent)
-    log.info("%s: written for %s; %s", path, format, said)
-    return said
+    log.info("%s: exported to the %s format; %s", path, format, summary)
+    return summary
 
 
-def _refuse_what_does_not_fit(model: VisionTransformer, format: str) -> None:
-    """Say what of this architecture the other library has no place for."""
+def _check_target(path: Path, format: str, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise WeightsError(f"{path} already exists; choose another name or allow overwriting")
+    if format != "huggingface" and path.suffix not in SUFFIXES:
+        raise WeightsError(f"{path} must end in {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        others = sorted({entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES)
+        if others or format != "huggingface":
+            held = f" with {', '.join(others[:5])}" if others else ""
+            raise WeightsError(f"{path} is an existing folder{held}; choose another name")
+
+
+def _check_architecture(model: VisionTransformer, format: str) -> None:
+    """Refuse an architecture that the other library does not have."""
     a = model.architecture
     square = model.patch_size[0] == model.patch_size[1] and model.image_size[0] == model.image_size[1]
-    scaled, gated = a["layer_scale"] is not None, a["mlp"] == "swiglu"
+    scaled, gated, registers = a["layer_scale"] is not None, a["mlp"] == "swiglu", bool(model.registers)
+    hidden = round(model.width * a["mlp_ratio"])
+    plain, huggingface = format in ("torchvision", "reference"), format == "huggingface"
     faults = {
         "a stem other than a convolution": a["stem"] != "conv",
-        "a qk_scale of its own": a["qk_scale"] is not None,
-        "images or patches that are not square": not square and format in ("torchvision", "huggingface"),
-        "registers": bool(model.registers) and format in ("torchvision", "reference"),
-        "registers without layer scale": bool(model.registers) and not scaled and format == "huggingface",
-        "layer scale": scaled and format in ("torchvision", "reference"),
-        f"an mlp_ratio of {a['mlp_ratio']:.3g}": scaled
-        and format == "huggingface"
-        and round(model.width * a["mlp_ratio"]) != _dinov2_hidden(model),
-        "gated MLPs": gated and not (scaled and format == "huggingface"),
-        "qkv without bias": not a["qkv_bias"] and format in ("torchvision", "reference"),
+        "a custom qk_scale": a["qk_scale"] is not None,
+        "non-square images or patches": not square and format in ("torchvision", "huggingface"),
+        "registers": registers and plain,
+        "registers without layer scale": registers and not scaled and huggingface,
+        "layer scale": scaled and plain,
+        f"mlp_ratio={a['mlp_ratio']:.3g}": scaled and huggingface and hidden != _dinov2_mlp(model)[1],
+        "gated MLPs": gated and not (scaled and huggingface),
+        "qkv without bias": not a["qkv_bias"] and plain,
         "channels other than 3": model.channels != 3 and format == "torchvision",
         "a precision other than float32 (export model.float())": any(
             parameter.dtype != torch.float32 for parameter in model.parameters()
         ),
-        "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and format != "huggingface",
+        "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and not huggingface,
     }
-    found = [what for what, present in faults.items() if present]
-    if found:
-        raise WeightsError(f"the {format} format has no place for {', '.join(found)}")
+    if found := [fault for fault, present in faults.items() if present]:
+        raise WeightsError(f"the {format} format does not support {', '.join(found)}")
 
 
-def _to_layout(model: VisionTransformer, tensors: dict[str, Tensor], format: str) -> dict[str, Tensor]:
-    if format == "reference":
-        return tensors
-    if format == "torchvision":
-        return {layouts.TORCHVISION.to_theirs(name): tensor for name, tensor in tensors.items()}
-    if model.registers:
+def _layout_for(model: VisionTransformer, format: str) -> Layout:
+    if format == "huggingface" and model.architecture["layer_scale"] is not None:
+        return layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
+    known = (layouts.REFERENCE, layouts.TIMM, layouts.TORCHVISION, layouts.HF_VIT)
+    return next(layout for layout in known if layout.format == format)
+
+
+def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if layout is layouts.TIMM and model.registers:  # its models with registers have no position for CLS
         tensors["cls_token"] = tensors["cls_token"] + tensors["pos_embed"][:, :1]
         tensors["pos_embed"] = tensors["pos_embed"][:, 1:].contiguous()
-    return {layouts.TIMM.to_theirs(name): tensor for name, tensor in tensors.items()}
-
-
-def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    if path.suffix == ".safetensors":
-        save_plain(tensors, path, {"format": "pt"})
-    else:
-        torch.save(tensors, path)
-        sync(path)
-
-
-def _write_huggingface(model: VisionTransformer, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write config.json, preprocessor_config.json and model.safetensors under the names that files carry."""
-    layout, config = _huggingface_config(model)
-    parts = {layout.to_theirs(name): tensor for name, tensor in layouts.split_qkv(tensors).items()}
-    parts = {name: tensor for name, tensor in parts.items() if not name.startswith("classifier.")}
-    if layout is not layouts.HF_VIT:
-        parts["embeddings.mask_token"] = torch.zeros(1, model.width)  # only masked training reads it
+    if layout.format == "huggingface":
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+        for name in [name for name in tensors if ".attn.qkv." in name]:
+            for third, rows in zip("qkv", tensors.pop(name).chunk(3), strict=True):
+                tensors[name.replace("qkv", third)] = rows.clone()
+    renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
+    if layout.format == "huggingface" and layout is not layouts.HF_VIT:
+        renamed["embeddings.mask_token"] = torch.zeros(1, model.width)  # read by masked training only
     if model.architecture["mlp"] == "swiglu":
-        gated = {".mlp.fc1.": ".mlp.weights_in.", ".mlp.fc2.": ".mlp.weights_out."}
-        for plain, theirs in gated.items():
-            parts = {name.replace(plain, theirs): tensor for name, tensor in parts.items()}
+        for plain, gated in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
+            renamed = {name.replace(plain, gated): tensor for name, tensor in renamed.items()}
+    return renamed
+
+
+def _write_huggingface(
+    model: VisionTransformer, layout: Layout, tensors: dict[str, Tensor], folder: Path
+) -> None:
+    """Write config.json, preprocessor_config.json and model.safetensors."""
     folder.mkdir()
-    _write_file(parts, folder / "model.safetensors")
-    _write_json(config, folder / "config.json")
+    save_plain(tensors, folder / "model.safetensors", {"format": "pt"})
+    _write_json(_huggingface_config(model, layout), folder / "config.json")
     known = model.provenance
     if known is not None and known.mean is not None and known.std is not None:
-        size = {"height": model.image_size[0], "width": model.image_size[1]}
-        statistics = {"image_mean": known.mean, "image_std": known.std}
-        processor = {"image_processor_type": "ViTImageProcessor", "size": size, "resample": 3, **statistics}
+        processor = {
+            "image_processor_type": "ViTImageProcessor",
+            "size": {"height": model.image_size[0], "width": model.image_size[1]},
+            "resample": 3,
+            "image_mean": known.mean,
+            "image_std": known.std,
+        }
         _write_json(processor, folder / "preprocessor_config.json")
 
 
-def _huggingface_config(model: VisionTransformer) -> tuple[Layout, dict[str, Any]]:
+def _write_json(content: dict[str, Any], path: Path) -> None:
+    write_bytes(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, Any]:
     a = model.architecture
     config = {
         "hidden_size": model.width,
@@ -151,70 +166,55 @@ def _huggingface_config(model: VisionTransformer) -> tuple[Layout, dict[str, Any
         "hidden_act": "gelu",
         "torch_dtype": "float32",
     }
-    if a["layer_scale"] is None:
+    if layout is layouts.HF_VIT:
         hidden = round(model.width * a["mlp_ratio"])
-        vit = {"model_type": "vit", "architectures": ["ViTModel"], "intermediate_size": hidden}
-        return layouts.HF_VIT, {**config, **vit}
-    dinov2 = {
-        "mlp_ratio": _dinov2_ratio(model),
+        return {**config, "model_type": "vit", "architectures": ["ViTModel"], "intermediate_size": hidden}
+    config |= {
+        "mlp_ratio": _dinov2_mlp(model)[0],
         "use_swiglu_ffn": a["mlp"] == "swiglu",
         "layerscale_value": 1.0,
     }
-    if model.registers:
-        names = {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"]}
-        return layouts.HF_DINOV2_REGISTERS, {
-            **config, **dinov2, **names, "num_register_tokens": model.registers
-        }  # fmt: skip
-    return layouts.HF_DINOV2, {**config, **dinov2, "model_type": "dinov2", "architectures": ["Dinov2Model"]}
+    if not model.registers:
+        return {**config, "model_type": "dinov2", "architectures": ["Dinov2Model"]}
+    names = {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"]}
+    return {**config, **names, "num_register_tokens": model.registers}
 
 
-def _dinov2_ratio(model: VisionTransformer) -> int:
-    """Return the whole mlp_ratio of a DINOv2 configuration, of which gated MLPs take two thirds."""
+def _dinov2_mlp(model: VisionTransformer) -> tuple[int, int]:
+    """Return the integer mlp_ratio of a DINOv2 config, and the hidden width that it means in transformers."""
     ratio: float = model.architecture["mlp_ratio"]
-    return round(ratio * 3 / 2) if model.architecture["mlp"] == "swiglu" else round(ratio)
-
-
-def _dinov2_hidden(model: VisionTransformer) -> int:
-    """Return the hidden width that transformers derives from that ratio, rounded up to a multiple of 8."""
-    hidden = model.width * _dinov2_ratio(model)
-    return (hidden * 2 // 3 + 7) // 8 * 8 if model.architecture["mlp"] == "swiglu" else hidden
-
-
-def _write_json(content: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    sync(path)
+    if model.architecture["mlp"] != "swiglu":
+        return round(ratio), model.width * round(ratio)
+    whole = round(ratio * 3 / 2)  # gated MLPs use two thirds of it, rounded up to a multiple of 8
+    return whole, (model.width * whole * 2 // 3 + 7) // 8 * 8
 
 
 @torch.no_grad()
-def _check(model: VisionTransformer, written: Path, format: str) -> str:
-    """Compare the features of what was written, in the library that it is for if that is installed."""
-    library, open_peer = _OPENERS.get(format, (None, None))
-    if library and open_peer and importlib.util.find_spec(library):
-        peer, witness = open_peer(model, written), f"with {library}"
+def _compare_features(model: VisionTransformer, written: Path, format: str) -> str:
+    """Compare with the features of the written file, in the library it is for if that is installed."""
+    library, open_peer = _PEERS.get(format, ("", None))
+    if open_peer and find_spec(library):
+        peer, how = open_peer(model, written), f"with {library}"
     else:
-        peer, witness = load_backbone(written, format=format, heads=model.heads), "by reading it back"
-    was_training = model.training
-    device = next(model.parameters()).device
+        peer, how = load_backbone(written, format=format, heads=model.heads), "by loading it again"
+    was_training, device = model.training, next(model.parameters()).device
     images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
     ours = model.eval().forward_features(images.to(device))[:, 0].float().cpu()
     model.train(was_training)
-    theirs = peer(images)
-    error = ((ours - theirs).abs().max() / ours.abs().max()).item()
+    error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()
     if not error <= TOLERANCE:
         raise WeightsError(
-            f"the exported features differ by {error:.1e} of the largest, where {TOLERANCE:.0e} is allowed; "
-            "nothing was kept"
+            f"the exported features differ by {error:.1e} of the largest (allowed: {TOLERANCE:.0e}); nothing "
+            "was written"
         )
-    return f"CLS features differ by at most {error:.1e} of the largest, checked {witness}"
+    return f"CLS features differ by at most {error:.1e} of the largest, checked {how}"
 
 
-def _other_sizes(model: VisionTransformer, format: str) -> str:
-    """Say it where the other library resamples positions by another rule than the model."""
-    if format == "torchvision":
-        return ", which takes images of the trained size alone"
-    layout = {"reference": layouts.REFERENCE, "timm": layouts.TIMM}.get(format) or _huggingface_config(model)[
-        0
-    ]
+def _note_on_other_sizes(model: VisionTransformer, layout: Layout) -> str:
+    """Return a note if the other library resamples positions differently."""
+    if layout is layouts.TORCHVISION:
+        return "; torchvision takes images of the trained size only"
+    # Modes dino and dinov2 are the same rule.
     theirs, ours = (mode.replace("dinov2", "dino") for mode in (layout.position_mode, model.position_mode))
     return "" if theirs == ours else f"; at other sizes positions are resampled in mode {theirs}, not {ours}"
 
@@ -245,30 +245,25 @@ def _open_timm(model: VisionTransformer, written: Path) -> Callable[[Tensor], Te
 def _open_torchvision(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:
     from torchvision.models import VisionTransformer as TorchvisionTransformer
 
+    hidden = round(model.width * model.architecture["mlp_ratio"])
     peer = TorchvisionTransformer(
-        image_size=model.image_size[0],
-        patch_size=model.patch_size[0],
-        num_layers=model.depth,
-        num_heads=model.heads,
-        hidden_dim=model.width,
-        mlp_dim=round(model.width * model.architecture["mlp_ratio"]),
+        model.image_size[0], model.patch_size[0], model.depth, model.heads, model.width, hidden
     )
-    tensors = read_weights(written, "teacher").tensors
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("heads.")}
     peer.heads = nn.Identity()
-    peer.load_state_dict(tensors)
+    tensors = read_weights(written, "teacher").tensors
+    peer.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("heads.")})
     return peer.eval()
 
 
 def _open_huggingface(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:
     from transformers import AutoModel
 
-    without_pooler = {} if model.architecture["layer_scale"] is not None else {"add_pooling_layer": False}
+    without_pooler = {"add_pooling_layer": False} if model.architecture["layer_scale"] is None else {}
     peer = AutoModel.from_pretrained(written, **without_pooler).eval()
     return lambda images: peer(images).last_hidden_state[:, 0]
 
 
-_OPENERS = {
+_PEERS = {
     "timm": ("timm", _open_timm),
     "torchvision": ("torchvision", _open_torchvision),
     "huggingface": ("transformers", _open_huggingface),

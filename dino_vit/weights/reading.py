@@ -1,4 +1,4 @@
-"""Bytes to tensors: open whatever holds weights, run nothing that is in it, and say what wrapped them."""
+"""Read the tensors of one backbone from a folder, a file or a dict, without running anything in it."""
 
 from __future__ import annotations
 
@@ -14,128 +14,129 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors
 
-HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin")  # config.json beside these is theirs
+HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin")  # a config.json beside these is theirs
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
-WRAPPERS = ("state_dict", "model")  # what timm and its relatives put around a state dict
+WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
-_WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel, of torch.compile
-FORMAT_VERSION = 1  # of what our own files say of themselves
+WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
+FORMAT_VERSION = 1  # of the metadata in our own files
 
 
 class WeightsError(ValueError):
-    """What was given holds no weights that can be used as asked."""
+    """The given weights cannot be used as requested."""
 
 
 @dataclass(frozen=True)
 class RawWeights:
-    """The tensors of one backbone under their original names, and what is known of where they come from."""
+    """The tensors of one backbone under their original names, and what is known about their origin."""
 
     tensors: dict[str, Tensor]
     source: str
     sha256: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # what our own files say of themselves
-    hub_config: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # config.json of a Hugging Face or timm folder
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # of our own files
+    hub_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a hub folder
     network: str | None = None
-    trained_with_dino: bool = False  # the file is a training checkpoint, or was cut out of one
+    trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
 
 
 def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWeights:
     """Read a run folder, a hub folder, a file or a dict."""
+    if network not in NETWORKS:
+        raise WeightsError(f"network={network!r} is not supported; choose from {', '.join(NETWORKS)}")
     if isinstance(source, Mapping):
-        return _unwrap(dict(source), RawWeights({}, source="a dict", sha256=""), network)
-    path = find_weights(Path(source))
-    hub_config = _read_hub_config(path.parent) if path.name in HUB_FILES else {}
+        return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
+    try:
+        path, content, metadata = _read_path(Path(source))
+    except StorageError as error:
+        raise WeightsError(str(error)) from error
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    raw = RawWeights({}, source=str(path), sha256=sha256, hub_config=hub_config)
-    if path.suffix == ".safetensors":
-        try:
-            tensors, metadata = read_tensors(path)
-        except StorageError as error:
-            raise WeightsError(str(error)) from error
-        described = _parse_description(path, metadata[OWN_KEY]) if OWN_KEY in metadata else {}
-        return _unwrap(dict(tensors), replace(raw, metadata=described), network)
-    return _unwrap(_read_pickle(path), raw, network)
+    raw = RawWeights({}, str(path), sha256, metadata, hub_config=_read_hub_config(path))
+    return _unwrap(content, raw, network)
 
 
-def _parse_description(path: Path, text: str) -> dict[str, Any]:
-    """Return what one of our own files says of itself, or say why it cannot be ours."""
-    try:
-        described = json.loads(text)
-    except ValueError:
-        described = None
-    whole = isinstance(described, dict) and {"kind", "mean", "std"} <= described.keys()
-    if not whole or not isinstance(described.get("architecture"), dict):
-        raise WeightsError(f"{path} is marked as a file of dino-vit, but does not say what it holds")
-    if described.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
+    """Return the file that was read, its content and, of one of our own files, its metadata."""
+    checkpoint = Checkpoints(path).newest() if path.is_dir() else None
+    if checkpoint is not None:
+        return checkpoint.path, checkpoint.tensors, _check_metadata(checkpoint.path, checkpoint.metadata)
+    path = find_weights(path)
+    if path.suffix != ".safetensors":
+        return path, _read_pickle(path), {}
+    tensors, texts = read_tensors(path)
+    if OWN_KEY not in texts:
+        return path, tensors, {}
+    return path, tensors, _check_metadata(path, json.loads(texts[OWN_KEY]))
+
+
+def _check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
+    complete = isinstance(metadata, dict) and {"kind", "mean", "std"} <= metadata.keys()
+    if not complete or not isinstance(metadata.get("architecture"), dict):
+        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is incomplete")
+    if metadata.get("version", FORMAT_VERSION) != FORMAT_VERSION:
         raise WeightsError(
-            f"{path} was written by another dino-vit (format {described['version']}; known here is "
-            f"{FORMAT_VERSION}); upgrade dino-vit to read it"
+            f"{path} has format version {metadata['version']}, but this dino-vit reads version "
+            f"{FORMAT_VERSION}; upgrade dino-vit to load it"
         )
-    return described
+    return metadata
 
 
 def find_weights(path: Path) -> Path:
-    """Return the file that a path stands for: itself, or the weights in a run or hub folder."""
+    """Return a weights file itself, or the one in a hub folder."""
     if path.is_file():
         return path
     if not path.exists():
-        raise WeightsError(f"{path} does not exist; give a weights file or the folder of a run")
-    checkpoints = sorted((path / "checkpoints").glob("*.safetensors"))
-    for found in (*checkpoints[-1:], *(path / name for name in WEIGHT_FILES)):
-        if found.is_file():
-            return found
-    raise WeightsError(
-        f"{path} holds no weights: neither checkpoints/*.safetensors nor any of {', '.join(WEIGHT_FILES)}"
-    )
+        raise WeightsError(f"{path} does not exist; give a weights file or a run folder")
+    for name in WEIGHT_FILES:
+        if (path / name).is_file():
+            return path / name
+    names = ", ".join(WEIGHT_FILES)
+    raise WeightsError(f"{path} holds no weights: neither checkpoints/step-*.safetensors nor any of {names}")
 
 
-def _read_hub_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a hub folder, with the image statistics of its preprocessor, or nothing."""
+def _read_hub_config(weights: Path) -> dict[str, Any]:
+    """Return config.json of a hub folder together with the preprocessor's statistics, or an empty dict."""
+    if weights.name not in HUB_FILES:
+        return {}
     found: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "config.json"):
-        path = folder / name
+        path = weights.with_name(name)
         if path.is_file():
             try:
                 found |= json.loads(path.read_text())
             except (ValueError, TypeError) as error:
-                raise WeightsError(f"{path} is not valid JSON: {error}") from error
+                raise WeightsError(f"{path} is not a JSON object: {error}") from error
     return found if "model_type" in found or "architecture" in found else {}
 
 
 def _read_pickle(path: Path) -> Any:
-    """Read a PyTorch file as data: whatever would need code to be run is refused before any of it runs."""
+    """Read a PyTorch file as plain data; one that would run code is refused before any of it runs."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load has no error of its own: a bad file raises nearly anything
-        asked = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
-        if asked:
+    except Exception as error:  # torch.load has no error class of its own: a bad file raises nearly anything
+        unsafe = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
+        if unsafe:
             raise WeightsError(
-                f"{path} refused: to be read it would have to run {asked[1] or asked[2]}, which weights "
-                "never need. Nothing in it was executed. If you trust its origin, save its state dict alone "
-                "and load that."
+                f"{path} is not safe to load: it would run {unsafe[1] or unsafe[2]}, which weights do not "
+                "need. Nothing in it was executed. If you trust the file, save its state dict alone and load "
+                "that."
             ) from error
-        size = path.stat().st_size
         raise WeightsError(
-            f"{path} ({size:,} bytes) is no PyTorch checkpoint, or only a part of one. Check that the "
-            f"download is complete and that it is a {', '.join(SUFFIXES)} file. Nothing in it was executed."
+            f"{path} ({path.stat().st_size:,} bytes) is not a PyTorch checkpoint, or is truncated. Check "
+            "that the download is complete. Supported files are .pth, .pt, .bin, .ckpt and .safetensors. "
+            "Nothing in it was executed."
         ) from error
 
 
 def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
-    """Peel off what wraps the backbone's tensors: training checkpoints, `state_dict`, prefixes."""
-    if network not in NETWORKS:
-        raise WeightsError(f"network={network!r} is neither of {' and '.join(NETWORKS)}")
+    """Extract the backbone's tensors from training checkpoints and wrappers, and strip their prefixes."""
     if not isinstance(content, Mapping):
-        raise WeightsError(
-            f"{raw.source} holds a {type(content).__name__}, not a dict of tensors; save model.state_dict()"
-        )
+        kind = type(content).__name__
+        raise WeightsError(f"{raw.source} holds a {kind}, not a dict of tensors; save model.state_dict()")
     if any(isinstance(content.get(name), Mapping) for name in NETWORKS):
         if network not in content:
             raise WeightsError(f"{raw.source} has no {network}; it holds {', '.join(map(str, content))}")
@@ -146,15 +147,11 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     if others or not tensors:
-        raise WeightsError(
-            f"{raw.source} is no state dict: {len(tensors)} tensors beside {len(others)} other entries "
-            f"({', '.join(others[:8]) or 'it is empty'})"
-        )
-    hollow = [name for name, value in tensors.items() if value.is_meta or value.layout != torch.strided]
-    if hollow:
-        raise WeightsError(
-            f"{raw.source}: {hollow[0]} is a meta or sparse tensor, but weights are dense ones"
-        )
+        held = f"{len(others)} entries are not tensors ({', '.join(others[:8])})" if others else "it is empty"
+        raise WeightsError(f"{raw.source} is not a state dict: {held}")
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise WeightsError(f"{raw.source}: {name} is a meta or sparse tensor; weights must be dense")
     raw = replace(raw, sha256=raw.sha256 or digest(tensors, {}))
     if raw.metadata.get("kind") == "checkpoint":
         prefix = f"{network}.backbone."
@@ -164,8 +161,8 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
 
 
 def _strip_prefixes(raw: RawWeights) -> RawWeights:
-    """Remove what training puts before the names of a backbone; `backbone.` is of DINO's own files."""
-    bare = {_WRAPPER_PREFIX.sub("", name): tensor for name, tensor in raw.tensors.items()}
+    """Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`."""
+    bare = {WRAPPER_PREFIX.sub("", name): tensor for name, tensor in raw.tensors.items()}
     from_dino = any(name.startswith("backbone.") for name in bare)
     bare = {name.removeprefix("backbone."): tensor for name, tensor in bare.items()}
     if len(bare) != len(raw.tensors):

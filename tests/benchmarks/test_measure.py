@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,9 @@ from benchmarks import __main__ as program
 from benchmarks import measure
 from benchmarks.backbone import CONTENDERS, Case, build_work
 from benchmarks.measure import CLEAR_REFS, Result, Table, compare, peak_memory
+from tests.support.allocation import build_allocation
 
 MEBIBYTES = 64
-
-
-def build_allocation(mebibytes: int) -> Callable[[], object]:
-    torch.ones(4 * mebibytes * 2**18)  # a larger peak before the work, which must not count
-    return lambda: torch.ones(mebibytes * 2**18).sum()
 
 
 def test_rounds_are_interleaved_and_speed_is_items_over_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +79,7 @@ def test_programs_run_one_by_one_and_one_that_fails_changes_nothing(
     monkeypatch.setattr(program, "FOLDER", package)
     monkeypatch.setattr(program, "CUDA", False)
     monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     own = "from benchmarks.measure import Table, arguments, report\nON_CUDA = 'two more rows'\n"
     own += "report([Table('A table', '', [], 'A note.')], arguments('').parse_args())\n"
     monkeypatch.chdir(tmp_path)

@@ -18,8 +18,8 @@ from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
-from tests.support.runs import Command, command, program, run
 from tests.support.processes import torchrun_environs
+from tests.support.runs import Command, command, program, run
 
 ROOT = Path(__file__).parents[2]
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]

@@ -17,8 +17,8 @@ from dino_vit.eval.datasets import LabelledFeatures, hold_out, open_sets
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.linear.published import interleave
 from dino_vit.views.preparation import preparation_of
-from tests.support.runs import Command, command, program, run
 from tests.support.processes import torchrun_environs
+from tests.support.runs import Command, command, program, run
 
 ROOT = Path(__file__).parents[2]
 FAST = ["grid.rates=[0.001, 0.01, 0.1]", "grid.steps=40", "grid.batch=32", "grid.blocks=[1, 2]"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmTransformer
@@ -24,6 +25,7 @@ HF = {
     "image_size": SIZE,
     "patch_size": PATCH,
 }
+HF_VIT = {**HF, "intermediate_size": 4 * WIDTH}
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Peer:
     resizes: bool = True
 
     def __post_init__(self) -> None:
-        """Give every parameter a value of its own, so that a lost or swapped one shows."""
+        """Give every parameter a value of its own, so that a missing or swapped one shows."""
         for parameter in self.model.parameters():
             nn.init.normal_(parameter, std=0.1)
         self.model.eval()
@@ -52,10 +54,6 @@ def timm_vit(**keywords) -> Peer:
     return Peer(model, model.forward_features)
 
 
-def timm_dinov2_registers() -> Peer:
-    return timm_vit(init_values=1e-5, reg_tokens=4, no_embed_class=True, num_classes=0)
-
-
 def torchvision_vit() -> Peer:
     model = TorchvisionTransformer(SIZE, PATCH, DEPTH, HEADS, WIDTH, 4 * WIDTH, num_classes=5)
 
@@ -66,31 +64,32 @@ def torchvision_vit() -> Peer:
     return Peer(model, tokens, resizes=False)
 
 
-def huggingface_vit() -> Peer:
-    model = ViTModel(ViTConfig(**HF, intermediate_size=4 * WIDTH), add_pooling_layer=False)
-    return Peer(model, lambda images: model(images, interpolate_pos_encoding=True).last_hidden_state)
-
-
-def huggingface_dinov2(**keywords) -> Peer:
-    model = Dinov2Model(Dinov2Config(**HF, **keywords))
-    return Peer(model, lambda images: model(images).last_hidden_state)
-
-
-def huggingface_dinov2_gated() -> Peer:
-    return huggingface_dinov2(use_swiglu_ffn=True)
-
-
-def huggingface_dinov2_registers() -> Peer:
-    model = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**HF))
-    return Peer(model, lambda images: model(images).last_hidden_state)
+def huggingface(model: nn.Module) -> Peer:
+    """Return a ViT of transformers, which resamples positions if asked to, or a Dinov2, which always does."""
+    asked = {"interpolate_pos_encoding": True} if isinstance(model, ViTModel) else {}
+    return Peer(model, lambda images: model(images, **asked).last_hidden_state)
 
 
 PEERS = {
     "timm": timm_vit,
-    "timm-dinov2-registers": timm_dinov2_registers,
+    "timm-dinov2-registers": partial(
+        timm_vit, init_values=1e-5, reg_tokens=4, no_embed_class=True, num_classes=0
+    ),
     "torchvision": torchvision_vit,
-    "huggingface-vit": huggingface_vit,
-    "huggingface-dinov2": huggingface_dinov2,
-    "huggingface-dinov2-gated": huggingface_dinov2_gated,
-    "huggingface-dinov2-registers": huggingface_dinov2_registers,
+    "huggingface-vit": lambda: huggingface(ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False)),
+    "huggingface-dinov2": lambda: huggingface(Dinov2Model(Dinov2Config(**HF))),
+    "huggingface-dinov2-gated": lambda: huggingface(Dinov2Model(Dinov2Config(**HF, use_swiglu_ffn=True))),
+    "huggingface-dinov2-registers": lambda: huggingface(
+        Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**HF))
+    ),
 }
+
+
+def assert_same_tokens(model: nn.Module, peer: Peer) -> None:
+    """Compare tokens at the trained size and, where the peer takes others, at a larger and an oblong one."""
+    sizes = [(SIZE, SIZE), (SIZE + 2 * PATCH, SIZE + 2 * PATCH), (2 * PATCH, SIZE + PATCH)]
+    for size in sizes if peer.resizes else sizes[:1]:
+        images = torch.randn(2, 3, *size)
+        with torch.no_grad():
+            ours, theirs = model.forward_features(images), peer.tokens(images)
+        assert torch.allclose(ours, theirs, atol=1e-5), (size, (ours - theirs).abs().max())

@@ -120,12 +120,11 @@ def run(output: Path, settings: Mapping[str, object] = {}, *, code: int = 0, **o
     return started.said
 
 
-def program(name: str, *words: object, processes: int = 1) -> str:
+def program(name: str, *argv: object, processes: int = 1) -> str:
     """Run a program of eval/ as users do, by `accelerate launch` on several processes; return its output."""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CPU)] if processes > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, f"eval/{name}.py", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, *launcher, f"eval/{name}.py", *map(str, argv)],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -1,0 +1,88 @@
+"""What a GPU computes is what the CPU computes, within the tolerance of float32: run by `make test-gpu`."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dino_vit import VisionTransformer
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features.extraction import extract_features
+from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.views.photometry import Augment, Column
+from dino_vit.views.preparation import Preparation
+from tests.support.runs import run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device; run `make test-gpu` where there is one",
+    ),
+]
+DEVICE = torch.device("cuda")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def losses(output):
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_steps_have_the_losses_of_the_cpu(tmp_path):
+    settings = {"data.photometry": "device", "budget.steps": 10}
+    run(tmp_path / "gpu", settings)
+    run(tmp_path / "cpu", settings, environ={"CUDA_VISIBLE_DEVICES": ""})
+    ours, expected = losses(tmp_path / "gpu"), losses(tmp_path / "cpu")
+    assert len(ours) == 10
+    assert ours == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_run_in_automatic_precision_resumes_on_the_gpu(tmp_path):
+    settings = {"run.precision": "auto", "data.workers": 2}
+    run(tmp_path / "run", {**settings, "budget.steps": 10})
+    run(tmp_path / "run", {**settings, "budget.steps": 15, "run.resume": "changed"})
+    found = losses(tmp_path / "run")
+    assert len(found) == 15
+    assert np.isfinite(found).all()
+
+
+def test_features_are_those_of_the_cpu():
+    model = VisionTransformer(image_size=32, patch_size=8, width=192, depth=4, heads=3).eval()
+    source, preparation = SyntheticSource(length=40, size=40), Preparation(size=(32, 32), mean=MEAN, std=STD)
+    keywords = {"preparation": preparation, "batch_size": 16}
+    expected = extract_features(model, source, range(40), **keywords).values
+    found = extract_features(model.to(DEVICE), source, range(40), **keywords).values
+    assert found.device.type == DEVICE.type
+    assert torch.allclose(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_photometry_is_that_of_the_cpu():
+    rows = torch.zeros(64, Column.KEY_LOW + 1)
+    rows[:, Column.ORDER] = torch.randint(24, (64,)).float()
+    rows[:, Column.BRIGHTNESS : Column.HUE] = torch.rand(64, 3) * 0.8 + 0.6
+    rows[:, Column.HUE] = torch.rand(64) * 0.2 - 0.1
+    rows[:, Column.KEY_HIGH :] = torch.randint(2**24, (64, 2)).float()
+    values = {"FLIP": 1, "JITTER": 1, "GREY": 1, "SIGMA": 1.3, "SOLARISE": 1, "NOISE": 0.05}
+    for name, value in values.items():
+        rows[:, getattr(Column, name)] = value * (torch.rand(64) < 0.5)
+    images = torch.randint(0, 256, (64, 3, 48, 40), dtype=torch.uint8)
+    augment = Augment(mean=MEAN, std=STD)
+    expected = augment(images, rows)
+    difference = (augment.to(DEVICE)(images.to(DEVICE), rows).cpu() - expected).abs()
+    # Rounding decides on which side of the solarisation's threshold a value falls, one level apart at most.
+    assert (difference > 1e-3).float().mean() < 1e-3
+    assert difference.max() < 1.5 / 255 / min(STD)
+
+
+@pytest.mark.parametrize("own", [None, 100])
+def test_neighbours_are_as_near_as_those_of_the_cpu(own):
+    bank = torch.randn(5000, 96)
+    queries = bank[100:300] if own else torch.randn(200, 96)
+    expected, _ = nearest(bank, queries, k=20, own=own)
+    cosines, rows = nearest(bank.to(DEVICE), queries.to(DEVICE), k=20, own=own)
+    assert torch.allclose(cosines.cpu(), expected, atol=1e-5)
+    # Equally near rows may change places: what counts is how near the rows are that were found.
+    found = torch.nn.functional.normalize(bank, dim=1)[rows.cpu()]
+    products = (found * torch.nn.functional.normalize(queries, dim=1)[:, None]).sum(dim=2)
+    assert torch.allclose(products, expected, atol=1e-5)

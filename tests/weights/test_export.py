@@ -1,0 +1,121 @@
+"""What is exported opens in the real libraries and gives our features there."""
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+from transformers import AutoModel
+
+from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit.weights.layouts import Layout
+from tests.support.backbones import IMAGES, KEYWORDS, backbone
+from tests.support.peers import HEADS, PEERS
+
+FORMATS = {name: name.split("-")[0] for name in PEERS}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_from_the_library_to_ours_and_back_changes_no_tensor(name, tmp_path):
+    peer, format = PEERS[name](), FORMATS[name]
+    source, classes = peer.model.state_dict(), 0 if "dinov2" in name else 5
+    if format == "huggingface":
+        peer.model.save_pretrained(tmp_path / "peer")
+        source, classes = tmp_path / "peer", 0
+    model = load_backbone(source, heads=HEADS, num_classes=classes)
+    path = tmp_path / ("out" if format == "huggingface" else "out.safetensors")
+    library = "transformers" if format == "huggingface" else format
+    assert f"checked with {library}" in export_backbone(model, path, format)
+    if format == "huggingface":
+        pooler = {} if "dinov2" in name else {"add_pooling_layer": False}
+        written = AutoModel.from_pretrained(path, **pooler).state_dict()
+    else:
+        written = safetensors.torch.load_file(path)
+    expected = peer.model.state_dict()
+    assert written.keys() == expected.keys()
+    for key, tensor in expected.items():
+        if "mask_token" not in key and not ("registers" in name and key == "cls_token"):
+            assert torch.equal(written[key], tensor), key
+
+
+def test_auto_model_opens_the_export_and_gives_our_features_at_other_sizes(tmp_path):
+    model = backbone()
+    export_backbone(model, tmp_path / "hf", "huggingface")
+    opened = AutoModel.from_pretrained(tmp_path / "hf", add_pooling_layer=False).eval()
+    for images in (torch.randn(1, 3, 32, 32), IMAGES, torch.randn(1, 3, 16, 40)):
+        theirs = opened(images, interpolate_pos_encoding=True).last_hidden_state
+        assert torch.allclose(model.forward_features(images), theirs, atol=1e-5)
+
+
+def test_timm_creates_its_own_model_from_the_export(tmp_path):
+    model = load_backbone(timm.create_model("vit_tiny_patch16_224").state_dict(), num_classes=1000)
+    export_backbone(model, tmp_path / "tiny.pth", "timm")
+    opened = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(tmp_path / "tiny.pth")).eval()
+    images = torch.randn(1, 3, 224, 224)
+    assert torch.allclose(opened(images), model(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "format", "what"),
+    [
+        ({"channels": 4}, "torchvision", "channels other than 3"),
+        ({"registers": 2}, "reference", "registers"),
+        ({"layer_scale": 1.0}, "torchvision", "layer scale"),
+        ({"stem": "unfold"}, "timm", "a stem other than a convolution"),
+        ({"qk_scale": 0.5}, "huggingface", "a custom qk_scale"),
+        ({"image_size": (32, 48)}, "torchvision", "non-square images or patches"),
+        ({"layer_scale": 1.0, "mlp_ratio": 2.5}, "huggingface", "mlp_ratio=2.5"),
+    ],
+)
+def test_an_architecture_that_the_other_library_lacks_is_refused(change, format, what, tmp_path):
+    with pytest.raises(WeightsError, match=f"does not support {what}"):
+        export_backbone(VisionTransformer(**{**KEYWORDS, **change}), tmp_path / "out.pth", format)
+
+
+def test_half_precision_is_refused(tmp_path):
+    with pytest.raises(WeightsError, match="does not support a precision other than float32"):
+        export_backbone(backbone().half(), tmp_path / "a.pth", "timm")
+
+
+def test_an_export_that_disagrees_is_not_kept(tmp_path, monkeypatch):
+    model = backbone()
+    nn.init.normal_(model.blocks[0].norm1.weight)
+    real, other = Layout.to_theirs, {"norm1": "norm2", "norm2": "norm1"}
+
+    def swapped(layout, name):
+        return real(layout, ".".join(other.get(part, part) for part in name.split(".")))
+
+    monkeypatch.setattr(Layout, "to_theirs", swapped)
+    with pytest.raises(WeightsError, match="exported features differ"):
+        export_backbone(model, tmp_path / "out.pth", "torchvision")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_file_is_not_overwritten_unless_allowed(tmp_path):
+    model = backbone()
+    save_backbone(model, tmp_path / "a.safetensors")
+    with pytest.raises(WeightsError, match="already exists"):
+        export_backbone(model, tmp_path / "a.safetensors", "timm")
+    export_backbone(model, tmp_path / "a.safetensors", "timm", overwrite=True)
+    (tmp_path / "folder").mkdir()
+    export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
+    export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
+    assert (tmp_path / "folder" / "config.json").exists()
+
+
+def test_a_folder_of_other_files_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all my work")
+    with pytest.raises(WeightsError, match=r"existing folder with thesis\.tex"):
+        export_backbone(backbone(), tmp_path, "huggingface", overwrite=True)
+    (tmp_path / "run.pth").mkdir()
+    with pytest.raises(WeightsError, match="existing folder"):
+        export_backbone(backbone(), tmp_path / "run.pth", "timm", overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_an_export_tells_where_other_sizes_will_differ(tmp_path):
+    model = backbone(position_mode="dinov2")
+    assert "other sizes" not in export_backbone(model, tmp_path / "a.pth", "reference")
+    assert "in mode timm, not dino" in export_backbone(model, tmp_path / "b.pth", "timm")
+    assert "in mode hf, not dino" in export_backbone(model, tmp_path / "c", "huggingface")
+    assert "trained size only" in export_backbone(model, tmp_path / "d.pth", "torchvision")

@@ -1,0 +1,230 @@
+"""Every kind of file that holds a backbone, and every kind that does not."""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+
+from dino_vit import WeightsError, load_backbone, save_backbone
+from dino_vit.core.storage import write_tensors
+from tests.support.backbones import IMAGES, backbone
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def reference_checkpoint(student, teacher):
+    """What the 2021 training code saves: DDP's prefix on the student, heads, centre, pickled arguments."""
+
+    def net(model, prefix):
+        head = {"head.mlp.0.weight": torch.randn(8, 32), "head.last_layer.weight_g": torch.ones(16, 1)}
+        named = {f"backbone.{name}": tensor for name, tensor in model.state_dict().items()}
+        return {prefix + name: tensor for name, tensor in {**named, **head}.items()}
+
+    return {
+        "student": net(student, "module."),
+        "teacher": net(teacher, ""),
+        "optimizer": {"state": {}, "param_groups": []},
+        "epoch": 3,
+        "args": argparse.Namespace(arch="vit_small", patch_size=8, lr=5e-4),
+        "dino_loss": {"center": torch.zeros(1, 16)},
+    }
+
+
+@pytest.mark.parametrize("network", ["teacher", "student"])
+def test_a_reference_checkpoint_with_a_pickled_namespace(tmp_path, network):
+    models = {"student": backbone(), "teacher": backbone()}
+    torch.save(reference_checkpoint(**models), tmp_path / "checkpoint.pth")
+    loaded = load_backbone(tmp_path / "checkpoint.pth", heads=2, network=network)
+    models[network].position_mode = "dino"
+    assert torch.equal(loaded(IMAGES), models[network](IMAGES))
+    assert (loaded.position_mode, loaded.provenance.network) == ("dino", network)
+
+
+@pytest.mark.parametrize("old_style", [True, False])
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"model": s, "epoch": 3}]
+)
+@pytest.mark.parametrize("prefix", ["", "module.", "backbone.", "module.backbone.", "_orig_mod."])
+def test_prefixes_and_wrappers_are_removed(tmp_path, wrap, prefix, old_style):
+    model = backbone(position_mode="dino")
+    named = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save(wrap(named), tmp_path / "a.pth", _use_new_zipfile_serialization=not old_style)
+    assert torch.equal(load_backbone(tmp_path / "a.pth", heads=2)(IMAGES), model(IMAGES))
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.module.", "module._orig_mod.", "_orig_mod.module.backbone."])
+def test_prefixes_in_any_order(prefix):
+    named = {prefix + name: tensor for name, tensor in backbone().state_dict().items()}
+    assert load_backbone(named, heads=2).position_mode == "dino"
+
+
+def test_a_run_gives_its_newest_checkpoint_and_passes_over_a_damaged_one(tmp_path, caplog):
+    old, new = backbone(), backbone()
+    paths = [tmp_path / "checkpoints" / f"step-{step:08d}.safetensors" for step in (100, 2000)]
+    for model, path in zip((old, new), paths, strict=True):
+        save_backbone(model, path)
+    assert torch.equal(load_backbone(tmp_path)(IMAGES), new(IMAGES))
+    damage(paths[1])
+    caplog.clear()
+    loaded = load_backbone(tmp_path)
+    assert torch.equal(loaded(IMAGES), old(IMAGES))
+    assert loaded.provenance.source == str(paths[0])
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert paths[1].name in warning.getMessage()
+    paths[0].write_bytes(b"")
+    with pytest.raises(WeightsError, match="none of the 2 checkpoints"):
+        load_backbone(tmp_path)
+
+
+def test_training_checkpoints_of_ours_hold_both_networks(tmp_path):
+    networks = {"student": backbone(), "teacher": backbone()}
+    tensors = {
+        f"{network}.backbone.{name}": tensor
+        for network, model in networks.items()
+        for name, tensor in model.state_dict().items()
+    }
+    tensors["teacher.head.last_layer.weight_g"] = torch.ones(4, 1)
+    architecture = networks["teacher"].architecture
+    metadata = {"kind": "checkpoint", "architecture": architecture, "mean": None, "std": None}
+    write_tensors(tmp_path / "step.safetensors", tensors, json.dumps(metadata))
+    for network, model in networks.items():
+        loaded = load_backbone(tmp_path / "step.safetensors", network=network)
+        assert torch.equal(loaded(IMAGES), model(IMAGES))
+        assert loaded.provenance.network == network
+
+
+def test_plain_safetensors_of_the_reference_layout(tmp_path):
+    model = backbone(position_mode="dino")
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "a.safetensors")
+    assert torch.equal(load_backbone(tmp_path / "a.safetensors", heads=2)(IMAGES), model(IMAGES))
+
+
+class Bomb:
+    """What a hostile file does: it asks for a command to be run while it is read."""
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.flag}",)
+
+
+@pytest.mark.parametrize(
+    ("writer", "message"),
+    [
+        ("torch", r"would run posix\.system.*Nothing in it was executed"),
+        ("old torch", r"would run posix\.system.*Nothing in it was executed"),
+        ("pickle", "Nothing in it was executed"),
+    ],
+)
+def test_a_pickle_that_would_run_code_is_refused_and_nothing_runs(tmp_path, writer, message):
+    flag, path = tmp_path / "executed", tmp_path / "evil.pth"
+    content = {"state_dict": backbone().state_dict(), "args": Bomb(flag)}
+    if writer == "pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=writer == "torch")
+    with pytest.raises(WeightsError, match=message):
+        load_backbone(path)
+    assert not flag.exists()
+
+
+def test_a_pickle_names_the_class_it_needs(tmp_path):
+    torch.save({"model": backbone().state_dict(), "place": tmp_path}, tmp_path / "a.pth")
+    with pytest.raises(WeightsError, match=r"would run pathlib\S*Path"):
+        load_backbone(tmp_path / "a.pth", heads=2)
+
+
+def bad_files():
+    text, checkpoint = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(text, "w") as archive:
+        archive.writestr("notes.txt", "no weights here")
+    torch.save(dict(backbone().state_dict()), checkpoint)
+    return {
+        "empty": b"",
+        "a page": b"<!doctype html><title>404</title>",
+        "a zip of text": text.getvalue(),
+        "half a checkpoint": checkpoint.getvalue()[: len(checkpoint.getvalue()) // 2],
+    }
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize("name", bad_files())
+def test_files_that_hold_no_weights(tmp_path, name, suffix):
+    path = tmp_path / f"file.{suffix}"
+    path.write_bytes(bad_files()[name])
+    with pytest.raises(WeightsError, match=rf"file\.{suffix}"):
+        load_backbone(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(2)], "holds a list, not a dict"),
+        ({}, "it is empty"),
+        ({"epoch": 3, "loss": 0.1}, r"2 entries are not tensors \(epoch, loss\)"),
+        ({"conv1.weight": torch.ones(2)}, r"not a supported vision transformer \(tensors: conv1.weight"),
+        ({"cls_token": torch.ones(1, 1, 8), "pos_embed": torch.ones(1, 5, 8)}, "lacks 'patch_embed"),
+        ({"teacher": {"a": torch.ones(1)}}, "no student; it holds teacher"),
+    ],
+)
+def test_checkpoints_of_something_else(tmp_path, content, message):
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(WeightsError, match=message):
+        load_backbone(tmp_path / "other.pth", network="student")
+
+
+def test_paths_that_hold_nothing(tmp_path):
+    with pytest.raises(WeightsError, match="does not exist"):
+        load_backbone(tmp_path / "nowhere.pth")
+    with pytest.raises(WeightsError, match="holds no weights"):
+        load_backbone(tmp_path)
+    with pytest.raises(WeightsError, match="choose from teacher, student"):
+        load_backbone(backbone().state_dict(), network="ema")
+
+
+def test_a_damaged_file_of_ours_is_refused(tmp_path):
+    path = tmp_path / "mine.safetensors"
+    save_backbone(backbone(), path)
+    damage(path)
+    with pytest.raises(WeightsError, match="damaged"):
+        load_backbone(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ([], "metadata is incomplete"),
+        ({"kind": "backbone", "mean": None, "std": None}, "metadata is incomplete"),
+        ({"kind": "", "mean": None, "std": None, "architecture": {}, "version": 2}, "has format version 2"),
+        ({"kind": "", "mean": None, "std": None, "architecture": {"soup": 1}}, "settings: soup"),
+    ],
+)
+def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
+    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), json.dumps(metadata))
+    with pytest.raises(WeightsError, match=message):
+        load_backbone(tmp_path / "a.safetensors")
+
+
+def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):
+    torch.save(backbone().state_dict(), tmp_path / "dino.pth")
+    config = {"model_type": "vit", "layer_norm_eps": 0.1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_backbone(tmp_path / "dino.pth", heads=2)
+    assert (loaded.position_mode, loaded.architecture["norm_eps"]) == ("dino", 1e-6)
+
+
+def test_names_that_differ_by_a_prefix_only_are_refused():
+    named = {**backbone().state_dict(), "backbone.cls_token": torch.ones(1, 1, 32)}
+    with pytest.raises(WeightsError, match="more than one network"):
+        load_backbone(named, heads=2)
