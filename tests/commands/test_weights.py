@@ -37,7 +37,7 @@ def test_export_to_every_format_and_back(weights, tmp_path, format, capsys):
     loaded = load_backbone(out, heads=2, format=format)
     assert torch.allclose(loaded(images), load_backbone(weights)(images), atol=1e-5)
     assert main(["export", str(weights), str(out), "--format", format]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["export", str(weights), str(out), "--format", format, "--overwrite"]) == 0
     if format == "huggingface":
         assert load_backbone(out).provenance.mean == (0.1, 0.2, 0.3)
