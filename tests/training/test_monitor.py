@@ -17,7 +17,7 @@ import pytest
 
 from dino_vit.training.diagnosis import LEARNING, STARTING, UNIFORM, Reading
 from dino_vit.training.monitor import MetricsFile, Progress, duration
-from tests.training.test_diagnosis import HEALTHY
+from tests.support.readings import HEALTHY
 
 
 def test_scalars_are_grouped_and_hold_every_number():
@@ -97,7 +97,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         from dataclasses import replace
         from pathlib import Path
         from dino_vit.training.monitor import MetricsFile
-        from tests.training.test_diagnosis import HEALTHY
+        from tests.support.readings import HEALTHY
         metrics = MetricsFile(Path({str(tmp_path)!r}), step=0)
         for step in range(1, 10**9):
             metrics.append(replace(HEALTHY, step=step), "learning")
