@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from dino_vit.commands import attention, report
@@ -71,7 +69,9 @@ def run(config: DemoConfig) -> int:
         attention.run(load(attention.AttentionConfig, None, [f"weights={folder}", f"output={maps}"]))
     if is_outdated(page, weights):
         report.run(load(report.ReportConfig, None, [f"run={folder}"]))
-    Console().print(table(json.loads(figures.read_bytes())), highlight=False)
+    print("Top-1 accuracy; the pretraining used no labels:")
+    for evaluation, row in json.loads(figures.read_bytes()).items():
+        print(f"  {evaluation + ':':14}" + ", ".join(f"{name} {value:.1f} %" for name, value in row.items()))
     print(f"Attention maps: {maps.resolve()}")
     print(f"Report: {page.resolve()} (open it in a browser)")
     return 0
@@ -156,14 +156,3 @@ def probe(features: Tensor, source: Source, indices: list[int]) -> float:
     fits = sweep(x[0], t[0], cs=PENALTIES, classes=len(source.classes), max_iterations=200)
     best = max(fits, key=lambda fit: int(count_right(fit.head, x[1], t[1])[0]))
     return 100 * int(count_right(best.head, x[2], t[2])[0]) / len(t[2])
-
-
-def table(figures: Figures) -> Table:
-    """Return the accuracies as a table."""
-    networks = list(next(iter(figures.values())))
-    shown = Table("", title="Top-1 accuracy (pretraining used no labels)", title_justify="left")
-    for network in networks:
-        shown.add_column(network, justify="right")
-    for evaluation, row in figures.items():
-        shown.add_row(evaluation, *(f"{row[network]:.1f} %" for network in networks))
-    return shown

@@ -97,11 +97,7 @@ def _draw_network(
     pictures.neighbours = neighbour_rows(teacher, source, found)
     pictures.explorer = to_json(found)
     pictures.notes.append(f"Map, attention and neighbours: teacher at step {checkpoint.step:,}.")
-    if found.no_tsne:
-        pictures.notes.append(f"The map has no t-SNE layout: {found.no_tsne}.")
-    if found.unreadable:
-        count = "1 image was" if found.unreadable == 1 else f"{found.unreadable} images were"
-        pictures.notes.append(f"{count} left out, being unreadable.")
+    pictures.notes += found.notes
 
 
 def _explain(pictures: Pictures, reason: object, *sections: str) -> None:

@@ -27,6 +27,7 @@ SMALL = {  # titles of the small charts by the field that they show
     "images_per_second": "Throughput",
     "data_wait": "Waiting for data",
 }
+HIDDEN_IF_CONSTANT = ("teacher_temp", "weight_decay")
 
 Point = tuple[int, float]
 
@@ -154,8 +155,7 @@ def _small_charts(readings: list[Reading]) -> list[Chart]:
     found = []
     for name, title in SMALL.items():
         points = _points(readings, name)
-        constant = len({value for _, value in points}) <= 1
-        if name in ("teacher_temp", "weight_decay") and constant:
+        if name in HIDDEN_IF_CONSTANT and len({value for _, value in points}) <= 1:
             continue
         chart = Chart(
             id=name, title=title, caption=captions[name], series={title.lower(): points}, small=True

@@ -8,9 +8,10 @@ from __future__ import annotations
 import base64
 import io
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.attention.maps import cls_attention
 from dino_vit.eval.attention.pictures import as_picture, shortened
-from dino_vit.eval.features.extraction import evaluating
+from dino_vit.eval.features.extraction import evaluating, in_batches
 from dino_vit.eval.knn.neighbours import nearest
 from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer
@@ -93,89 +94,82 @@ def load_teacher(checkpoint: Checkpoint, config: PretrainConfig, device: torch.d
     )
 
 
-class Atlas(NamedTuple):
-    """Thumbnails side by side in one picture, row by row."""
-
-    uri: str
-    columns: int
-    size: tuple[int, int]  # height and width of one of them
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageMap:
     """Images of a source and what a teacher makes of them, in one order."""
 
     indices: list[int]
     names: list[str]
-    labels: list[int | None]
-    classes: dict[int, str]  # names of the labels that occur
+    labels: list[str | None]
     prototypes: Tensor  # (n,)
     neighbours: Tensor  # (n, k) positions in this map, the nearest first
     cosines: Tensor  # (n, k)
     positions: dict[str, Positions]  # by the name of the method
-    no_tsne: str  # why there is no t-SNE
-    thumbnails: Atlas
-    attention: NDArray[np.uint8]  # (n, y, x), 255 at the highest value of each
-    unreadable: int
+    thumbnails: Tensor  # uint8 (n, 3, y, x)
+    attention: Tensor  # (n, y, x)
+    notes: list[str]  # what is missing, and why
 
 
 def random_indices(source: Source, count: int, seed: int) -> list[int]:
     """Return the indices of some images in a random order: those that online evaluation uses first."""
     bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-    order: list[int] = np.argsort(bits, kind="stable")[:count].tolist()
-    return order
+    return [int(index) for index in np.argsort(bits, kind="stable")[:count]]
 
 
 def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> ImageMap:
     """Compute the map of some images of a source."""
+    kept, outputs = _outputs(teacher, source, indices)
+    if len(kept) < MIN_IMAGES:
+        raise ValueError(
+            f"{len(kept)} of {len(indices)} images could be read; a map needs at least {MIN_IMAGES}"
+        )
+    features, prototypes, attention, thumbnails = outputs
+    features = F.normalize(features, dim=-1)
+    cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), own=0)
+    positions, notes = {"PCA": pca(features)}, []
+    if len(kept) < MIN_TSNE_IMAGES:
+        notes.append(f"The map has no t-SNE layout, which needs at least {MIN_TSNE_IMAGES} images.")
+    elif find_spec("sklearn") is None:
+        notes.append(
+            "For a t-SNE layout of the map, run `pip install scikit-learn` and repeat the report."
+        )
+    else:
+        positions = {"t-SNE": tsne(features), **positions}
+    if len(kept) < len(indices):
+        notes.append(f"Unreadable images, left out of the map: {len(indices) - len(kept)}.")
+    labels = [source.label(index) for index in kept]
+    return ImageMap(
+        indices=kept,
+        names=[shortened(source.name(index), min(MAX_NAME, NAME_BYTES // len(kept))) for index in kept],
+        labels=[None if label is None else source.classes[label] for label in labels],
+        prototypes=prototypes,
+        neighbours=neighbours,
+        cosines=cosines,
+        positions=positions,
+        thumbnails=thumbnails,
+        attention=attention,
+        notes=notes,
+    )
+
+
+def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
+    """Return the readable indices and, of each, its features, prototype, attention and thumbnail."""
     kept: list[int] = []
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, ...]] = []
     with progress("Computing features and attention", len(indices)) as advance:
-        for start in range(0, len(indices), BATCH):
-            batch = indices[start : start + BATCH]
+        for batch in in_batches(indices, BATCH):
             images = []
             for index in batch:
-                try:
+                with suppress(UnreadableImage):
                     images.append(teacher.preparation.read(source, index))
-                except UnreadableImage:
-                    continue
-                kept.append(index)
+                    kept.append(index)
             if images:
                 stack = torch.stack(images)
                 attention = teacher.attention(stack).mean(dim=1)
                 thumbnails = shrink(torch.stack([as_picture(image) for image in images]), THUMBNAILS[0][0])
                 parts.append((*teacher.embed(stack), attention, thumbnails))
             advance(len(batch))
-    if len(kept) < MIN_IMAGES:
-        raise ValueError(
-            f"{len(kept)} of {len(indices)} images could be read; a map needs at least {MIN_IMAGES}"
-        )
-    features, prototypes, attention, thumbnails = (torch.cat(part) for part in zip(*parts, strict=True))
-    features = F.normalize(features, dim=-1)
-    cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), own=0)
-    positions, no_tsne = {"PCA": pca(features)}, ""
-    if len(kept) < MIN_TSNE_IMAGES:
-        no_tsne = f"it needs at least {MIN_TSNE_IMAGES} images"
-    elif find_spec("sklearn") is None:
-        no_tsne = "run `pip install scikit-learn` and create the report again"
-    else:
-        positions = {"t-SNE": tsne(features), **positions}
-    labels = [source.label(index) for index in kept]
-    occurring = sorted({label for label in labels if label is not None})
-    return ImageMap(
-        indices=kept,
-        names=[shortened(source.name(index), min(MAX_NAME, NAME_BYTES // len(kept))) for index in kept],
-        labels=labels,
-        classes={label: source.classes[label] for label in occurring},
-        prototypes=prototypes,
-        neighbours=neighbours,
-        cosines=cosines,
-        positions=positions,
-        no_tsne=no_tsne,
-        thumbnails=build_atlas(thumbnails, THUMBNAIL_BYTES),
-        attention=_compact(attention),
-        unreadable=len(indices) - len(kept),
-    )
+    return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def pca(features: Tensor) -> Positions:
@@ -218,8 +212,8 @@ def data_uri(picture: Tensor, *, quality: int = 80) -> str:
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def build_atlas(images: Tensor, budget: int) -> Atlas:
-    """Join pictures (n, 3, y, x) into one of at most `budget` bytes, smaller and coarser if necessary."""
+def build_atlas(images: Tensor, budget: int) -> dict[str, Any]:
+    """Join pictures (n, 3, y, x) into one of at most `budget` bytes, row by row, smaller if necessary."""
     columns = math.ceil(math.sqrt(len(images)))
     for side, quality in THUMBNAILS:
         small = shrink(images, side)
@@ -228,13 +222,13 @@ def build_atlas(images: Tensor, budget: int) -> Atlas:
         picture = rearrange(cells, "(row column) c y x -> c (row y) (column x)", column=columns)
         uri = data_uri(picture, quality=quality)
         if len(uri) <= budget:
-            return Atlas(uri, columns, (small.shape[-2], small.shape[-1]))
+            return {"uri": uri, "columns": columns, "size": list(small.shape[-2:])}
     raise ValueError(f"{len(images):,} images do not fit into the page; use fewer, such as images=3000")
 
 
 def _compact(maps: Tensor) -> NDArray[np.uint8]:
     """Return maps (n, y, x) as bytes, averaged over neighbouring patches if they are too large for a page."""
-    rows = min(MAX_ATTENTION_ROWS, max(2, math.isqrt(ATTENTION_BYTES // len(maps))))
+    rows = min(MAX_ATTENTION_ROWS, math.isqrt(ATTENTION_BYTES // len(maps)))
     size = (min(rows, maps.shape[-2]), min(rows, maps.shape[-1]))
     smaller = F.adaptive_avg_pool2d(maps[:, None].float(), size)[:, 0]
     scaled = smaller / smaller.amax(dim=(-2, -1), keepdim=True).clamp_min(TINY)
@@ -243,12 +237,13 @@ def _compact(maps: Tensor) -> NDArray[np.uint8]:
 
 def to_json(found: ImageMap) -> dict[str, Any]:
     """Return a map as `explorer.js` reads it."""
-    order = list(found.classes)
+    classes = sorted({label for label in found.labels if label is not None})
+    attention = _compact(found.attention)
     return {
         "count": len(found.indices),
         "names": found.names,
-        "classes": list(found.classes.values()),
-        "labels": [-1 if label is None else order.index(label) for label in found.labels],
+        "classes": classes,
+        "labels": [-1 if label is None else classes.index(label) for label in found.labels],
         "clusters": found.prototypes.tolist(),
         "layouts": [
             {"name": name, "positions": packed(quantised(positions))}
@@ -257,8 +252,8 @@ def to_json(found: ImageMap) -> dict[str, Any]:
         "k": found.neighbours.shape[1],
         "neighbours": packed(found.neighbours.numpy().astype(np.uint16)),
         "similarities": packed((found.cosines.clamp(0, 1) * 65535).round().numpy().astype(np.uint16)),
-        "thumbnails": found.thumbnails._asdict(),
-        "attention": {"maps": packed(found.attention), "size": found.attention.shape[1:]},
+        "thumbnails": build_atlas(found.thumbnails, THUMBNAIL_BYTES),
+        "attention": {"maps": packed(attention), "size": attention.shape[1:]},
     }
 
 

@@ -73,16 +73,8 @@ def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     data = {**now, "live": live, "version": version, "explorer": pictures.explorer}
-    rows = {
-        name: _rows(found) or _missing(pictures.missing.get(name, ""))
-        for name, found in (
-            ("views", pictures.views),
-            ("attention", pictures.attention),
-            ("neighbours", pictures.neighbours),
-        )
-    }
+    missing = {section: _missing(reason) for section, reason in pictures.missing.items()}
     return Template((ASSETS / "page.html").read_text(encoding="utf-8")).substitute(
-        rows,
         policy=_policy(style, script, live=live),
         style=style,
         script=script,
@@ -98,7 +90,10 @@ def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version
         settings=_settings(changed_settings(record)),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in pictures.notes),
         no_charts="" if now["charts"] else _missing("metrics.jsonl has no lines yet."),
-        no_explorer=_missing(pictures.missing.get("explorer", "")),
+        views=_rows(pictures.views) or missing.get("views", ""),
+        attention=_rows(pictures.attention) or missing.get("attention", ""),
+        neighbours=_rows(pictures.neighbours) or missing.get("neighbours", ""),
+        no_explorer=missing.get("explorer", ""),
         data=_json(data),
     )
 
@@ -109,16 +104,11 @@ def _policy(style: str, script: str, *, live: bool) -> str:
     def allowed(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
-    rules = {
-        "default-src": "'none'",
-        "style-src": allowed(style),
-        "script-src": allowed(script),
-        "img-src": "data:",
-        "connect-src": "'self'" if live else "'none'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
+    connect = "'self'" if live else "'none'"
+    return (
+        f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _json(data: object) -> str:
@@ -161,4 +151,4 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _missing(reason: str) -> str:
-    return f'<p class="missing">{escape(reason)}</p>' if reason else ""
+    return f'<p class="missing">{escape(reason)}</p>'

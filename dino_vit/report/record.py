@@ -163,7 +163,7 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
     name, since = spans[-1]
     history = f"since step {since:,}"
     if spans[:-1]:
-        history += "; before that " + ", ".join(f"{old} from step {first:,}" for old, first in spans[-4:-1])
+        history += "; earlier: " + ", ".join(f"{old} from step {first:,}" for old, first in spans[-4:-1])
     return STATES.get(name, Diagnosis(name)), f"{history}."
 
 

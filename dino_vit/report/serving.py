@@ -91,9 +91,7 @@ class PageServer(ThreadingHTTPServer):
                 f"cannot serve on {address} port {port}: {error.strerror}; give another port, or port=0 for "
                 "any free port"
             ) from error
-        self.names = {"localhost"}
-        if address != "127.0.0.1":
-            self.names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        self.names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def accepts(self, host: str) -> bool:
         """Tell whether a Host header is an address or a name of this machine.

@@ -80,7 +80,7 @@ def neighbour_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> l
         tiles = []
         for shown, caption in list(captions.items())[: NEIGHBOURS + 1]:
             label = found.labels[shown]
-            caption += "" if label is None else f", {found.classes[label]}"
+            caption += "" if label is None else f", {label}"
             tiles.append(_tile(teacher.preparation.read(source, found.indices[shown]), caption))
         rows.append(Row(found.names[row], tiles))
     return rows
@@ -92,7 +92,7 @@ def _tile(image: Tensor, caption: str) -> Tile:
 
 def _varied(found: ImageMap) -> list[int]:
     """Return a few rows of a map, with as many labels as possible."""
-    first: dict[int | None, int] = {}
+    first: dict[str | None, int] = {}
     for row, label in enumerate(found.labels):
         first.setdefault(label, row)
     others = [row for row in range(len(found.labels)) if row not in first.values()]

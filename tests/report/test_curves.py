@@ -48,7 +48,7 @@ def test_captions_explain_the_numbers(tmp_path):
     assert "try a higher data.workers" in captions["data_wait"]
     diagnosis, history = state(record)
     assert diagnosis.state == "learning"
-    assert history == "since step 100; before that starting from step 50."
+    assert history == "since step 100; earlier: starting from step 50."
 
 
 def test_a_collapse_is_named_with_advice(tmp_path):

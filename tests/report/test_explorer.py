@@ -44,10 +44,11 @@ def test_the_map_holds_the_features_clusters_and_neighbours_of_the_teacher(made)
         torch.nn.functional.normalize(bottleneck, dim=1) @ direction.T * weights["last_layer.weight_g"].T
     )
     assert torch.equal(found.prototypes, (cosines - head["loss.center"]).argmax(dim=1))
-    assert [source.label(index) for index in found.indices] == found.labels
+    assert [source.classes[source.label(index)] for index in found.indices] == found.labels
     assert set(found.positions) == {"t-SNE", "PCA"}
     assert found.attention.shape == (40, 4, 4)
-    assert (found.attention.max(axis=(1, 2)) == 255).all()
+    attention = base64.b64decode(explorer.to_json(found)["attention"]["maps"])
+    assert (np.frombuffer(attention, np.uint8).reshape(40, 16).max(axis=1) == 255).all()
 
 
 def pixels(uri):
@@ -57,16 +58,16 @@ def pixels(uri):
 def test_an_atlas_has_every_image_in_its_place_and_keeps_its_budget():
     colours = torch.randint(0, 256, (11, 3, 1, 1), dtype=torch.uint8)
     made = build_atlas(colours.expand(-1, -1, 20, 10).contiguous(), budget=10_000)
-    sheet, (height, width) = pixels(made.uri), made.size
-    assert (made.columns, height, width) == (4, 20, 10)
+    sheet, (height, width) = pixels(made["uri"]), made["size"]
+    assert (made["columns"], height, width) == (4, 20, 10)
     for index in range(11):
         top, left = index // 4 * height, index % 4 * width
         middle = sheet[top + height // 2, left + width // 2].astype(int)
         assert abs(middle - colours[index, :, 0, 0].numpy().astype(int)).max() < 24
     noise = torch.randint(0, 256, (200, 3, 64, 64), dtype=torch.uint8)
     small = build_atlas(noise, budget=90_000)
-    assert len(small.uri) <= 90_000
-    assert max(small.size) < 64
+    assert len(small["uri"]) <= 90_000
+    assert max(small["size"]) < 64
     with pytest.raises(ValueError, match="use fewer"):
         build_atlas(noise, budget=2_000)
 

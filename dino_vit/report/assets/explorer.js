@@ -131,7 +131,7 @@ class Explorer {
 
   // The side of the whole map in pixels.
   side() {
-    return 0.92 * Math.min(this.width, this.height) * this.scale;
+    return 0.88 * Math.min(this.width, this.height) * this.scale;
   }
 
   onScreen(n) {
