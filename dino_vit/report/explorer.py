@@ -130,9 +130,7 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
     if len(kept) < MIN_TSNE_IMAGES:
         notes.append(f"The map has no t-SNE layout, which needs at least {MIN_TSNE_IMAGES} images.")
     elif find_spec("sklearn") is None:
-        notes.append(
-            "For a t-SNE layout of the map, run `pip install scikit-learn` and repeat the report."
-        )
+        notes.append("For a t-SNE layout of the map, run `pip install scikit-learn` and repeat the report.")
     else:
         positions = {"t-SNE": tsne(features), **positions}
     if len(kept) < len(indices):

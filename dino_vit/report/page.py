@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from importlib.resources import files
-from string import Template
 from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
 
 from dino_vit.report.curves import charts
 from dino_vit.report.record import RunRecord, changed_settings, facts, state
 from dino_vit.report.sheets import Row
 
-ASSETS = files("dino_vit.report") / "assets"
 SCRIPTS = ("charts.js", "explorer.js", "page.js")
 
 
@@ -69,86 +67,36 @@ def figures(record: RunRecord) -> dict[str, str]:
 
 def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version: int | None = None) -> str:
     """Return the page of a run; a live one asks its server for news."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     now = live_data(record)
-    style = (ASSETS / "page.css").read_text(encoding="utf-8")
-    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    data = {**now, "live": live, "version": version, "explorer": pictures.explorer}
-    missing = {section: _missing(reason) for section, reason in pictures.missing.items()}
-    return Template((ASSETS / "page.html").read_text(encoding="utf-8")).substitute(
+    style, script = Markup(_asset("page.css")), Markup("\n".join(map(_asset, SCRIPTS)))
+    return environment.from_string(_asset("page.html")).render(
         policy=_policy(style, script, live=live),
         style=style,
         script=script,
-        title=escape(record.folder.resolve().name),
-        folder=escape(str(record.folder)),
-        tone=now["tone"],
-        state=escape(now["texts"]["state"]),
-        history=escape(now["texts"]["history"]),
-        advice=escape(now["texts"]["advice"]),
-        progress=f"{now['progress']:.4f}",
-        figures=_terms("figure", figures(record)),
-        facts=_terms("fact", facts(record)),
-        settings=_settings(changed_settings(record)),
-        notes="".join(f'<p class="note">{escape(note)}</p>' for note in pictures.notes),
-        no_charts="" if now["charts"] else _missing("metrics.jsonl has no lines yet."),
-        views=_rows(pictures.views) or missing.get("views", ""),
-        attention=_rows(pictures.attention) or missing.get("attention", ""),
-        neighbours=_rows(pictures.neighbours) or missing.get("neighbours", ""),
-        no_explorer=missing.get("explorer", ""),
-        data=_json(data),
+        title=record.folder.resolve().name,
+        folder=record.folder,
+        now=now,
+        figures=figures(record),
+        facts=facts(record),
+        settings=changed_settings(record),
+        pictures=pictures,
+        data={**now, "live": live, "version": version, "explorer": pictures.explorer},
     )
+
+
+def _asset(name: str) -> str:
+    return (files("dino_vit.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str, *, live: bool) -> str:
     """Allow only this style, this script, pictures inside the page, and no connection but to its server."""
-
-    def allowed(text: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
+    style_hash, script_hash = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)
+    )
     connect = "'self'" if live else "'none'"
     return (
-        f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src data:; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src 'sha256-{style_hash}'; script-src 'sha256-{script_hash}'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-
-
-def _json(data: object) -> str:
-    """Return JSON for a script element, which no text in it can close."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _terms(kind: str, found: Mapping[str, str]) -> str:
-    return "".join(
-        f'<div><dt>{escape(name)}</dt><dd data-text="{kind}-{escape(name)}">{escape(text)}</dd></div>'
-        for name, text in found.items()
-    )
-
-
-def _settings(changed: Sequence[tuple[str, str, str, str]]) -> str:
-    if not changed:
-        return "<p>All settings have their default values.</p>"
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("setting", "value", "default", "reason"))
-    body = ""
-    for key, *cells in changed:
-        body += f'<tr><th scope="row">{escape(key)}</th>'
-        body += "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-    return (
-        '<div class="wide" tabindex="0" role="region" aria-label="Settings that differ from the defaults">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _rows(rows: Sequence[Row]) -> str:
-    html = ""
-    for row in rows:
-        html += f'<div class="row"><h3>{escape(row.name)}</h3><div class="tiles">'
-        for tile in row.tiles:
-            caption = escape(tile.caption)
-            html += f'<figure><img src="{tile.uri}" alt="{escape(row.name)}: {caption}" loading="lazy">'
-            html += f"<figcaption>{caption}</figcaption></figure>"
-        html += "</div></div>"
-    return html
-
-
-def _missing(reason: str) -> str:
-    return f'<p class="missing">{escape(reason)}</p>'

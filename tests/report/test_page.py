@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from dino_vit.cli import main
+from dino_vit.data.sources.open import open_source
 from dino_vit.report.record import read_run
 from tests.support.reports import HOSTILE, IMAGES, write_report
 
@@ -99,6 +100,15 @@ def test_unlabelled_images_are_coloured_by_cluster(folder, made, tmp_path):
     assert page.data["explorer"]["classes"] == []
     assert set(page.data["explorer"]["labels"]) == {-1}
     assert "The images differ from those that the run started with" in page.text
+
+
+def test_the_map_uses_the_labels_of_a_file(folder, tmp_path):
+    source = open_source(read_run(folder).config.data.source)
+    lines = [f"{source.name(index)},{'even' if index % 2 == 0 else 'odd'}" for index in range(len(source))]
+    (tmp_path / "labels.csv").write_text("\n".join(["name,label", *lines]))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("labels: null", f"labels: {tmp_path / 'labels.csv'}"))
+    assert write_report(folder).data["explorer"]["classes"] == ["even", "odd"]
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
