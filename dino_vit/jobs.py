@@ -33,10 +33,9 @@ JOBS = {
         "dino_vit.commands.demo",
         "dino_vit.commands.demo:DemoConfig",
         "run",
-        "see a transformer learn without a label, in minutes on a laptop",
-        "Pretrain a small vision transformer on generated images, evaluate it beside the untrained network "
-        "and raw pixels, draw its attention and write a report. The same command goes on where it was "
-        "interrupted.",
+        "pretrain a small transformer without labels, in minutes on a laptop",
+        "Pretrain a small vision transformer on generated images, compare it with the untrained network and "
+        "raw pixels, draw its attention and write a report. The same command resumes an interrupted run.",
     ),
     "pretrain": Job(
         "dino_vit.training.loop",
@@ -51,10 +50,10 @@ JOBS = {
         "dino_vit.commands.report",
         "dino_vit.commands.report:ReportConfig",
         "run",
-        "write a page that tells of a run",
-        "Write one HTML file that tells of a run: its curves in words, the views that it saw, where its "
-        "network looks, which images it finds alike, and a map of them. With --serve, show it while the run "
-        "goes on.\n\n  dino-vit report runs/pretrain\n  dino-vit report runs/pretrain --serve",
+        "write a page about a run",
+        "Write one HTML file about a run: its curves with explanations, augmented views, attention maps, "
+        "nearest neighbours, and a map of the images. With --serve, show it in a browser while the run goes "
+        "on.\n\n  dino-vit report runs/pretrain\n  dino-vit report runs/pretrain --serve",
     ),
     "knn": Job(
         "dino_vit.commands.knn",

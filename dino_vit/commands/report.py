@@ -62,7 +62,7 @@ def run(config: ReportConfig) -> int:
 
 
 def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:
-    """Draw as many pictures as the images and the checkpoints allow; the page says why others are missing."""
+    """Draw what the images and the checkpoints allow; the page explains what is missing."""
     pictures = Pictures()
     network_sections = ("attention", "neighbours", "explorer")
     try:

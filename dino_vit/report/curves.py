@@ -150,7 +150,7 @@ def _small_charts(readings: list[Reading]) -> list[Chart]:
         "teacher_temp": f"{last.teacher_temp:.3g} now; a lower temperature gives sharper outputs.",
         "weight_decay": f"{last.weight_decay:.2g} now.",
         "images_per_second": f"Typically {speed:,.0f} images/s.",
-        "data_wait": f"Typically {wait:.1%} of the time.{advice}",
+        "data_wait": f"Typically {100 * wait:.1f} % of the time.{advice}",
     }
     found = []
     for name, title in SMALL.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,15 +37,17 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
+log = logging.getLogger("dino_vit")
+
 BATCH = 64
 NEIGHBOURS = 12
 MAX_IMAGES = 6000
-# The page is to stay below 5 MB. Of these, the names of all images, the thumbnails as text, and the attention
-# before it becomes text (a third longer) take at most:
+# The page should stay below 5 MB. Of these, the names of all images, the thumbnails in base64, and the
+# attention maps before base64 (which makes them a third longer) take at most:
 NAME_BYTES, THUMBNAIL_BYTES, ATTENTION_BYTES = 350_000, 2_400_000, 400_000
 MAX_NAME = 120  # characters
 MAX_ATTENTION_ROWS = 16
-# Side and WebP quality of the thumbnails, the best first; the first that fits is taken.
+# Side and WebP quality of the thumbnails, best first; the first that fits is used.
 THUMBNAILS = ((64, 80), (64, 65), (48, 65), (40, 60), (32, 60), (32, 40), (24, 40), (16, 40))
 
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
@@ -132,6 +135,7 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
     elif find_spec("sklearn") is None:
         notes.append("For a t-SNE layout of the map, run `pip install scikit-learn` and repeat the report.")
     else:
+        log.info("computing the t-SNE of %d images ...", len(kept))
         positions = {"t-SNE": tsne(features), **positions}
     if len(kept) < len(indices):
         notes.append(f"Unreadable images, left out of the map: {len(indices) - len(kept)}.")
@@ -171,7 +175,7 @@ def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tupl
 
 
 def pca(features: Tensor) -> Positions:
-    """Return the first two principal components of features (n, d), with signs that no machine changes."""
+    """Return the first two principal components of features (n, d), with the same signs on every machine."""
     centred = features.double() - features.double().mean(dim=0)
     _, directions = torch.linalg.eigh(centred.T @ centred)
     positions = centred @ directions[:, -2:].flip(1)

@@ -148,7 +148,7 @@ def _speed(record: RunRecord) -> str:
     waits = [r["data_wait"] for r in record.records if r["data_wait"] is not None]
     if not speeds:
         return "unknown before the first line of metrics.jsonl"
-    text = f"{median(speeds):,.0f} images/s; {median(waits):.0%} of the time waiting for images"
+    text = f"{median(speeds):,.0f} images/s; {100 * median(waits):.0f} % of the time waiting for images"
     return f"{text}; {duration(record.seconds)} of training steps" if record.seconds else text
 
 
