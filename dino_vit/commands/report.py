@@ -1,126 +1,106 @@
-"""`dino-vit report`: write the page of a run, or serve it while the run goes on."""
+"""`dino-vit report`: write a page about a run, or serve it while the run goes on."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
 from dino_vit.config.settings import Settings, setting
-from dino_vit.core.checkpoint import Checkpoint
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.report.explorer import MOST_IMAGES, chosen, explore, page_data
-from dino_vit.report.network import load_teacher
+from dino_vit.report.explorer import MAX_IMAGES, build_map, load_teacher, random_indices, to_json
 from dino_vit.report.page import Pictures, render
-from dino_vit.report.record import RunRecord, newest_checkpoint, read_run
+from dino_vit.report.record import RunRecord, read_run
 from dino_vit.report.serving import Page, serve
 from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
 
 log = logging.getLogger("dino_vit")
 
-T = TypeVar("T")
+UNAVAILABLE = (ValueError, OSError, UnreadableImage)  # what files raise that are missing or damaged
 
 
 class ReportConfig(Settings):
-    """Write one HTML file that tells of a run."""
+    """Write one HTML file about a run."""
 
     positional: ClassVar = ("run",)
     switches: ClassVar = {"serve": "serve"}
 
     run: str = Field(description="folder of the run")
-    output: str | None = setting(None, "file to write; null: report.html in that folder")
-    source: str | None = setting(None, "where the images lie now; null: where the run found them")
-    images: int = Field(3000, ge=3, le=MOST_IMAGES, description="images on the map")
-    serve: bool = setting(False, "show the page in a browser instead, and keep it up to date")
-    address: str = setting("127.0.0.1", "address to serve on; others than your own machine's let others look")
-    port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any that is free")
+    output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
+    source: str | None = setting(None, "where the images are now; null: where the run read them")
+    images: int = Field(3000, ge=3, le=MAX_IMAGES, description="number of images on the map")
+    serve: bool = setting(False, "serve the page to a browser instead, and keep it up to date")
+    address: str = setting("127.0.0.1", "address to serve on; the default is visible on this machine only")
+    port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any free port")
 
     also_known_as: ClassVar = {"run": "weights folder", "source": "images data", "output": "out html"}
 
 
 def run(config: ReportConfig) -> int:
-    """Write the page, or serve it until ctrl-C."""
+    """Write the page, or serve it until Ctrl-C."""
     accelerator = start_processes(trackers=(), folder=Path(config.run))
     if not accelerator.is_main_process:
         return 0
     record = read_run(Path(config.run))
-    device: torch.device = accelerator.device
+    draw_pictures = partial(draw, config=config, device=accelerator.device)
     if config.serve:
-        page = Page(record.folder, lambda record, found: draw(record, found, config, device))
-        serve(page, config.address, config.port)
+        serve(Page(record.folder, draw_pictures), config.address, config.port)
         return 0
     output = Path(config.output or record.folder / "report.html")
-    page_bytes = render(record, draw(record, newest_checkpoint(record.folder), config, device)).encode()
-    write_bytes(output, page_bytes)
-    print(f"{output}: {len(page_bytes) / 1e6:.1f} MB, opens in any browser")
+    html = render(record, draw_pictures(record)).encode()
+    write_bytes(output, html)
+    print(f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
     return 0
 
 
-def draw(record: RunRecord, found: Checkpoint | str, config: ReportConfig, device: torch.device) -> Pictures:
-    """Draw what the images and a checkpoint (or why there is none) allow; say what is missing and why."""
+def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:
+    """Draw what the images and the checkpoints allow; the page explains what is missing."""
     pictures = Pictures()
-    spec = config.source or record.config.data.source
-    source = _try(pictures, ("views", "attention", "neighbours", "explorer"), lambda: _open(spec))
-    if source is None:
+    network_sections = ("attention", "neighbours", "explorer")
+    try:
+        source = open_source(config.source or record.config.data.source, record.config.data.labels)
+    except UNAVAILABLE as error:
+        hint = "If the images have moved, say where with source=..."
+        _explain(pictures, f"{error} {hint}", "views", *network_sections)
         return pictures
     epoch = int(record.records[-1]["epoch"]) if record.records else 0
-    views = _try(pictures, ("views",), lambda: view_rows(record.config, source, epoch))
-    pictures.views = views or []
-    if isinstance(found, str):
-        pictures.reasons |= dict.fromkeys(("attention", "neighbours", "explorer"), f"Not drawn: {found}.")
-        return pictures
-    if found.metadata["source"] != source.fingerprint:
-        pictures.notes.append(f"The images of {spec} are not, or no longer, those that the run began with.")
-    _try(
-        pictures,
-        ("attention", "neighbours", "explorer"),
-        lambda: _draw_features(pictures, record, source, found, config.images, device),
-    )
+    try:
+        pictures.views = view_rows(record.config, source, epoch)
+    except UNAVAILABLE as error:
+        _explain(pictures, error, "views")
+    try:
+        _draw_network(pictures, record, source, config.images, device)
+    except UNAVAILABLE as error:
+        _explain(pictures, error, *network_sections)
     return pictures
 
 
-def _open(spec: str) -> Source:
-    try:
-        return open_source(spec)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{error} If they lie elsewhere now, say source=...") from error
-
-
-def _draw_features(
-    pictures: Pictures,
-    record: RunRecord,
-    source: Source,
-    checkpoint: Checkpoint,
-    count: int,
-    device: torch.device,
+def _draw_network(
+    pictures: Pictures, record: RunRecord, source: Source, images: int, device: torch.device
 ) -> None:
+    checkpoint = Checkpoints(record.folder).newest()
+    if checkpoint is None:
+        raise ValueError("the run has not written a checkpoint yet")
+    if checkpoint.metadata["source"] != source.fingerprint:
+        pictures.notes.append("The images differ from those that the run started with.")
     teacher = load_teacher(checkpoint, record.config, device)
-    began = time.monotonic()
-    explored = explore(teacher, source, chosen(source, count, record.config.seed))
-    log.info("looked at %d images in %.0f s", len(explored.indices), time.monotonic() - began)
-    pictures.attention = attention_rows(teacher, source, explored)
-    pictures.neighbours = neighbour_rows(teacher, source, explored)
-    pictures.explorer = page_data(explored)
-    pictures.notes.append(f"The pictures are of the teacher at step {teacher.step:,}.")
-    if explored.missing_layout:
-        pictures.notes.append(f"The map has no places that keep neighbours: {explored.missing_layout}.")
-    if explored.unreadable:
-        pictures.notes.append(f"{explored.unreadable} images cannot be read and are left out.")
+    found = build_map(teacher, source, random_indices(source, images, record.config.seed))
+    pictures.attention = attention_rows(teacher, source, found)
+    pictures.neighbours = neighbour_rows(teacher, source, found)
+    pictures.explorer = to_json(found)
+    pictures.notes.append(f"Map, attention and neighbours: teacher at step {checkpoint.step:,}.")
+    pictures.notes += found.notes
 
 
-def _try(pictures: Pictures, sections: tuple[str, ...], work: Callable[[], T]) -> T | None:
-    """Do what depends on files that may be gone; what fails is said where it would have stood."""
-    try:
-        return work()
-    except (ValueError, OSError, UnreadableImage) as error:
-        log.warning("the report has no %s: %s", ", no ".join(sections), error)
-        pictures.reasons |= dict.fromkeys(sections, f"Not drawn: {error}")
-        return None
+def _explain(pictures: Pictures, reason: object, *sections: str) -> None:
+    """Note why sections of the page are empty."""
+    log.warning("the report lacks %s: %s", ", ".join(sections), reason)
+    pictures.missing |= dict.fromkeys(sections, f"Not available: {reason}")

@@ -1,1 +1,1 @@
-"""The page about a run: its curves in words, what its network sees, a map of its images."""
+"""The page about a run: its curves, what its network attends to, a map of its images."""

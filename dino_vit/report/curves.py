@@ -1,216 +1,180 @@
-"""The curves of a run as data, each with a sentence that says what it shows."""
+"""The charts of a run: the points of each curve, and a caption that explains them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import NotRequired, TypedDict
+
+import numpy as np
 
 from dino_vit.report.record import RunRecord, finite
 from dino_vit.training.diagnosis import Reading
 
-BUCKETS = 300  # of readings along a curve; of each the lowest and the highest are kept
-MUCH_WAITING = 0.1  # share of the time from which waiting for images is worth a word
+BUCKETS = 300  # the lowest and the highest point of each are kept
+LONG_WAIT = 0.1  # share of the time spent waiting for data from which the caption says what to do
+FROZEN_HALF_LIFE = 1e5  # in steps; a teacher that averages over more hardly changes
 
-STILL = 1e5  # steps of half-life from which a teacher does not move
+SMALL = {  # titles of the small charts by the field that they show
+    "embedding_std": "Feature spread",
+    "prototypes_in_use": "Prototypes in use",
+    "gradient_norm": "Gradient norm",
+    "lr": "Learning rate",
+    "momentum": "Teacher momentum",
+    "teacher_temp": "Teacher temperature",
+    "weight_decay": "Weight decay",
+    "images_per_second": "Throughput",
+    "data_wait": "Waiting for data",
+}
+HIDDEN_IF_CONSTANT = ("teacher_temp", "weight_decay")
 
 Point = tuple[int, float]
 
 
-class Series(TypedDict):
-    """One line of a chart."""
-
-    name: str
-    points: list[Point]
-
-
-class Level(TypedDict):
-    """A value to compare with."""
-
-    name: str
-    value: float
-
-
-class Chart(TypedDict):
-    """A chart, as the page draws it."""
+@dataclass(kw_only=True)
+class Chart:
+    """A chart as `charts.js` draws it."""
 
     id: str
     title: str
-    words: str
-    series: list[Series]
-    levels: list[Level]
-    unit: NotRequired[str]
-    small: NotRequired[bool]  # one of many beside each other
+    caption: str
+    series: dict[str, list[Point]]  # by the name of the curve
+    levels: dict[str, float] = field(default_factory=dict)  # values to compare with, by name
+    unit: str = ""
+    small: bool = False
 
 
 def charts(record: RunRecord) -> list[Chart]:
-    """Return the charts of a run, as many as its readings allow."""
+    """Return the charts that the readings of a run allow."""
     readings = record.readings
     if not readings:
         return []
     found = [_loss(readings), _entropies(readings), _knn(record, readings), _rank(record, readings)]
-    found += [_spread(readings), _prototypes(readings), _gradient(readings)]
-    found += [_rate(readings), _momentum(readings), _temperature(readings), _decay(readings)]
-    found += [_speed(readings), _wait(readings)]
-    drawn = [chart for chart in found if any(series["points"] for series in chart["series"])]
-    return [chart for chart in drawn if chart["id"] not in ("temperature", "decay") or _moves(chart)]
-
-
-def _moves(chart: Chart) -> bool:
-    return len({value for series in chart["series"] for _, value in series["points"]}) > 1
+    return [chart for chart in found + _small_charts(readings) if any(chart.series.values())]
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Keep so few points that a page stays light, and every peak among them."""
+    """Keep few enough points for a light page, with both ends and every peak among them."""
     if len(points) <= 2 * BUCKETS:
         return list(points)
     kept = {0, len(points) - 1}
-    for bucket in range(BUCKETS):
-        first, end = (len(points) * number // BUCKETS for number in (bucket, bucket + 1))
-        inside = range(first, end)
-        kept |= {min(inside, key=lambda i: points[i][1]), max(inside, key=lambda i: points[i][1])}
-    return [points[place] for place in sorted(kept)]
+    for bucket in np.array_split(np.arange(len(points)), BUCKETS):
+        kept |= {min(bucket, key=lambda i: points[i][1]), max(bucket, key=lambda i: points[i][1])}
+    return [points[i] for i in sorted(kept)]
 
 
-def _series(name: str, readings: Iterable[Reading], field: str) -> Series:
-    pairs = ((reading.step, finite(getattr(reading, field))) for reading in readings)
-    return Series(name=name, points=thin([(step, value) for step, value in pairs if value is not None]))
+def _points(readings: Sequence[Reading], field: str) -> list[Point]:
+    values = [(reading.step, finite(getattr(reading, field))) for reading in readings]
+    return thin([(step, value) for step, value in values if value is not None])
 
 
 def _loss(readings: list[Reading]) -> Chart:
-    last, most = readings[-1], math.log(readings[-1].prototypes)
-    flat = f"ln({last.prototypes}) = {most:.3f}, the loss of a student that gives every image the same answer"
-    if not math.isfinite(last.loss):
-        words = "The newest loss is not a finite number."
-    elif last.excess < 0:
-        words = f"{last.loss:.3f}, which is {-last.excess:.3f} below {flat}."
-    else:
-        words = f"{last.loss:.3f}, which is {last.excess:.3f} above {flat}: nothing is foreseen yet."
-    return Chart(
-        id="loss",
-        title="Loss",
-        words=words,
-        series=[_series("loss", readings, "loss")],
-        levels=[Level(name=f"ln({last.prototypes})", value=most)],
-    )
+    last = readings[-1]
+    uniform, value = f"ln({last.prototypes})", math.log(last.prototypes)
+    caption = "The latest loss is not finite."
+    if math.isfinite(last.loss):
+        side = "below" if last.excess < 0 else "above"
+        caption = f"{last.loss:.3f}, which is {abs(last.excess):.3f} {side} {uniform} = {value:.3f}, "
+        caption += "the loss of a student whose output is uniform."
+    series = {"loss": _points(readings, "loss")}
+    return Chart(id="loss", title="Loss", caption=caption, series=series, levels={uniform: value})
 
 
 def _entropies(readings: list[Reading]) -> Chart:
     last = readings[-1]
-    most = min(math.log(last.prototypes), math.log(max(last.rows, 1)))
-    words = (
-        f"The gap is {last.entropy_gap:.2f} of at most {most:.2f}: how much the teacher's output says about "
-        "its image. A collapse is a gap of 0: both entropies at the dashed line if every output is flat, "
-        "both at 0 if one prototype takes every image."
+    highest = math.log(last.prototypes)
+    caption = (
+        f"The gap is {last.entropy_gap:.2f} of at most {min(highest, math.log(max(last.rows, 1))):.2f}. It "
+        "measures how much the teacher's output depends on the image. A gap of 0 is a collapse: to uniform "
+        "outputs if both entropies are at the dashed line, to a single prototype if both are 0."
     )
-    return Chart(
-        id="entropies",
-        title="Entropies of the teacher",
-        words=words,
-        series=[
-            _series("of the mean output", readings, "mean_output_entropy"),
-            _series("of an output, on average", readings, "output_entropy"),
-            _series("gap", readings, "entropy_gap"),
-        ],
-        levels=[Level(name=f"ln({last.prototypes})", value=math.log(last.prototypes))],
-    )
+    series = {
+        "of the mean output": _points(readings, "mean_output_entropy"),
+        "of each output, on average": _points(readings, "output_entropy"),
+        "gap": _points(readings, "entropy_gap"),
+    }
+    levels = {f"ln({last.prototypes})": highest}
+    return Chart(id="entropies", title="Teacher entropies", caption=caption, series=series, levels=levels)
 
 
 def _knn(record: RunRecord, readings: list[Reading]) -> Chart:
-    series = _series("k-NN", readings, "knn")
-    before, pixels = finite(record.baseline.get("knn")), finite(record.baseline.get("raw_pixels"))
-    latest = series["points"][-1:]
-    if before is not None:
-        series["points"].insert(0, (0, before))
-    words, levels = "", []
-    for step, value in latest:
-        best_step, best = max(series["points"], key=lambda point: point[1])
-        words = f"{value:.1f} % at step {step:,}"
-        words += f" (best: {best:.1f} % at step {best_step:,})" if best > value else ""
-        times = [(before, "before the first step"), (pixels, "of raw pixels")]
-        beside = [f"{value / it:.1f} times the {it:.1f} % {name}" for it, name in times if it]
-        words += f": {' and '.join(beside)}." if beside else "."
-    if before is not None:
-        levels.append(Level(name="before the first step", value=before))
-    if pixels is not None:
-        levels.append(Level(name="raw pixels", value=pixels))
-    return Chart(id="knn", title="k-NN accuracy", words=words, series=[series], levels=levels, unit="%")
+    points, caption = _points(readings, "knn"), ""
+    levels = record.baseline_levels("knn", "raw_pixels")
+    if points:
+        step, value = points[-1]
+        best_step, best = max(points, key=lambda point: point[1])
+        caption = f"{value:.1f} %"
+        if best > value:
+            caption += f" at step {step:,} (best: {best:.1f} % at step {best_step:,})"
+        for name, level in levels.items():
+            side = "above" if value >= level else "below"
+            caption += f", {abs(value - level):.1f} points {side} the {name}"
+        caption += "."
+    return Chart(
+        id="knn",
+        title="k-NN accuracy",
+        caption=caption,
+        series={"k-NN": _from_step_0(points, record, "knn")},
+        levels=levels,
+        unit="%",
+    )
 
 
 def _rank(record: RunRecord, readings: list[Reading]) -> Chart:
-    series, before = _series("effective rank", readings, "rankme"), finite(record.baseline.get("rankme"))
-    width = record.config.model.shape[0]
-    words = ""
-    for _, value in series["points"][-1:]:
-        words = f"The features use {value:.0f} of {width} directions"
-        words += f", before the first step {before:.0f}." if before is not None else "."
-    if before is not None:
-        series["points"].insert(0, (0, before))
-    levels = [] if before is None else [Level(name="before the first step", value=before)]
-    return Chart(id="rank", title="Effective rank", words=words, series=[series], levels=levels)
+    points, caption = _points(readings, "rankme"), ""
+    levels = record.baseline_levels("rankme")
+    if points:
+        caption = f"The features span {points[-1][1]:.0f} of {record.config.model.shape[0]} dimensions"
+        caption += "".join(f", {level:.0f} before training" for level in levels.values()) + "."
+    series = {"effective rank": _from_step_0(points, record, "rankme")}
+    return Chart(id="rank", title="Effective rank", caption=caption, series=series, levels=levels)
 
 
-def _small(identifier: str, title: str, words: str, readings: list[Reading], field: str) -> Chart:
-    series = [_series(title.lower(), readings, field)]
-    return Chart(id=identifier, title=title, words=words, series=series, levels=[], small=True)
+def _from_step_0(points: list[Point], record: RunRecord, figure: str) -> list[Point]:
+    start = finite(record.baseline.get(figure))
+    return points if start is None else [(0, start), *points]
 
 
-def _spread(readings: list[Reading]) -> Chart:
-    words = f"{readings[-1].embedding_std:.2f}; 1 is all over the sphere, 0 all images at one point."
-    return _small("std", "Spread of features", words, readings, "embedding_std")
-
-
-def _prototypes(readings: list[Reading]) -> Chart:
+def _small_charts(readings: list[Reading]) -> list[Chart]:
     last = readings[-1]
-    words = f"{last.prototypes_in_use} take the {last.rows} outputs of a batch."
-    return _small("prototypes", "Prototypes in use", words, readings, "prototypes_in_use")
+    wait = median(reading.data_wait for reading in readings)
+    speed = median(reading.images_per_second for reading in readings)
+    advice = " The device waits for images: try a higher data.workers." if wait > LONG_WAIT else ""
+    captions = {
+        "embedding_std": f"{last.embedding_std:.2f}; 1: over the whole sphere, 0: all images at one point.",
+        "prototypes_in_use": f"{last.prototypes_in_use} for the {last.rows} teacher outputs of a batch.",
+        "gradient_norm": f"{last.gradient_norm:.3g}. {_skipped(last.nonfinite_steps)}",
+        "lr": f"{last.lr:.2g} now, {max(reading.lr for reading in readings):.2g} at its peak.",
+        "momentum": f"{last.momentum:.5g} now: {_memory(last.momentum)}.",
+        "teacher_temp": f"{last.teacher_temp:.3g} now; a lower temperature gives sharper outputs.",
+        "weight_decay": f"{last.weight_decay:.2g} now.",
+        "images_per_second": f"Typically {speed:,.0f} images/s.",
+        "data_wait": f"Typically {100 * wait:.1f} % of the time.{advice}",
+    }
+    found = []
+    for name, title in SMALL.items():
+        points = _points(readings, name)
+        if name in HIDDEN_IF_CONSTANT and len({value for _, value in points}) <= 1:
+            continue
+        chart = Chart(
+            id=name, title=title, caption=captions[name], series={title.lower(): points}, small=True
+        )
+        if name == "data_wait":
+            chart.series = {title.lower(): [(step, 100 * share) for step, share in points]}
+            chart.unit = "%"
+        found.append(chart)
+    return found
 
 
-def _gradient(readings: list[Reading]) -> Chart:
-    lost = readings[-1].nonfinite_steps
-    skipped = f"{lost:,} steps were not finite and skipped." if lost else "No step was lost."
-    words = f"{readings[-1].gradient_norm:.3g}. {skipped}"
-    return _small("gradient", "Gradient norm", words, readings, "gradient_norm")
+def _skipped(steps: int) -> str:
+    if steps == 0:
+        return "No steps were skipped."
+    return "1 non-finite step was skipped." if steps == 1 else f"{steps:,} non-finite steps were skipped."
 
 
-def _rate(readings: list[Reading]) -> Chart:
-    peak = max(reading.lr for reading in readings)
-    words = f"{readings[-1].lr:.2g} now, {peak:.2g} at its highest."
-    return _small("lr", "Learning rate", words, readings, "lr")
-
-
-def _momentum(readings: list[Reading]) -> Chart:
-    momentum = readings[-1].momentum
-    half = math.log(0.5, momentum) if 0 < momentum < 1 else math.inf
-    words = f"{momentum:.5g} now: " + (
-        f"half of it is older than {half:,.0f} steps." if half < STILL else "it stands still."
-    )
-    return _small("momentum", "Momentum of the teacher", words, readings, "momentum")
-
-
-def _temperature(readings: list[Reading]) -> Chart:
-    words = f"{readings[-1].teacher_temp:.3g} now; lower is more certain."
-    return _small("temperature", "Temperature of the teacher", words, readings, "teacher_temp")
-
-
-def _decay(readings: list[Reading]) -> Chart:
-    return _small("decay", "Weight decay", f"{readings[-1].weight_decay:.2g} now.", readings, "weight_decay")
-
-
-def _speed(readings: list[Reading]) -> Chart:
-    typical = median(reading.images_per_second for reading in readings)
-    words = f"{typical:,.0f} images a second as a rule."
-    return _small("speed", "Images a second", words, readings, "images_per_second")
-
-
-def _wait(readings: list[Reading]) -> Chart:
-    typical = median(reading.data_wait for reading in readings)
-    words = f"{typical:.1%} of the time as a rule."
-    if typical > MUCH_WAITING:
-        words += " The processor waits for images: try more data.workers."
-    chart = _small("wait", "Waiting for images", words, readings, "data_wait")
-    chart["unit"] = "%"
-    for series in chart["series"]:
-        series["points"] = [(step, 100 * value) for step, value in series["points"]]
-    return chart
+def _memory(momentum: float) -> str:
+    half_life = math.log(0.5, momentum) if 0 < momentum < 1 else math.inf
+    if half_life < FROZEN_HALF_LIFE:
+        return f"the teacher averages the student with a half-life of {half_life:,.0f} steps"
+    return "the teacher hardly changes"

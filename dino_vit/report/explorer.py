@@ -1,159 +1,279 @@
-"""The map of a run's images: features, places in the plane, neighbours, clusters, thumbnails, attention.
+"""The map of a run's images: their positions, neighbours, clusters, thumbnails and attention.
 
-n images, d features, y x rows and columns of patches
+n images, k neighbours, c channels, y x rows and columns
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention.pictures import as_picture
-from dino_vit.eval.features.extraction import Extraction, in_batches
+from dino_vit.eval.attention.maps import cls_attention
+from dino_vit.eval.attention.pictures import as_picture, shortened
+from dino_vit.eval.features.extraction import evaluating, in_batches
 from dino_vit.eval.knn.neighbours import nearest
-from dino_vit.report.layout import Places, keeping_neighbours, pca, quantised
-from dino_vit.report.network import BATCH, Teacher
-from dino_vit.report.pictures import THUMBNAILS, Atlas, atlas, packed, resized, within
+from dino_vit.models.head import DINOHead
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import Preparation, preparation_of
+from dino_vit.weights import load_backbone
 
-T = TypeVar("T")
+log = logging.getLogger("dino_vit")
 
+BATCH = 64
 NEIGHBOURS = 12
-MOST_IMAGES = 6000
-# What of a page of 5 MB is for all names, for thumbnails as text, and for attention before it becomes text,
-# a third longer. The rest is for curves, sheets, and what each image needs beside.
+MAX_IMAGES = 6000
+# The page should stay below 5 MB. Of these, the names of all images, the thumbnails in base64, and the
+# attention maps before base64 (which makes them a third longer) take at most:
 NAME_BYTES, THUMBNAIL_BYTES, ATTENTION_BYTES = 350_000, 2_400_000, 400_000
-LONGEST_NAME = 120
-FINEST_ATTENTION = 16  # rows of an attention map in the page
+MAX_NAME = 120  # characters
+MAX_ATTENTION_ROWS = 16
+# Side and WebP quality of the thumbnails, best first; the first that fits is used.
+THUMBNAILS = ((64, 80), (64, 65), (48, 65), (40, 60), (32, 60), (32, 40), (24, 40), (16, 40))
+
+PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
+MIN_IMAGES, MIN_TSNE_IMAGES = 3, 8
+TINY = 1e-30
+
+Positions = NDArray[np.float32]  # (n, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explored:
-    """Images of a source as a teacher sees them; rows belong together."""
+class LoadedTeacher:
+    """The teacher of a checkpoint, on a device."""
 
-    indices: list[int]
-    names: list[str]
-    labels: list[int | None]
-    classes: dict[int, str]  # names of the labels that occur
-    features: Tensor  # (n, d) of unit length
-    clusters: Tensor  # (n,)
-    neighbours: Tensor  # (n, k) rows, the nearest first
-    similarities: Tensor  # (n, k) cosines
-    layouts: dict[str, Places]
-    missing_layout: str
-    thumbnails: Atlas
-    attention: NDArray[np.uint8]  # (n, y, x), 255 where a map is brightest
-    unreadable: int
+    backbone: VisionTransformer
+    head: DINOHead
+    center: Tensor  # (1, prototypes)
+    preparation: Preparation
 
+    def normalise(self, images: Tensor) -> Tensor:
+        return self.preparation.normaliser(self.center.device)(images)
 
-def chosen(source: Source, count: int, seed: int) -> list[int]:
-    """Return the images that online evaluation looks at first: any, in an order that the seed gives."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-    order: list[int] = np.argsort(bits, kind="stable")[:count].tolist()
-    return order
+    def attention(self, images: Tensor) -> Tensor:
+        """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
+        return cls_attention(self.backbone, self.normalise(images)).float().cpu()
+
+    def embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the CLS features of images and, of each, the prototype with the highest centred score."""
+        with evaluating(self.backbone):
+            features = self.backbone.forward_cls(self.normalise(images)).float()
+            prototypes = (self.head(features) - self.center).argmax(dim=-1)
+        return features.cpu(), prototypes.cpu()
 
 
-def explore(teacher: Teacher, source: Source, indices: list[int]) -> Explored:
-    """Look at images with a teacher."""
-    extraction = Extraction(teacher.backbone, source, preparation=teacher.preparation)
-    found = list(_counted("Computing features", extraction(in_batches(indices, BATCH)), len(indices)))
-    kept = [index for part in found for index in part.indices.tolist()]
-    if len(kept) < 3:
-        raise ValueError(f"{len(kept)} of {len(indices)} images can be read, and a map needs three")
-    values = torch.cat([part.values for part in found])
-    features = F.normalize(values.float().cpu(), dim=-1)
-    cosines, rows = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), own=0)
-    layouts, missing = {"PCA": pca(features)}, ""
-    places = keeping_neighbours(features)
-    if isinstance(places, str):
-        missing = places
-    else:
-        layouts = {"t-SNE": places, **layouts}
-    looked = list(_counted("Drawing images and attention", _look(teacher, source, kept), len(kept)))
-    labels = [source.label(index) for index in kept]
-    return Explored(
-        indices=kept,
-        names=[shortened(source.name(index), NAME_BYTES // len(kept)) for index in kept],
-        labels=labels,
-        classes=label_names(source, labels),
-        features=features,
-        clusters=teacher.clusters(values),
-        neighbours=rows,
-        similarities=cosines,
-        layouts=layouts,
-        missing_layout=missing,
-        thumbnails=atlas(torch.cat([thumbnails for thumbnails, _ in looked]), THUMBNAIL_BYTES),
-        attention=_compact(torch.cat([maps for _, maps in looked])),
-        unreadable=sum(len(part.unreadable) for part in found),
+def load_teacher(checkpoint: Checkpoint, config: PretrainConfig, device: torch.device) -> LoadedTeacher:
+    """Load the teacher of a checkpoint onto a device."""
+    backbone = load_backbone(checkpoint.path).to(device)
+    head = DINOHead(in_dim=backbone.width, **config.head.model_dump())
+    prefix = "teacher.head."
+    head.load_state_dict(
+        {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
+    )
+    return LoadedTeacher(
+        backbone=backbone,
+        head=head.to(device).eval(),
+        center=checkpoint.tensors["loss.center"].to(device),
+        preparation=preparation_of(backbone),
     )
 
 
-def shortened(name: str, length: int = LONGEST_NAME) -> str:
-    """Return a name that a page has room for; its end tells more than its beginning."""
-    length = min(length, LONGEST_NAME)
-    return name if len(name) <= length else f"…{name[1 - length :]}"
+@dataclass(frozen=True, kw_only=True)
+class ImageMap:
+    """Images of a source and what a teacher makes of them, in one order."""
+
+    indices: list[int]
+    names: list[str]
+    labels: list[str | None]
+    prototypes: Tensor  # (n,)
+    neighbours: Tensor  # (n, k) positions in this map, the nearest first
+    cosines: Tensor  # (n, k)
+    positions: dict[str, Positions]  # by the name of the method
+    thumbnails: Tensor  # uint8 (n, 3, y, x)
+    attention: Tensor  # (n, y, x)
+    notes: list[str]  # what is missing, and why
 
 
-def label_names(source: Source, labels: list[int | None]) -> dict[int, str]:
-    """Return what the labels that occur are called."""
-    names = source.classes
-    return {label: names[label] for label in sorted({label for label in labels if label is not None})}
+def random_indices(source: Source, count: int, seed: int) -> list[int]:
+    """Return the indices of some images in a random order: those that online evaluation uses first."""
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
+    return [int(index) for index in np.argsort(bits, kind="stable")[:count]]
 
 
-def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
-    """Pass on parts of a batch each, and show how far they have come."""
-    with progress(what, total) as advance:
-        for number, part in enumerate(parts):
-            yield part
-            advance(min(BATCH, total - number * BATCH))
+def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> ImageMap:
+    """Compute the map of some images of a source."""
+    kept, outputs = _outputs(teacher, source, indices)
+    if len(kept) < MIN_IMAGES:
+        raise ValueError(
+            f"{len(kept)} of {len(indices)} images could be read; a map needs at least {MIN_IMAGES}"
+        )
+    features, prototypes, attention, thumbnails = outputs
+    features = F.normalize(features, dim=-1)
+    cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), own=0)
+    positions, notes = {"PCA": pca(features)}, []
+    if len(kept) < MIN_TSNE_IMAGES:
+        notes.append(f"The map has no t-SNE layout, which needs at least {MIN_TSNE_IMAGES} images.")
+    elif find_spec("sklearn") is None:
+        notes.append("For a t-SNE layout of the map, run `pip install scikit-learn` and repeat the report.")
+    else:
+        log.info("computing the t-SNE of %d images ...", len(kept))
+        positions = {"t-SNE": tsne(features), **positions}
+    if len(kept) < len(indices):
+        notes.append(f"Unreadable images, left out of the map: {len(indices) - len(kept)}.")
+    labels = [source.label(index) for index in kept]
+    return ImageMap(
+        indices=kept,
+        names=[shortened(source.name(index), min(MAX_NAME, NAME_BYTES // len(kept))) for index in kept],
+        labels=[None if label is None else source.classes[label] for label in labels],
+        prototypes=prototypes,
+        neighbours=neighbours,
+        cosines=cosines,
+        positions=positions,
+        thumbnails=thumbnails,
+        attention=attention,
+        notes=notes,
+    )
 
 
-def _look(teacher: Teacher, source: Source, indices: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield thumbnails (uint8) and attention (mean of the heads) of a few images at a time."""
-    for start in range(0, len(indices), BATCH):
-        images = [teacher.preparation.read(source, index) for index in indices[start : start + BATCH]]
-        maps = teacher.attention(torch.stack(images)).mean(dim=1)
-        size = within(teacher.preparation.size, THUMBNAILS[0][0])
-        yield torch.stack([resized(as_picture(image), size) for image in images]), maps
+def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
+    """Return the readable indices and, of each, its features, prototype, attention and thumbnail."""
+    kept: list[int] = []
+    parts: list[tuple[Tensor, ...]] = []
+    with progress("Computing features and attention", len(indices)) as advance:
+        for batch in in_batches(indices, BATCH):
+            images = []
+            for index in batch:
+                with suppress(UnreadableImage):
+                    images.append(teacher.preparation.read(source, index))
+                    kept.append(index)
+            if images:
+                stack = torch.stack(images)
+                attention = teacher.attention(stack).mean(dim=1)
+                thumbnails = shrink(torch.stack([as_picture(image) for image in images]), THUMBNAILS[0][0])
+                parts.append((*teacher.embed(stack), attention, thumbnails))
+            advance(len(batch))
+    return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def pca(features: Tensor) -> Positions:
+    """Return the first two principal components of features (n, d), with the same signs on every machine."""
+    centred = features.double() - features.double().mean(dim=0)
+    _, directions = torch.linalg.eigh(centred.T @ centred)
+    positions = centred @ directions[:, -2:].flip(1)
+    signs = positions.gather(0, positions.abs().argmax(dim=0, keepdim=True)).sign()
+    return (positions * signs).float().numpy()
+
+
+def tsne(features: Tensor) -> Positions:
+    """Return the t-SNE of features (n, d) of unit length."""
+    from sklearn.manifold import TSNE
+
+    # Like init="pca", which divides by zero where a collapse has made all features equal.
+    start = pca(features)
+    start *= 1e-4 / max(float(start.std()), TINY)
+    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
+    positions: Positions = TSNE(perplexity=perplexity, init=start, random_state=0).fit_transform(
+        features.numpy()
+    )
+    return positions
+
+
+def shrink(images: Tensor, side: int) -> Tensor:
+    """Resample uint8 images (n, c, y, x) so that their longer side is at most `side`."""
+    factor = side / max(images.shape[-2:])
+    if factor >= 1:
+        return images
+    size = [max(1, round(length * factor)) for length in images.shape[-2:]]
+    return F.interpolate(images, size=size, mode="bicubic", antialias=True)
+
+
+def data_uri(picture: Tensor, *, quality: int = 80) -> str:
+    """Return a picture (3, y, x) as a WebP inside a `data:` address."""
+    buffer = io.BytesIO()
+    pixels = rearrange(picture, "c y x -> y x c").contiguous().numpy()
+    Image.fromarray(pixels).save(buffer, "WEBP", quality=quality, method=4)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def build_atlas(images: Tensor, budget: int) -> dict[str, Any]:
+    """Join pictures (n, 3, y, x) into one of at most `budget` bytes, smaller and coarser if necessary."""
+    every = max(1, len(images) // 400)  # a sample shows what is too large, without seconds of encoding
+    for side, quality in THUMBNAILS:
+        if len(_atlas(images[::every], side, quality)["uri"]) * every > budget:
+            continue
+        atlas = _atlas(images, side, quality)
+        if len(atlas["uri"]) <= budget:
+            return atlas
+    raise ValueError(f"{len(images):,} images do not fit into the page; use fewer, such as images=3000")
+
+
+def _atlas(images: Tensor, side: int, quality: int) -> dict[str, Any]:
+    """Lay thumbnails side by side, row by row."""
+    small, columns = shrink(images, side), math.ceil(math.sqrt(len(images)))
+    filler = small.new_zeros(-len(small) % columns, *small.shape[1:])
+    cells = torch.cat([small, filler])
+    picture = rearrange(cells, "(row column) c y x -> c (row y) (column x)", column=columns)
+    return {"uri": data_uri(picture, quality=quality), "columns": columns, "size": list(small.shape[-2:])}
 
 
 def _compact(maps: Tensor) -> NDArray[np.uint8]:
-    """Return maps (n, y, x) as bytes, averaged over neighbouring patches if they are too many for a page."""
-    rows = min(FINEST_ATTENTION, max(2, math.isqrt(ATTENTION_BYTES // len(maps))))
+    """Return maps (n, y, x) as bytes, averaged over neighbouring patches if they are too large for a page."""
+    rows = min(MAX_ATTENTION_ROWS, math.isqrt(ATTENTION_BYTES // len(maps)))
     size = (min(rows, maps.shape[-2]), min(rows, maps.shape[-1]))
     smaller = F.adaptive_avg_pool2d(maps[:, None].float(), size)[:, 0]
-    scaled = smaller / smaller.amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = smaller / smaller.amax(dim=(-2, -1), keepdim=True).clamp_min(TINY)
     return (255 * scaled).round().to(torch.uint8).numpy()
 
 
-def page_data(explored: Explored) -> dict[str, Any]:
-    """Return what the page's map is drawn from, as JSON."""
-    places = explored.thumbnails
-    order = list(explored.classes)
-    labels = [-1 if label is None else order.index(label) for label in explored.labels]
-    count, k = explored.neighbours.shape
+def to_json(found: ImageMap) -> dict[str, Any]:
+    """Return a map as `explorer.js` reads it."""
+    classes = sorted({label for label in found.labels if label is not None})
+    attention = _compact(found.attention)
     return {
-        "count": count,
-        "names": explored.names,
-        "classes": list(explored.classes.values()),
-        "labels": labels,
-        "clusters": explored.clusters.tolist(),
+        "count": len(found.indices),
+        "names": found.names,
+        "classes": classes,
+        "labels": [-1 if label is None else classes.index(label) for label in found.labels],
+        "clusters": found.prototypes.tolist(),
         "layouts": [
-            {"name": name, "places": packed(quantised(where))} for name, where in explored.layouts.items()
+            {"name": name, "positions": packed(quantised(positions))}
+            for name, positions in found.positions.items()
         ],
-        "k": k,
-        "neighbours": packed(explored.neighbours.numpy().astype(np.uint16)),
-        "similarities": packed((explored.similarities.clamp(0, 1) * 65535).round().numpy().astype(np.uint16)),
-        "thumbnails": {"uri": places.uri, "columns": places.columns, "size": places.size},
-        "attention": {"maps": packed(explored.attention), "size": explored.attention.shape[1:]},
+        "k": found.neighbours.shape[1],
+        "neighbours": packed(found.neighbours.numpy().astype(np.uint16)),
+        "similarities": packed((found.cosines.clamp(0, 1) * 65535).round().numpy().astype(np.uint16)),
+        "thumbnails": build_atlas(found.thumbnails, THUMBNAIL_BYTES),
+        "attention": {"maps": packed(attention), "size": attention.shape[1:]},
     }
+
+
+def quantised(positions: Positions) -> NDArray[np.uint16]:
+    """Return positions on a grid of 65536 x 65536, with the aspect of the map kept."""
+    low, high = positions.min(axis=0), positions.max(axis=0)
+    span = max(float((high - low).max()), TINY)
+    centred = (positions - (low + high) / 2) / span + 0.5
+    return np.rint(np.clip(centred, 0, 1) * 65535).astype(np.uint16)
+
+
+def packed(values: NDArray[np.generic]) -> str:
+    """Return an array as base64 of its bytes, little-endian on every machine."""
+    return base64.b64encode(values.astype(values.dtype.newbyteorder("<")).tobytes()).decode()

@@ -1,4 +1,4 @@
-"""What a run folder says of its run, whether the run is finished, under way, or has hardly begun."""
+"""What a run folder says about its run, be it finished, under way or hardly begun."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from dino_vit.config import yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints
-from dino_vit.core.progress import duration
-from dino_vit.core.storage import StorageError
 from dino_vit.training.diagnosis import STATES, Diagnosis, Reading, Record
+from dino_vit.core.progress import duration
 from dino_vit.training.monitor import read_records
 
 
@@ -26,7 +24,7 @@ class RunRecord:
     folder: Path
     config: PretrainConfig
     records: list[Record]  # lines of metrics.jsonl
-    starts: list[Record]
+    starts: list[Record]  # lines of starts.jsonl
     baseline: Record  # figures before the first step
 
     @property
@@ -43,25 +41,35 @@ class RunRecord:
         return int(known[0]) if known else self.config.budget.steps
 
     @property
-    def seconds(self) -> float | None:
-        """Time spent on training steps, without what lay between them, as evaluations do."""
-        if not self.starts or not self.records:
-            return None
-        batch, spent, before = self.starts[-1]["global_batch"], 0.0, 0
-        for record in self.records:
+    def seconds(self) -> float:
+        """Time spent on training steps, without evaluations and checkpoints; 0 if unknown."""
+        spent, before = 0.0, 0
+        for record in self.records if self.starts else ():
             if record["images_per_second"]:
-                spent += (record["step"] - before) * batch / record["images_per_second"]
+                images = (record["step"] - before) * self.starts[-1]["global_batch"]
+                spent += images / record["images_per_second"]
             before = record["step"]
         return spent
+
+    def latest(self, figure: str) -> float | None:
+        """Return the newest finite value of a figure."""
+        found = (finite(record.get(figure)) for record in reversed(self.records))
+        return next((value for value in found if value is not None), None)
+
+    def baseline_levels(self, *figures: str) -> dict[str, float]:
+        """Return figures measured before the first step, by the name of what they were measured on."""
+        network = "initial weights" if self.config.init else "untrained network"
+        names = {figure: "raw pixels" if figure == "raw_pixels" else network for figure in figures}
+        found = {names[figure]: finite(self.baseline.get(figure)) for figure in figures}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder without changing anything in it."""
-    settings = folder / "config.yaml"
+    settings, baseline = folder / "config.yaml", folder / "baseline.json"
     if not settings.is_file():
-        known = "the folder of a run, which has a config.yaml" if folder.is_dir() else "a folder that exists"
-        raise ValueError(f"{folder} is no run: give {known}")
-    baseline = folder / "baseline.json"
+        reason = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is not the folder of a run: {reason}; give the `output` of a pretraining")
     return RunRecord(
         folder=folder,
         config=load(PretrainConfig, settings),
@@ -71,17 +79,8 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def newest_checkpoint(folder: Path) -> Checkpoint | str:
-    """Return the newest whole checkpoint, or why there is none."""
-    try:
-        found = Checkpoints(folder).newest()
-    except (StorageError, OSError) as error:  # a run under way may remove the one that is being read
-        return str(error)
-    return found or "the run has written no checkpoint yet"
-
-
-def differences(record: RunRecord) -> list[tuple[str, str, str, str]]:
-    """Return key, value, default and, where the run chose by itself, the reason; defaults are left out."""
+def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
+    """Return key, value, default and, where it was chosen automatically, the reason of changed settings."""
     now, default = values(record.config), values(PretrainConfig())
     reasons = {key: reason for start in record.starts for key, reason in start["reasons"].items()}
     return [
@@ -91,50 +90,53 @@ def differences(record: RunRecord) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return what ran, where, on what and for how long, as names and sentences."""
+def facts(record: RunRecord) -> dict[str, str]:
+    """Return what ran, where, on what and for how long."""
     config, start = record.config, record.starts[-1] if record.starts else None
     width, depth, heads = config.model.shape
     network = f"ViT/{config.model.patch_size}, width {width}, {depth} blocks, {heads} heads"
-    images, parts = "images", []
+    views = f"{config.views.global_count} global of {_size(config.views.global_size)}"
+    if config.views.local_count:
+        views += f", {config.views.local_count} local of {_size(config.views.local_size)}"
+    found = {
+        "Network": network,
+        "Images": config.data.source,
+        "Views": views,
+        "Prototypes": f"{config.head.prototypes:,}",
+        "Training": _progress(record),
+    }
     if start:
-        images = f"{start['images']:,} images"
         backbone, head = (start["parameters"][name] / 1e6 for name in ("backbone", "head"))
-        network += f"; {backbone:.1f} M parameters, head {head:.1f} M"
         processes = "1 process" if start["processes"] == 1 else f"{start['processes']} processes"
         precision = "float32" if start["precision"] == "no" else start["precision"]
         cores = f", {start['cores']} cores each" if "CUDA" not in start["device"] else ""
-        parts.append(("Device", f"{start['device']}; {processes}{cores}, {precision}"))
-        parts.append(("Versions", f"dino-vit {start['version']}, torch {start['torch']}"))
-        parts.append(("Started", _starts(record)))
-    views = config.views
-    seen = f"{views.global_count} global of {_size(views.global_size)}"
-    if views.local_count:
-        seen += f", {views.local_count} local of {_size(views.local_size)}"
-    return [
-        ("Network", network),
-        ("Images", f"{images} of {config.data.source}"),
-        ("Views", seen),
-        ("Prototypes", f"{config.head.prototypes:,}"),
-        ("Length", _length(record)),
-        *parts,
-        ("Speed", _speed(record)),
-    ]
+        found |= {
+            "Network": f"{network}; {backbone:.1f} M parameters, head {head:.1f} M",
+            "Images": f"{start['images']:,} images from {config.data.source}",
+            "Device": f"{start['device']}; {processes}{cores}, {precision}",
+            "Versions": f"dino-vit {start['version']}, torch {start['torch']}",
+            "Started": _started(record),
+        }
+    return {**found, "Speed": _speed(record)}
 
 
 def _size(size: int | tuple[int, int]) -> str:
     return f"{size} px" if isinstance(size, int) else f"{size[0]} × {size[1]} px"
 
 
-def _starts(record: RunRecord) -> str:
-    first, times = record.starts[0]["began"].replace("T", " ").replace("+00:00", " UTC"), len(record.starts)
-    again = f", gone on with {times - 1} times, last at step {record.starts[-1]['step']:,}"
-    return first + (again if times > 1 else "")
+def _started(record: RunRecord) -> str:
+    first, *resumed = record.starts
+    began = first["began"].replace("T", " ").replace("+00:00", " UTC")
+    if not resumed:
+        return began
+    times = "once, at" if len(resumed) == 1 else f"{len(resumed)} times, most recently at"
+    return f"{began}; resumed {times} step {resumed[-1]['step']:,}"
 
 
-def _length(record: RunRecord) -> str:
-    total = record.total_steps
-    done = f"{record.step:,} of {total:,} steps" if total else f"{record.step:,} steps"
+def _progress(record: RunRecord) -> str:
+    done = (
+        f"{record.step:,} of {record.total_steps:,} steps" if record.total_steps else f"{record.step:,} steps"
+    )
     if record.records:
         done += f", {record.records[-1]['epoch']:.4g} epochs"
     if record.starts:
@@ -146,25 +148,26 @@ def _speed(record: RunRecord) -> str:
     speeds = [r["images_per_second"] for r in record.records if r["images_per_second"]]
     waits = [r["data_wait"] for r in record.records if r["data_wait"] is not None]
     if not speeds:
-        return "not known before the first reading"
-    text = f"{median(speeds):,.0f} images/s; {median(waits):.0%} of the time waiting for images"
+        return "unknown before the first line of metrics.jsonl"
+    text = f"{median(speeds):,.0f} images/s; {100 * median(waits):.0f} % of the time waiting for images"
     return f"{text}; {duration(record.seconds)} of training steps" if record.seconds else text
 
 
 def state(record: RunRecord) -> tuple[Diagnosis, str]:
-    """Return what the newest reading says of the run, and how it came there."""
+    """Return the state of a run by its newest reading, and how it came to it."""
     spans: list[tuple[str, int]] = []  # state, first step
     for line in record.records:
         if not spans or spans[-1][0] != line["state"]:
             spans.append((line["state"], line["step"]))
     if not spans:
-        return STATES["starting"], "There are no readings yet: metrics.jsonl is empty or not there."
+        return STATES["starting"], "metrics.jsonl is missing or has no lines yet."
     name, since = spans[-1]
-    before = [f"{earlier} from step {first:,}" for earlier, first in spans[-4:-1]]
-    said = f"{name.capitalize()} since the reading of step {since:,}"
-    return STATES.get(name, Diagnosis(name)), said + (f"; before, {', '.join(before)}." if before else ".")
+    history = f"since step {since:,}"
+    if spans[:-1]:
+        history += "; earlier: " + ", ".join(f"{old} from step {first:,}" for old, first in spans[-4:-1])
+    return STATES.get(name, Diagnosis(name)), f"{history}."
 
 
 def finite(value: object) -> float | None:
-    """Return a number, or None for what is none or not finite."""
+    """Return a number as a float, or None for anything that is not a finite number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

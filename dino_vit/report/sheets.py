@@ -1,127 +1,99 @@
-"""Pictures of single images: the views that were cut from them, where heads look, what lies nearest."""
+"""Rows of pictures for a few images: their augmented views, attention maps and nearest neighbours."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sampling_weights import read_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention.pictures import as_picture, heat
-from dino_vit.report.explorer import Explored, shortened
-from dino_vit.report.network import Teacher
-from dino_vit.report.pictures import data_uri, resized, within
+from dino_vit.eval.attention.pictures import as_picture, heat, shortened
+from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri, shrink
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
-SIDE = 96  # pixels of a picture on a sheet
-ROWS = 6
-NEIGHBOURS = 8
-HEADS = 12  # more of them are not drawn
+SIDE = 96  # pixels of a picture
+ROWS, NEIGHBOURS, HEADS = 6, 8, 12  # at most
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A picture and the words under it."""
+class Tile(NamedTuple):
+    """A picture and its caption."""
 
     uri: str
-    title: str
+    caption: str
 
 
-@dataclass(frozen=True)
-class Row:
-    """An image and what belongs to it."""
+class Row(NamedTuple):
+    """An image and the pictures that belong to it."""
 
     name: str
     tiles: list[Tile]
 
 
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
-    """Make the views of a few images of an epoch again, as the networks saw them."""
+    """Recreate the views of a few images in an epoch, as the networks saw them."""
     weights = read_weights(source, config.data.weights) if config.data.weights else None
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
-    samples = sampler.order(epoch)[:ROWS].tolist()
-    titles = [f"global {n + 1}" for n in range(config.views.global_count)]
-    titles += [f"local {n + 1}" for n in range(config.views.local_count)]
-    return [
-        _with_original(
-            source,
-            sample,
-            [_tile(view, f"{title}, {_size(view)}") for view, title in zip(views, titles, strict=True)],
-            build_pixels(config),
-        )
-        for sample, views in zip(samples, make_views(config, source, samples, epoch, weights), strict=True)
-    ]
+    indices = sampler.order(epoch)[:ROWS].tolist()
+    kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
+    kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
+    rows = []
+    for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
+        name, tiles = shortened(source.name(index), MAX_NAME), []
+        try:
+            tiles.append(_tile(read_image(source, index, build_pixels(config)), "image"))
+        except UnreadableImage as error:
+            name += f": {error.reason}; replaced by another image"
+        for kind, view in zip(kinds, views, strict=True):
+            tiles.append(_tile(view, f"{kind}, {view.shape[-1]} × {view.shape[-2]} px"))
+        rows.append(Row(name, tiles))
+    return rows
 
 
-def _size(view: Tensor) -> str:
-    return f"{view.shape[-1]} × {view.shape[-2]} px"
+def attention_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> list[Row]:
+    """Draw the attention maps of a few images, by head of the last block."""
+    rows = []
+    for row in _varied(found):
+        image = teacher.preparation.read(source, found.indices[row])
+        (heads,) = teacher.attention(image[None])
+        maps = {"mean of heads": heads.mean(dim=0)}
+        maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
+        tiles = [_tile(image, "image")]
+        for caption, values in maps.items():
+            # Patches stay squares with sharp edges.
+            factor = max(1, SIDE // max(values.shape))
+            square = values.repeat_interleave(factor, dim=0).repeat_interleave(factor, dim=1)
+            tiles.append(Tile(data_uri(heat(square)), caption))
+        rows.append(Row(found.names[row], tiles))
+    return rows
 
 
-def _with_original(source: Source, sample: int, tiles: list[Tile], pixels: Pixels) -> Row:
-    name = shortened(source.name(sample))
-    try:
-        return Row(name, [_tile(read_image(source, sample, pixels), "image"), *tiles])
-    except UnreadableImage as error:
-        return Row(f"{name}: {error.reason}; another image stood in for it", tiles)
+def neighbour_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> list[Row]:
+    """Draw the nearest neighbours of a few images."""
+    rows = []
+    for row in _varied(found):
+        nearest = zip(found.neighbours[row].tolist(), found.cosines[row].tolist(), strict=True)
+        captions = {row: "image", **{other: f"{cosine:.4f}" for other, cosine in nearest}}
+        tiles = []
+        for shown, caption in list(captions.items())[: NEIGHBOURS + 1]:
+            label = found.labels[shown]
+            caption += "" if label is None else f", {label}"
+            tiles.append(_tile(teacher.preparation.read(source, found.indices[shown]), caption))
+        rows.append(Row(found.names[row], tiles))
+    return rows
 
 
-def _tile(image: Tensor, title: str) -> Tile:
-    visible = as_picture(image)
-    size = within((visible.shape[-2], visible.shape[-1]), SIDE)
-    return Tile(data_uri(resized(visible, size)), title)
+def _tile(image: Tensor, caption: str) -> Tile:
+    return Tile(data_uri(shrink(as_picture(image)[None], SIDE)[0]), caption)
 
 
-def attention_rows(teacher: Teacher, source: Source, explored: Explored) -> list[Row]:
-    """Draw the attention of the last block's heads for a few images."""
-    rows = _varied(explored)
-    images = torch.stack([teacher.preparation.read(source, explored.indices[row]) for row in rows])
-    maps = teacher.attention(images)
-    found = []
-    for row, image, heads in zip(rows, images, maps, strict=True):
-        titles = ["mean of heads", *(f"head {head}" for head in range(len(heads)))][: HEADS + 1]
-        drawn = [
-            Tile(data_uri(_enlarged(heat(values))), title)
-            for values, title in zip((heads.mean(dim=0), *heads), titles, strict=False)
-        ]
-        found.append(Row(explored.names[row], [_tile(image, "image"), *drawn]))
-    return found
-
-
-def neighbour_rows(teacher: Teacher, source: Source, explored: Explored) -> list[Row]:
-    """Show a few images beside those whose features are nearest."""
-    found = []
-    for row in _varied(explored):
-        near = explored.neighbours[row, :NEIGHBOURS].tolist()
-        cosines = explored.similarities[row].tolist()
-        tiles = [_framed(teacher, source, explored, row, "image")]
-        for place, cosine in zip(near, cosines, strict=False):
-            tiles.append(_framed(teacher, source, explored, place, f"{cosine:.4f}"))
-        found.append(Row(explored.names[row], tiles))
-    return found
-
-
-def _framed(teacher: Teacher, source: Source, explored: Explored, row: int, said: str) -> Tile:
-    label = explored.labels[row]
-    title = said if label is None else f"{said}, {explored.classes[label]}"
-    return _tile(teacher.preparation.read(source, explored.indices[row]), title)
-
-
-def _varied(explored: Explored) -> list[int]:
-    """Return a few rows, of as many labels as there are."""
-    first: dict[int | None, int] = {}
-    for row, label in enumerate(explored.labels):
+def _varied(found: ImageMap) -> list[int]:
+    """Return a few rows of a map, with as many labels as possible."""
+    first: dict[str | None, int] = {}
+    for row, label in enumerate(found.labels):
         first.setdefault(label, row)
-    others = [row for row in range(len(explored.labels)) if row not in first.values()]
+    others = [row for row in range(len(found.labels)) if row not in first.values()]
     return [*first.values(), *others][:ROWS]
-
-
-def _enlarged(image: Tensor) -> Tensor:
-    """Enlarge a picture (c, y, x) whose pixels are patches, which are to stay squares."""
-    factor = max(1, SIDE // max(image.shape[-2:]))
-    return image.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)

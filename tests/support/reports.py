@@ -1,10 +1,13 @@
-"""A run on a few image files, one of them with a name that a page must not take for its own."""
+"""A run on a few image files, one of them with a name that looks like a script, and its page."""
 
+import json
 from collections.abc import Mapping
+from html.parser import HTMLParser
 from pathlib import Path
 
 from PIL import Image
 
+from dino_vit.cli import main
 from dino_vit.data.sources.synthetic import SyntheticSource
 from tests.support.runs import run
 
@@ -30,3 +33,38 @@ def make_run(folder: Path, settings: Mapping[str, object] = {}) -> Path:
     source = {"data.source": folder / "images", "run.eval_every": 1}
     run(output, {**source, **settings})
     return output
+
+
+class ParsedPage(HTMLParser):
+    """A page as a browser reads it: its texts, its data, and everything that it would load or run."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.texts, self.inside = [], [], [], ""
+        self.raw = {"script": [], "style": []}
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attributes]
+        self.inside = tag
+
+    def handle_data(self, data):
+        self.raw.get(self.inside, self.texts).append(data)
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def data(self):
+        return json.loads(self.raw["script"][0])
+
+
+def write_report(folder, *settings):
+    """Have the command write the page, and return it."""
+    assert main(["report", str(folder), *settings]) == 0
+    return ParsedPage((folder / "report.html").read_text())

@@ -1,29 +1,30 @@
 "use strict";
 
-// Line charts as SVG: axes, comparison levels, values under the pointer or the arrow keys, a table of values.
+// Line charts as SVG: axes, levels to compare with, values under the pointer or by arrow keys, a table of values.
+// Written by hand because the page is one file without network access under a strict content security policy: the
+// smallest chart library that has all of this would add 50 kB to every report.
 
-const report = {}; // what the page is made of, for a look from the browser's console
+const report = {}; // the parts of the page, to be inspected from the browser's console
 
 const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 };
 const TABLE_ROWS = 12;
 
-function element(parent, name, attributes = {}, text) {
-  const made = document.createElement(name);
+function append(parent, made, attributes, text) {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (text !== undefined) made.textContent = text;
   parent.append(made);
   return made;
+}
+
+function element(parent, name, attributes = {}, text) {
+  return append(parent, document.createElement(name), attributes, text);
 }
 
 function shape(parent, name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  parent.append(made);
-  return made;
+  return append(parent, document.createElementNS("http://www.w3.org/2000/svg", name), attributes, text);
 }
 
-function written(value) {
+function format(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 100000 || size < 0.001) return value.toExponential(1).replace("e+", "e");
@@ -46,16 +47,16 @@ class Chart {
     this.figure = element(parent, "figure", { class: "chart", id: `chart-${data.id}` });
     const caption = element(this.figure, "figcaption");
     element(caption, "h3", {}, data.title);
-    this.words = element(caption, "p", { class: "words" });
+    this.caption = element(caption, "p", { class: "caption" });
     this.legend = element(this.figure, "ul", { class: "legend" });
     this.svg = shape(this.figure, "svg", { tabindex: 0, role: "img" });
     this.reading = element(this.figure, "p", { class: "reading", "aria-live": "polite" });
     const details = element(this.figure, "details");
     element(details, "summary", {}, "Values");
     details.addEventListener("toggle", () => this.fillTable(details));
-    this.svg.addEventListener("pointermove", (event) => this.point(event));
+    this.svg.addEventListener("pointermove", (event) => this.readAtPointer(event));
     this.svg.addEventListener("pointerleave", () => this.read(null));
-    this.svg.addEventListener("keydown", (event) => this.press(event));
+    this.svg.addEventListener("keydown", (event) => this.readByKey(event));
     this.svg.addEventListener("blur", () => this.read(null));
     new ResizeObserver(() => this.draw()).observe(this.figure);
     this.update(data);
@@ -63,32 +64,38 @@ class Chart {
 
   update(data) {
     this.data = data;
-    this.steps = [...new Set(data.series.flatMap((one) => one.points.map(([step]) => step)))].sort((a, b) => a - b);
-    this.words.textContent = data.words;
+    this.series = Object.entries(data.series).map(([name, points]) => ({ name, points, values: new Map(points) }));
+    this.levels = Object.entries(data.levels).sort(([, one], [, other]) => other - one);
+    this.steps = [...new Set(this.series.flatMap((one) => [...one.values.keys()]))].sort((a, b) => a - b);
+    this.caption.textContent = data.caption;
     this.legend.replaceChildren();
-    if (data.series.length > 1) {
-      data.series.forEach((one, n) => {
+    if (this.series.length > 1) {
+      this.series.forEach((one, n) => {
         const item = element(this.legend, "li");
         element(item, "i", { class: `c${n}` });
         item.append(one.name);
       });
     }
-    this.svg.setAttribute("aria-label", this.spoken());
+    this.svg.setAttribute("aria-label", this.description());
     this.draw();
   }
 
-  spoken() {
-    const parts = this.data.series.filter((one) => one.points.length).map((one) => {
+  description() {
+    const parts = this.series.filter((one) => one.points.length).map((one) => {
       const [first, last] = [one.points[0], one.points.at(-1)];
-      return `${one.name}: ${written(first[1])} at step ${first[0]}, ${written(last[1])} at step ${last[0]}`;
+      return `${one.name}: ${format(first[1])} at step ${first[0]}, ${format(last[1])} at step ${last[0]}`;
     });
-    const levels = this.data.levels.map((level) => `${level.name}: ${written(level.value)}`);
-    return `${this.data.title}. ${[...parts, ...levels].join("; ")}. Arrow keys read values.`;
+    const levels = this.levels.map(([name, value]) => `${name}: ${format(value)}`);
+    return `${this.data.title}. ${[...parts, ...levels].join("; ")}. Use the arrow keys to read values.`;
+  }
+
+  withUnit(value) {
+    return this.data.unit ? `${format(value)} ${this.data.unit}` : format(value);
   }
 
   range() {
-    const values = this.data.series.flatMap((one) => one.points.map(([, value]) => value));
-    values.push(...this.data.levels.map((level) => level.value));
+    const values = this.series.flatMap((one) => [...one.values.values()]);
+    values.push(...this.levels.map(([, value]) => value));
     let [low, high] = [Math.min(...values), Math.max(...values)];
     if (this.data.unit === "%") low = 0;
     const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
@@ -106,8 +113,8 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", height);
     this.drawAxes(width, height, [low, high], [first, last]);
+    this.series.forEach((one, n) => this.drawSeries(one, n));
     this.drawLevels(width);
-    this.data.series.forEach((one, n) => this.drawSeries(one, n));
     this.cursor = shape(this.svg, "g", { "aria-hidden": "true" });
   }
 
@@ -115,8 +122,7 @@ class Chart {
     for (const value of ticks(low, high, this.data.small ? 2.5 : 4)) {
       const y = this.y(value);
       shape(this.svg, "line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y });
-      const text = written(value) + (this.data.unit ? ` ${this.data.unit}` : "");
-      shape(this.svg, "text", { x: MARGIN.left - 8, y: y + 4, "text-anchor": "end" }, text);
+      shape(this.svg, "text", { x: MARGIN.left - 8, y: y + 4, "text-anchor": "end" }, this.withUnit(value));
     }
     for (const step of ticks(first, last, Math.max(2, width / 110))) {
       if (step % 1) continue;
@@ -126,15 +132,15 @@ class Chart {
     }
   }
 
-  // Names stand above their lines, or below where two lines are close.
+  // Names are above their lines, or below where two lines are close.
   drawLevels(width) {
     let above = -Infinity;
-    for (const level of [...this.data.levels].sort((one, other) => other.value - one.value)) {
-      const y = this.y(level.value), name = y - 5 - above < 13 ? Math.max(y + 13, above + 13) : y - 5;
+    for (const [name, value] of this.levels) {
+      const y = this.y(value), text = y - 5 - above < 13 ? Math.max(y + 13, above + 13) : y - 5;
       shape(this.svg, "line", { class: "level", x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y });
-      const text = `${level.name} ${written(level.value)}`;
-      shape(this.svg, "text", { class: "name", x: width - MARGIN.right, y: name, "text-anchor": "end" }, text);
-      above = name;
+      shape(this.svg, "text", { class: "name", x: width - MARGIN.right, y: text, "text-anchor": "end" },
+        `${name} ${format(value)}`);
+      above = text;
     }
   }
 
@@ -147,38 +153,37 @@ class Chart {
     }
   }
 
-  point(event) {
-    const box = this.svg.getBoundingClientRect();
-    const x = event.clientX - box.left;
-    const nearest = this.steps.reduce((best, step, n) =>
-      Math.abs(this.x(step) - x) < Math.abs(this.x(this.steps[best]) - x) ? n : best, 0);
-    this.read(nearest);
+  readAtPointer(event) {
+    const x = event.clientX - this.svg.getBoundingClientRect().left;
+    const distances = this.steps.map((step) => Math.abs(this.x(step) - x));
+    this.read(distances.indexOf(Math.min(...distances)));
   }
 
-  press(event) {
+  readByKey(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -1e9, End: 1e9 };
     if (!(event.key in moves)) return;
     event.preventDefault();
-    const from = this.at ?? (moves[event.key] < 0 ? this.steps.length : -1);
+    const from = this.index ?? (moves[event.key] < 0 ? this.steps.length : -1);
     this.read(Math.max(0, Math.min(this.steps.length - 1, from + moves[event.key])));
   }
 
-  // Show the values of one step, or none.
-  read(at) {
-    this.at = at;
+  // Show the values of one step by its index, or none.
+  read(index) {
+    this.index = index;
     this.cursor.replaceChildren();
     this.reading.textContent = "";
-    if (at === null) return;
-    const step = this.steps[at], x = this.x(step), bottom = Number(this.svg.getAttribute("height")) - MARGIN.bottom;
+    if (index === null) return;
+    const step = this.steps[index], x = this.x(step);
+    const bottom = Number(this.svg.getAttribute("height")) - MARGIN.bottom;
     shape(this.cursor, "line", { class: "cursor", x1: x, x2: x, y1: MARGIN.top, y2: bottom });
-    const said = this.data.series.flatMap((one, n) => {
-      const found = one.points.find((point) => point[0] === step);
-      if (!found) return [];
-      shape(this.cursor, "circle", { class: `f${n}`, cx: x, cy: this.y(found[1]), r: 4 });
-      const name = this.data.series.length > 1 ? `${one.name} ` : "";
-      return [`${name}${written(found[1])}${this.data.unit ? ` ${this.data.unit}` : ""}`];
+    const values = [];
+    this.series.forEach((one, n) => {
+      if (!one.values.has(step)) return;
+      const value = one.values.get(step);
+      shape(this.cursor, "circle", { class: `f${n}`, cx: x, cy: this.y(value), r: 4 });
+      values.push(this.series.length > 1 ? `${one.name} ${this.withUnit(value)}` : this.withUnit(value));
     });
-    this.reading.textContent = `step ${step.toLocaleString("en")}: ${said.join(", ")}`;
+    this.reading.textContent = `step ${step.toLocaleString("en")}: ${values.join(", ")}`;
   }
 
   fillTable(details) {
@@ -186,16 +191,13 @@ class Chart {
     if (!details.open) return;
     const table = element(details, "table");
     const head = element(element(table, "thead"), "tr"), body = element(table, "tbody");
-    for (const name of ["step", ...this.data.series.map((one) => one.name)]) element(head, "th", { scope: "col" }, name);
+    for (const name of ["step", ...this.series.map((one) => one.name)]) element(head, "th", { scope: "col" }, name);
     const rows = Math.min(TABLE_ROWS, this.steps.length);
     for (let n = 0; n < rows; n++) {
       const step = this.steps[Math.round((n * (this.steps.length - 1)) / Math.max(1, rows - 1))];
       const row = element(body, "tr");
       element(row, "th", { scope: "row" }, step.toLocaleString("en"));
-      for (const one of this.data.series) {
-        const found = one.points.find((point) => point[0] === step);
-        element(row, "td", {}, found ? written(found[1]) : "");
-      }
+      for (const { values } of this.series) element(row, "td", {}, values.has(step) ? format(values.get(step)) : "");
     }
   }
 }

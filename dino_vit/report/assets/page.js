@@ -1,14 +1,14 @@
 "use strict";
 
-// The page: its theme, its charts and its map, and on a live page the news of the run.
+// The page: its theme, its charts, its map and, while it is served, the news of the run.
 
 const NEWS_EVERY = 4000; // milliseconds
 const THEMES = ["auto", "light", "dark"];
 
-function remembered() {
+function savedTheme() {
   try {
     return localStorage.getItem("dino-vit-theme") ?? "auto";
-  } catch { // a browser may refuse to remember for a file
+  } catch { // some browsers have no storage for files
     return "auto";
   }
 }
@@ -19,62 +19,62 @@ function setTheme(theme) {
   document.getElementById("theme").textContent = `Theme: ${theme}`;
   try {
     localStorage.setItem("dino-vit-theme", theme);
-  } catch { /* it is chosen for this page only */ }
-  report.explorer?.ask();
+  } catch { /* the theme is forgotten when the page is closed */ }
+  report.explorer?.redraw();
 }
 
 function showCharts(charts) {
   for (const data of charts) {
     if (report.charts[data.id]) report.charts[data.id].update(data);
     else {
-      const place = document.getElementById(data.small ? "small-charts" : "charts");
-      report.charts[data.id] = new Chart(place, data);
+      const parent = document.getElementById(data.small ? "small-charts" : "charts");
+      report.charts[data.id] = new Chart(parent, data);
     }
   }
 }
 
 function showNews(news) {
-  for (const place of document.querySelectorAll("[data-text]")) {
-    const text = news.texts[place.dataset.text];
-    if (text !== undefined && place.textContent !== text) place.textContent = text;
+  for (const shown of document.querySelectorAll("[data-text]")) {
+    const text = news.texts[shown.dataset.text];
+    if (text !== undefined && shown.textContent !== text) shown.textContent = text;
   }
   document.getElementById("tone").dataset.tone = news.tone;
   document.getElementById("progress").value = news.progress;
   showCharts(news.charts);
   if (news.version !== report.data.version) {
-    const place = document.getElementById("news");
-    place.textContent = news.version < 0 ? "Pictures are ready. "
+    const notice = document.getElementById("news");
+    notice.textContent = news.version < 0 ? "Pictures are ready. "
       : `Pictures of step ${news.version.toLocaleString("en")} are ready. `;
-    element(place, "button", { type: "button" }, "Show them").addEventListener("click", () => location.reload());
+    element(notice, "button", { type: "button" }, "Show them").addEventListener("click", () => location.reload());
   }
 }
 
 async function watch() {
-  const place = document.getElementById("news");
+  const notice = document.getElementById("news");
   for (;;) {
     await new Promise((done) => setTimeout(done, NEWS_EVERY));
     try {
       const answer = await fetch("/news.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
-      if (place.dataset.lost) {
-        delete place.dataset.lost;
-        place.textContent = "";
+      if (notice.dataset.offline) {
+        delete notice.dataset.offline;
+        notice.textContent = "";
       }
       showNews(await answer.json());
     } catch {
-      place.dataset.lost = "yes";
-      place.textContent = "The program that serves this page does not answer; the page stays as it was.";
+      notice.dataset.offline = "yes";
+      notice.textContent = "The server of this page does not answer. The page shows the last known state.";
     }
   }
 }
 
 report.data = JSON.parse(document.getElementById("data").textContent);
 report.charts = {};
-setTheme(remembered());
+setTheme(savedTheme());
 document.getElementById("theme").addEventListener("click", () => {
-  setTheme(THEMES[(THEMES.indexOf(remembered()) + 1) % THEMES.length]);
+  setTheme(THEMES[(THEMES.indexOf(savedTheme()) + 1) % THEMES.length]);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => report.explorer?.ask());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => report.explorer?.redraw());
 showCharts(report.data.charts);
 if (report.data.explorer) report.explorer = new Explorer(document.getElementById("explorer"), report.data.explorer);
 if (report.data.live) watch();

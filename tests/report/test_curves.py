@@ -1,0 +1,62 @@
+import json
+import math
+from dataclasses import replace
+
+from dino_vit.config.display import to_yaml
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.report.curves import charts, thin
+from dino_vit.report.page import live_data
+from dino_vit.report.record import read_run, state
+from dino_vit.training.diagnosis import UNIFORM
+from dino_vit.training.monitor import MetricsFile
+from tests.support.readings import HEALTHY
+
+
+def test_a_long_curve_keeps_its_ends_and_its_peaks():
+    points = [(step, math.sin(step / 900)) for step in range(20_000)]
+    points[7_777] = (7_777, 50.0)
+    points[12_345] = (12_345, -50.0)
+    kept = thin(points)
+    assert len(kept) <= 602
+    assert {points[0], points[-1], points[7_777], points[12_345]} <= set(kept)
+    assert kept == sorted(kept)
+    assert thin(points[:100]) == points[:100]
+
+
+def record_of(tmp_path, readings, baseline):
+    """A run folder with these readings alone, and what is read from it."""
+    metrics = MetricsFile(tmp_path, step=0)
+    for reading, name in readings:
+        metrics.append(reading, name)
+    (tmp_path / "config.yaml").write_text(to_yaml(load(PretrainConfig)))
+    (tmp_path / "baseline.json").write_text(json.dumps(baseline))
+    return read_run(tmp_path)
+
+
+def test_captions_explain_the_numbers(tmp_path):
+    last = replace(HEALTHY, step=100, knn=40.0, rankme=55.0, data_wait=0.3)
+    baseline = {"knn": 20.0, "raw_pixels": 10.0, "rankme": 12.0}
+    record = record_of(tmp_path, [(replace(HEALTHY, step=50), "starting"), (last, "learning")], baseline)
+    captions = {chart.id: chart.caption for chart in charts(record)}
+    assert captions["loss"].startswith(
+        f"{last.loss:.3f}, which is {-last.excess:.3f} below ln({last.prototypes})"
+    )
+    assert "40.0 %, 20.0 points above the untrained network" in captions["knn"]
+    assert "30.0 points above the raw pixels" in captions["knn"]
+    assert "55 of 384 dimensions, 12 before training" in captions["rank"]
+    assert "try a higher data.workers" in captions["data_wait"]
+    diagnosis, history = state(record)
+    assert diagnosis.state == "learning"
+    assert history == "since step 100; earlier: starting from step 50."
+
+
+def test_a_collapse_is_named_with_advice(tmp_path):
+    flat = replace(HEALTHY, loss=math.nan, embedding_std=math.nan)
+    data = live_data(record_of(tmp_path, [(flat, UNIFORM.state)], {}))
+    assert data["tone"] == "bad"
+    assert data["texts"]["advice"] == UNIFORM.advice
+    by_id = {chart["id"]: chart for chart in data["charts"]}
+    assert "loss" not in by_id
+    assert "entropies" in by_id
+    json.dumps(data, allow_nan=False)
