@@ -26,9 +26,9 @@ from dino_vit.eval.linear.logistic import sweep
 from dino_vit.eval.linear.probes import count_right
 from dino_vit.report.explorer import random_indices
 from dino_vit.report.record import read_run
-from dino_vit.views.build import build_preparation
 from dino_vit.training.loop import pretrain, take_step
 from dino_vit.training.setup import build_untrained, set_up
+from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
 
 log = logging.getLogger("dino_vit")
