@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.core.distributed import all_gather, any_process, rank
+from dino_vit.core.distributed import all_gather, any_process, rank, share
 from dino_vit.core.progress import Advance, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.eval.accuracy import Accuracy, top_k_accuracy
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.finetuning import FinetuneConfig, Finetuning, facts, open_tuning, save
-from dino_vit.eval.linear.candidates import RANKED, share
+from dino_vit.eval.linear.probes import TOP_K
 from dino_vit.eval.results import write_results
 from dino_vit.method.optim import (
     all_finite,
@@ -140,10 +140,10 @@ def _try(tuning: Finetuning) -> dict[str, Any]:
         autocast=tuning.autocast,
     )
     with torch.no_grad():
-        ranked = tuning.model.head(found.values).topk(min(RANKED, len(tuning.sets.classes))).indices
+        ranked = tuning.model.head(found.values).topk(min(TOP_K, len(tuning.sets.classes))).indices
     ranked, seen = all_gather(ranked), all_gather(found.indices)
     targets = torch.from_numpy(part.targets).to(tuning.device)[seen]
-    return {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, RANKED)}
+    return {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
 
 
 def _finish(tuning: Finetuning) -> None:
@@ -164,7 +164,7 @@ def _finish(tuning: Finetuning) -> None:
         config={**described["config"], "classes": described["classes"]},
     )
     write_results(folder / "eval" / "finetune.json", {**described, "history": tuning.history, "last": last})
-    top1, top5 = (Accuracy(**last[f"top{k}"]) for k in (1, RANKED))
+    top1, top5 = (Accuracy(**last[f"top{k}"]) for k in (1, TOP_K))
     print(
         f"after {tuning.epoch} epochs: top-1 {top1}, top-5 {top5} of {top1.images:,} images of "
         f"{len(tuning.sets.classes)} classes\n{folder / 'backbone.safetensors'}: the network, for "

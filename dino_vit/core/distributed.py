@@ -1,12 +1,15 @@
 """The one place of the library that knows about a process group; without one it does nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def _in_group() -> bool:
@@ -26,6 +29,12 @@ def rank() -> int:
 def is_main_process() -> bool:
     """Tell whether this is rank 0, the process that prints and writes."""
     return rank() == 0
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """Return this process's contiguous part of some items; `all_gather` restores their order."""
+    first, last = (len(items) * part // world_size() for part in (rank(), rank() + 1))
+    return items[first:last]
 
 
 def all_reduce_mean(tensor: Tensor) -> Tensor:
@@ -65,6 +74,15 @@ def any_process(flag: bool) -> bool:
     flags = torch.tensor([int(flag)])
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_host_group())
     return bool(flags.item())
+
+
+def all_equal(number: int) -> bool:
+    """Tell whether all processes pass the same number, without waiting for an accelerator."""
+    if world_size() == 1:
+        return True
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=_host_group())
+    return bool(extremes.sum() == 0)
 
 
 @contextmanager

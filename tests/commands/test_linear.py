@@ -14,7 +14,7 @@ from dino_vit.commands.linear import columns_of
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.eval.datasets import Labelled, hold_out, open_sets
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
-from dino_vit.eval.linear.published import interleave
+from dino_vit.eval.linear.published import Dino2021
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import Command, command, program, run
 from tests.training.test_processes import free_port, torchrun_environ
@@ -65,7 +65,7 @@ def test_the_grid_says_every_cell_and_the_best(weights):
     assert best["top1"]["low"] < best["top1"]["percent"] < best["top1"]["high"]
     assert sum(one["correct"] for one in best["per_class"].values()) == best["top1"]["correct"]
     assert best["top5"]["correct"] >= best["top1"]["correct"]
-    assert "chosen on the images that it is reported for" in said
+    assert "chosen on the images that it is evaluated on" in said
     assert said.count("*") == 2
     assert found["settings"]["grid"]["steps"] == 40
     assert found["weights"]["source"] == str(weights)
@@ -115,7 +115,7 @@ def test_columns_are_the_tokens_they_are_called(weights, part):
 def test_a_backbone_of_few_blocks_gives_what_it_has(weights):
     found, said = evaluate(weights, *FAST, "grid.blocks=[1, 4]")
     assert {cell["blocks"] for cell in found["table"]} == {1, 3}
-    assert "the backbone has 3 blocks" in said
+    assert "the backbone has only 3 blocks" in said
 
 
 @pytest.mark.parametrize(("blocks", "mean"), [(2, False), (1, True)])
@@ -145,7 +145,7 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
 
     whole, _ = evaluate(weights, *setting, f"dino2021.probe={path}", output="tried.json")
     assert whole["images"] == 120, "without training all images are tried"
-    assert command(weights.parent / "log", *arguments(weights, *train)).count("going on after epoch 3") == 1
+    assert command(weights.parent / "log", *arguments(weights, *train)).count("resuming after epoch 3") == 1
 
 
 def test_a_head_goes_on_where_it_stood_and_two_processes_train_the_same(weights):
@@ -166,7 +166,7 @@ def test_a_head_goes_on_where_it_stood_and_two_processes_train_the_same(weights)
     command(weights.parent / "log", *kill, code=1, before=die_after_the_first_epoch)
     assert torch.load(weights.parent / "killed.pth")["epoch"] == 1
     assert not (weights.parent / "killed.json").exists()
-    assert "going on after epoch 1" in command(weights.parent / "log", *kill)
+    assert "resuming after epoch 1" in command(weights.parent / "log", *kill)
     again = torch.load(weights.parent / "killed.pth")
     assert torch.equal(
         again["state_dict"]["module.linear.weight"], content["state_dict"]["module.linear.weight"]
@@ -187,8 +187,8 @@ def die_after_the_first_epoch():
 
 def test_interleaving_is_by_turns():
     features = torch.tensor([[1, 2, 3, 10, 20, 30]])
-    assert interleave(features, mean=True).tolist() == [[1, 10, 2, 20, 3, 30]]
-    assert interleave(features, mean=False) is features
+    assert Dino2021(blocks=1, mean=True).arrange(features).tolist() == [[1, 10, 2, 20, 3, 30]]
+    assert Dino2021().arrange(features) is features
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -262,7 +262,7 @@ def test_mistakes_are_said_and_nothing_is_written(weights, tmp_path, capsys):
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),
         (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),
-        (two, [*published, f"dino2021.probe={head}"], "tells 3 classes apart, but"),
+        (two, [*published, f"dino2021.probe={head}"], "has 3 classes, but"),
         (two, [*published, "dino2021.mean=true", f"dino2021.probe={head}"], "reads 32 features"),
         (two, [*published, f"dino2021.probe={other}"], "holds no linear head"),
         (two, [*published, "dino2021.probe=none.pth"], "does not exist"),

@@ -32,7 +32,7 @@ def objective(features, targets, weight, bias, c):
 @pytest.mark.parametrize("scores", [1 << 24, 4 * 17])
 def test_every_fit_is_where_the_plain_objective_is_flat(monkeypatch, scores):
     """The objective is convex: where its slope is none is its optimum, and there is one alone for W."""
-    monkeypatch.setattr(logistic, "_SCORES", scores)
+    monkeypatch.setattr(logistic, "_MAX_SCORES", scores)
     features, targets = labelled(60)
     fits = list(sweep(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10))
     assert [fit.c for fit in fits] == list(CS)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dino_vit.eval.linear import probes
-from dino_vit.eval.linear.probes import count_right, rank_classes, train_heads
+from dino_vit.eval.linear.probes import count_correct, top_classes, train_heads
 from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():
     unseen, truth = labelled(2000, seed=1)
     percents = []
     for heads in trained(features, targets):
-        right = count_right(heads, unseen, truth)
+        right = count_correct(heads, unseen, truth)
         for cell, rate in enumerate(RATES):
             probe = single_probe(features, targets, heads.columns, rate)
             torch.testing.assert_close(heads.weight[cell], probe.weight.data, atol=1e-4, rtol=1e-4)
@@ -82,9 +82,9 @@ def test_classes_are_ranked_in_blocks_as_at_once(monkeypatch):
     features, targets = labelled(50, seed=0)
     heads = trained(features, targets, steps=10)[1]
     expected = heads.scores(features)
-    monkeypatch.setattr(probes, "_SCORES", 7 * heads.bias.numel())
+    monkeypatch.setattr(probes, "_MAX_SCORES", 7 * heads.bias.numel())
     right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
-    assert count_right(heads, features, targets).tolist() == right
+    assert count_correct(heads, features, targets).tolist() == right
     for best, columns in ((5, 5), (3, 3), (9, 5)):
-        ranked = rank_classes(heads.only(2), features, best=best)
+        ranked = top_classes(heads, features, head=2, k=best)
         assert torch.equal(ranked, expected[:, 2].argsort(dim=1, descending=True)[:, :columns])
