@@ -7,10 +7,10 @@ mean patch token of the last block. Each head reads a contiguous range of these 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -68,9 +68,7 @@ class LinearConfig(EvaluationConfig):
 
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
     train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
-    train_labels: str | None = setting(
-        None, "CSV or JSON file with the labels of train; null: the source's own"
-    )
+    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
@@ -136,23 +134,59 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     sets = _open_sets(config)
     inputs = _inputs(config, frozen.model.depth)
     with_mean = any(spec.tokens == "cls+mean" for spec in inputs)
-    cached = FeatureSpec(
-        tokens="cls+mean" if with_mean else "cls", blocks=max(spec.blocks for spec in inputs)
-    )
+    blocks = max(spec.blocks for spec in inputs)
+    cached = FeatureSpec(tokens="cls+mean" if with_mean else "cls", blocks=blocks)
     train = labelled_features(frozen, sets.train, cached, "training features")
     val = labelled_features(frozen, sets.val, cached, "evaluation features")
-    held_out = None
+    chosen_on = val
     if config.select == "train":
-        train, held_out = hold_out(train, config.seed)
+        train, chosen_on = hold_out(train, config.seed)
     columns = [columns_of(spec, cached, frozen.model.width) for spec in inputs]
-    train_probes = _train_grid if config.method == "grid" else _fit_logistic
-    probes = train_probes(config, train, dict(zip(inputs, columns, strict=True)), sets.classes, frozen.device)
-    results, text = _compare(probes, val, held_out, sets.classes)
-    sizes = {"images": {"train": len(train), "val": len(val)}, "chosen_on": config.select}
-    title = (
-        f"top-1 in % of {len(val):,} images of {len(sets.classes)} classes, trained on {len(train):,} images"
+    setting: str
+    values: Sequence[float]
+    if config.method == "grid":
+        setting, values = "rate", config.grid.rates
+        heads, notes = _train_grid(config, train, columns, len(sets.classes), frozen.device)
+    else:
+        setting, values = "C", sorted(config.logistic.cs)
+        heads, notes = _fit_logistic(config, train, columns[0], len(sets.classes), frozen.device)
+
+    top1 = _top1(heads, val)
+    cells: list[dict[str, Any]] = [
+        {setting: value, "blocks": spec.blocks, "mean": spec.tokens == "cls+mean", "top1": one._asdict()}
+        for (value, spec), one in zip(product(values, inputs), top1, strict=True)
+    ]
+    if config.select == "train":
+        chosen_by = _top1(heads, chosen_on)
+        for cell, held_out in zip(cells, chosen_by, strict=True):
+            cell["held_out"] = held_out._asdict()
+    else:
+        chosen_by = top1
+    best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
+    row, column = divmod(best, len(inputs))
+    accuracies, line = _evaluate_head(heads[column], val, sets.classes, head=row)
+    results = {
+        "images": {"train": len(train), "val": len(val)},
+        "chosen_on": config.select,
+        "classes": len(sets.classes),
+        "best": cells[best] | accuracies,
+        "table": cells,
+        "notes": notes,
+    }
+    how_chosen = (
+        f"chosen on {len(chosen_on):,} training images that no head was trained on: {chosen_by[best]}"
+        if config.select == "train"
+        else "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
+        "select=train chooses on a tenth of the training images"
     )
-    return sizes | results, f"{title}\n{text}"
+    text = [
+        f"top-1 in %, trained on {len(train):,} images",
+        *_table(setting, values, inputs, top1, best),
+        f"* best, {setting} {values[row]:.3g}, {_title(inputs[column])}: {line}",
+        how_chosen,
+        *notes,
+    ]
+    return results, "\n".join(text)
 
 
 def _inputs(config: LinearConfig, depth: int) -> list[FeatureSpec]:
@@ -176,108 +210,64 @@ def columns_of(part: FeatureSpec, whole: FeatureSpec, width: int) -> slice:
     return slice((whole.blocks - part.blocks) * width, end * width)
 
 
-class Probes(NamedTuple):
-    """Trained heads: a row for each value of a setting, a column for each input."""
-
-    setting: str
-    values: Sequence[float]
-    inputs: Sequence[FeatureSpec]
-    heads: Sequence[LinearHeads]  # one per input, each with a head for every value
-    notes: list[str]
-
-    def accuracies(self, images: Labelled) -> list[Accuracy]:
-        """Return the top-1 accuracy of every head, row by row."""
-        correct = [count_correct(each, images.features, images.targets) for each in self.heads]
-        return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
-
-
 def _train_grid(
-    config: LinearConfig,
-    train: Labelled,
-    columns: Mapping[FeatureSpec, slice],
-    classes: Sequence[str],
-    device: torch.device,
-) -> Probes:
+    config: LinearConfig, train: Labelled, columns: Sequence[slice], classes: int, device: torch.device
+) -> tuple[list[LinearHeads], list[str]]:
     grid, batch = config.grid, min(config.grid.batch, len(train))
     steps = grid.steps or min(max(EPOCHS * len(train) // batch, MIN_STEPS), MAX_STEPS)
     heads = train_heads(
         train.features,
         train.targets,
-        columns=list(columns.values()),
+        columns=columns,
         rates=[rate * batch / 256 for rate in grid.rates],
-        classes=len(classes),
+        classes=classes,
         steps=steps,
         batch_size=batch,
         seed=config.seed,
         device=device,
     )
-    note = f"{steps:,} steps of {batch:,} images; rates are for a batch of 256 and scale with the batch"
-    return Probes("rate", grid.rates, list(columns), heads, [note])
+    return heads, [f"{steps:,} steps of {batch:,} images; rates are for 256 images and scale with the batch"]
 
 
 def _fit_logistic(
-    config: LinearConfig,
-    train: Labelled,
-    columns: Mapping[FeatureSpec, slice],
-    classes: Sequence[str],
-    device: torch.device,
-) -> Probes:
+    config: LinearConfig, train: Labelled, columns: slice, classes: int, device: torch.device
+) -> tuple[list[LinearHeads], list[str]]:
     """Fit every C in every process: each fit starts from the previous one, so they cannot be shared."""
-    cs, iterations = sorted(config.logistic.cs), config.logistic.iterations
-    (read,) = columns.values()
-    features, targets = train.features[:, read].to(device, torch.float32), train.targets.to(device)
+    cs, iterations = config.logistic.cs, config.logistic.iterations
+    features, targets = train.features[:, columns].to(device, torch.float32), train.targets.to(device)
     fits = []
     with progress("Fitting logistic regressions", len(cs)) as advance:
-        for fit in sweep(features, targets, cs=cs, classes=len(classes), max_iterations=iterations):
+        for fit in sweep(features, targets, cs=cs, classes=classes, max_iterations=iterations):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}: {fit.iterations} iterations")
     weight, bias = torch.cat([fit.head.weight for fit in fits]), torch.cat([fit.head.bias for fit in fits])
     unfinished = ", ".join(f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED)
     notes = [f"not at the optimum after {iterations:,} iterations: C = {unfinished}"] if unfinished else []
-    return Probes("C", cs, list(columns), [LinearHeads(weight, bias, read)], notes)
+    return [LinearHeads(weight, bias, columns)], notes
 
 
-def _compare(probes: Probes, val: Labelled, held_out: Labelled | None, classes: Sequence[str]) -> Evaluated:
-    """Evaluate all heads, and choose the best one on `val` or on held-out training images."""
-    setting, values, inputs, heads, notes = probes
-    top1 = probes.accuracies(val)
-    cells = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.tokens == "cls+mean", "top1": one._asdict()}
-        for (value, spec), one in zip(product(values, inputs), top1, strict=True)
-    ]
-    chosen_by, choice = (
-        top1,
-        (
-            "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
-            "select=train chooses on a tenth of the training images"
-        ),
-    )
-    if held_out is not None:
-        chosen_by = probes.accuracies(held_out)
-        cells = [cell | {"held_out": one._asdict()} for cell, one in zip(cells, chosen_by, strict=True)]
-    best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
-    if held_out is not None:
-        choice = f"chosen on {len(held_out):,} training images that no head was trained on: {chosen_by[best]}"
-    row, column = divmod(best, len(inputs))
-    accuracies, line = _evaluate_head(heads[column], val, classes, head=row)
-    results = {"classes": len(classes), "best": cells[best] | accuracies, "table": cells, "notes": notes}
+def _top1(heads: Sequence[LinearHeads], images: Labelled) -> list[Accuracy]:
+    """Return the accuracy of every head: for each rate or C that of each input."""
+    correct = [count_correct(each, images.features, images.targets) for each in heads]
+    return [accuracy(count, len(images)) for count in torch.stack(correct, dim=1).flatten().tolist()]
 
-    titles = [_title(spec) for spec in inputs]
+
+def _table(
+    setting: str, values: Sequence[float], inputs: Sequence[FeatureSpec], top1: Sequence[Accuracy], best: int
+) -> list[str]:
+    """Return the lines of a table: a row for each rate or C, a column for each input."""
+    titles = [f"{_title(spec):>6}" for spec in inputs]
     lines = ["  ".join([f"{setting:>8}", *titles])]
+    cells = [f"{one.percent:.2f}{'*' if index == best else ' '}" for index, one in enumerate(top1)]
     for start, value in zip(range(0, len(cells), len(inputs)), values, strict=True):
-        shown = [
-            f"{top1[start + index].percent:.2f}{'*' if start + index == best else ' '}".rjust(len(title))
-            for index, title in enumerate(titles)
-        ]
-        lines.append("  ".join([f"{value:>8.3g}", *shown]))
-    lines.append(f"* best, {setting} {values[row]:.3g}, {titles[column].strip()}: {line}")
-    return results, "\n".join([*lines, choice, *notes])
+        row = zip(cells[start : start + len(inputs)], titles, strict=True)
+        lines.append("  ".join([f"{value:>8.3g}", *(cell.rjust(len(title)) for cell, title in row)]))
+    return lines
 
 
 def _title(spec: FeatureSpec) -> str:
-    """Return the heading of a column, wide enough for its figures."""
-    title = "CLS" if spec.blocks == 1 else f"CLS of {spec.blocks} blocks"
-    return f"{title} + mean patch" if spec.tokens == "cls+mean" else f"{title:>6}"
+    blocks = "CLS" if spec.blocks == 1 else f"CLS of {spec.blocks} blocks"
+    return f"{blocks} + mean patch" if spec.tokens == "cls+mean" else blocks
 
 
 def _evaluate_head(heads: LinearHeads, val: Labelled, classes: Sequence[str], *, head: int = 0) -> Evaluated:
@@ -287,7 +277,7 @@ def _evaluate_head(heads: LinearHeads, val: Labelled, classes: Sequence[str], *,
     top1, top5 = top_k_accuracy(ranked, targets), top_k_accuracy(ranked, targets, TOP_K)
     per_class = {classes[label]: one._asdict() for label, one in per_class_accuracy(ranked, targets).items()}
     results = {"top1": top1._asdict(), "top5": top5._asdict(), "per_class": per_class}
-    return results, f"top-1 {top1}, top-5 {top5}"
+    return results, f"top-1 {top1}, top-5 {top5} of {len(val):,} images of {len(classes)} classes"
 
 
 def _train_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
@@ -295,13 +285,14 @@ def _train_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) ->
     sets, settings = _open_sets(config), config.dino2021
     val = probe_features(frozen, sets.val, settings)
     head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
-    results, text = _evaluate_probe(head, val, sets.classes)
+    accuracies, text = _evaluate_head(head, val, sets.classes)
     best = max(percents)
     text += (
         f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
         f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
     )
-    return {**results, "probe": str(path), "percents": percents}, text
+    sizes = {"images": len(val), "classes": len(sets.classes)}
+    return {**sizes, **accuracies, "probe": str(path), "percents": percents}, text
 
 
 def _load_dino2021(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> Evaluated:
@@ -314,11 +305,6 @@ def _load_dino2021(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> 
             f"{probe} has {known} classes, but {config.source} has {len(classes)}; give images with the "
             "classes that it was trained on, one folder for each"
         )
-    results, text = _evaluate_probe(head, probe_features(frozen, subset, config.dino2021), classes)
-    return {**results, "probe": probe}, text
-
-
-def _evaluate_probe(head: LinearHeads, val: Labelled, classes: Sequence[str]) -> Evaluated:
-    results, text = _evaluate_head(head, val, classes)
-    sizes = {"images": len(val), "classes": len(classes)}
-    return sizes | results, f"{text} of {len(val):,} images of {len(classes)} classes"
+    val = probe_features(frozen, subset, config.dino2021)
+    accuracies, text = _evaluate_head(head, val, classes)
+    return {"images": len(val), "classes": len(classes), **accuracies, "probe": probe}, text

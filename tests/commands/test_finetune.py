@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.finetune import mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.features.extraction import extract_features
+from dino_vit.eval.finetuning import mix
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import Command, command, program, run
 from tests.training.test_processes import free_port, torchrun_environ
@@ -74,7 +74,7 @@ def test_a_run_goes_on_after_its_last_epoch_with_the_same_numbers(tmp_path, weig
     whole, _ = tune(tmp_path / "whole", *more)
     nothing, _ = tune(tmp_path / "killed", *more, code=75, before=terminate_in_the_second_epoch)
     assert nothing is None
-    assert "after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
+    assert "resuming after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
     assert said[0]["history"] == whole["history"]
     for name, tensor in tensors(tmp_path / "whole", 3).items():
         assert torch.equal(tensors(tmp_path / "killed", 3)[name], tensor), name
@@ -83,16 +83,16 @@ def test_a_run_goes_on_after_its_last_epoch_with_the_same_numbers(tmp_path, weig
 
 
 def terminate_in_the_second_epoch():
-    import dino_vit.commands.finetune as module
+    from dino_vit.eval.finetuning import Finetuning
 
-    step = module._take_step
+    original = Finetuning.take_step
 
-    def take_step(tuning, images, targets, number):
-        if number == 6:
+    def take_step(tuning, images, targets, step):
+        if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(tuning, images, targets, number)
+        return original(tuning, images, targets, step)
 
-    module._take_step = take_step
+    Finetuning.take_step = take_step
 
 
 def test_two_processes_train_as_one(tmp_path, weights):
@@ -175,7 +175,10 @@ def test_it_starts_at_random_too(tmp_path):
 def test_mistakes_are_said(tmp_path, weights, capsys):
     for more, said in (
         ([], "either weights to start from, or arch"),
-        ([f"weights={weights}", "warmup_epochs=3"], "leaves nothing of epochs=3"),
+        (
+            [f"weights={weights}", "warmup_epochs=3"],
+            "must be shorter than the run (epochs=3)",
+        ),
         ([f"weights={weights}", "arch=vit_tiny"], "either weights"),
         (["weights=none.pth"], "none.pth does not exist"),
         ([f"weights={weights}", "train=nowhere"], "nowhere"),

@@ -36,12 +36,8 @@ class LinearHeads(NamedTuple):
     bias: Tensor  # (r, c)
     columns: slice = slice(None)
 
-    def scores(self, features: Tensor) -> Tensor:
-        """Return the logits of all heads, (n, r, c)."""
-        return self.score(features[:, self.columns].to(self.weight.device, self.weight.dtype))
-
-    def score(self, x: Tensor) -> Tensor:
-        """Return the logits for the selected columns, (n, d) -> (n, r, c)."""
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the logits of all heads for the columns that they read, (n, d) -> (n, r, c)."""
         joined = linear(x, self.weight.flatten(0, 1), self.bias.flatten())
         return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
 
@@ -101,7 +97,7 @@ def _take_step(
     """Update every head by the gradient of its mean cross-entropy."""
     # Contiguous, because oneDNN falls back to plain loops for a transposed slice of the columns.
     x = x[:, heads.columns].float().contiguous()
-    errors = heads.score(x).softmax(dim=-1)
+    errors = heads.scores(x).softmax(dim=-1)
     errors[torch.arange(len(x), device=x.device), :, y] -= 1
     errors /= len(x)
     gradient = linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
@@ -131,4 +127,4 @@ def _scores_in_blocks(heads: LinearHeads, features: Tensor) -> Iterator[tuple[sl
     size = max(1, _MAX_SCORES // heads.bias.numel())
     for start in range(0, len(features), size):
         rows = slice(start, start + size)
-        yield rows, heads.scores(features[rows])
+        yield rows, heads.scores(features[rows, heads.columns].to(heads.weight.device, heads.weight.dtype))

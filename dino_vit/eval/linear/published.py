@@ -40,16 +40,12 @@ class Dino2021(Settings):
     """method=dino2021: one head on augmented views, through the backbone at every step."""
 
     blocks: Count = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
-    mean: bool = setting(
-        False, "also read the mean patch token, interleaved; only with blocks=1, for a ViT-B"
-    )
+    mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
-    workers: CountOrZero | None = setting(
-        None, "loader processes; null: by the number of cores", resumable=True
-    )
+    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     probe: str | None = setting(
-        None, "file of a trained head to evaluate instead: the reference's, or one of ours"
+        None, "evaluate the head in this file instead, the reference's or one of ours"
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -95,8 +91,9 @@ def train_probe(
 
     The head is kept in `path`, from which training resumes.
     """
+    model, device, size = frozen.model, frozen.device, frozen.preparation.size
+    autocast = torch.autocast(device.type, frozen.autocast, enabled=frozen.autocast is not None)
     flip = ViewPhotometry(flip=0.5, jitter=0.0, grey=0.0, blur=0.0)
-    size = frozen.preparation.size
     loader = SupervisedLoader(
         sets.train,
         view=View(size=size, scale=(0.08, 1.0), photometry=flip, interpolation="bilinear"),
@@ -104,10 +101,10 @@ def train_probe(
         batch_size=frozen.config.batch_size,
         seed=seed,
         workers=settings.workers,
-        device=frozen.device,
+        device=device,
     )
     inputs, classes, steps = val.features.shape[1], len(sets.classes), loader.steps_per_epoch
-    probe = nn.Linear(inputs, classes, device=frozen.device)
+    probe = nn.Linear(inputs, classes, device=device)
     probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
     parameters = tuple(probe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
@@ -127,7 +124,8 @@ def train_probe(
             rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
             optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
             for images, targets in islice(batches, steps):
-                features = _features(images, frozen, settings)
+                with evaluating(model), autocast:
+                    features = settings.arrange(settings.spec.of(model, images).float())
                 loss = F.cross_entropy(probe(features), targets)
                 gradients = torch.autograd.grad(loss, parameters)
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -139,12 +137,6 @@ def train_probe(
             if frozen.main:
                 _save(path, probe, optimizer, percents, facts)
     return head, percents
-
-
-def _features(images: Tensor, frozen: FrozenBackbone, settings: Dino2021) -> Tensor:
-    autocast = torch.autocast(images.device.type, frozen.autocast, enabled=frozen.autocast is not None)
-    with evaluating(frozen.model), autocast:
-        return settings.arrange(settings.spec.of(frozen.model, images).float())
 
 
 def _facts(
