@@ -142,7 +142,7 @@ class Finetuning:
             seed=config.seed,
         )
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-        self.model = _build_model(config, len(self.sets.classes)).to(self.device)
+        self.model = build_model(config, len(self.sets.classes)).to(self.device)
         self.preparation = preparation_of(self.model)
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = parameter_groups(self.model, layer_decay=config.layer_decay)
@@ -290,7 +290,7 @@ class Finetuning:
             )
 
 
-def _build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
+def build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
     """Return the network to start from, with a new classifier."""
     size = None if config.size is None else height_width(config.size)
     if config.weights is None:

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Dino2021(Settings):
 def probe_features(frozen: FrozenBackbone, images: LabelledSubset, settings: Dino2021) -> Labelled:
     """Return what a head reads of some images."""
     labelled = labelled_features(frozen, images, settings.spec, "evaluation features")
-    return Labelled(settings.arrange(labelled.features), labelled.targets)
+    return replace(labelled, features=settings.arrange(labelled.features))
 
 
 def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearHeads:

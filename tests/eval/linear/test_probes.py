@@ -47,28 +47,28 @@ def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
 
 def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():
     features, targets = labelled(400, seed=0)
-    unseen, truth = labelled(2000, seed=1)
+    images, truth = labelled(2000, seed=1)
     percents = []
     for heads in trained(features, targets):
-        right = count_correct(heads, unseen, truth)
+        right = count_correct(heads, images, truth)
         for cell, rate in enumerate(RATES):
             probe = single_probe(features, targets, heads.columns, rate)
             torch.testing.assert_close(heads.weight[cell], probe.weight.data, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(heads.bias[cell], probe.bias.data, atol=1e-4, rtol=1e-4)
-            alone = (probe(unseen[:, heads.columns]).argmax(1) == truth).sum()
+            alone = (probe(images[:, heads.columns]).argmax(1) == truth).sum()
             percents.append(100 * float(right[cell]) / len(truth))
             assert percents[-1] == pytest.approx(100 * float(alone) / len(truth), abs=0.2)
     assert max(percents) - min(percents) > 5, "the cells differ, or this would show nothing"
 
 
-def test_half_precision_features_that_lie_elsewhere_serve():
+def test_half_precision_features_train_heads_in_float32():
     features, targets = labelled(100, seed=0)
     half, whole = (trained(values, targets)[0] for values in (features.half(), features.half().float()))
     torch.testing.assert_close(half.weight, whole.weight)
     assert half.weight.dtype == torch.float32
 
 
-def test_the_start_and_the_order_are_of_the_seed_alone():
+def test_the_start_and_the_order_depend_on_the_seed_alone():
     features, targets = labelled(100, seed=0)
     torch.manual_seed(1)
     first = trained(features, targets, steps=5)[0].weight
@@ -78,7 +78,7 @@ def test_the_start_and_the_order_are_of_the_seed_alone():
     assert not torch.equal(first, trained(features, targets, steps=5, seed=4)[0].weight)
 
 
-def test_classes_are_ranked_in_blocks_as_at_once(monkeypatch):
+def test_classifying_in_blocks_equals_classifying_at_once(monkeypatch):
     features, targets = labelled(50, seed=0)
     heads = trained(features, targets, steps=10)[1]
     expected = heads.scores(features[:, heads.columns])
