@@ -144,13 +144,23 @@ class Finetuning:
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.sets.classes)).to(self.device)
         self.preparation = preparation_of(self.model)
+        # What the steps call: in several processes the model inside DistributedDataParallel.
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = parameter_groups(self.model, layer_decay=config.layer_decay)
         self.optimizer = build_optimizer("adamw", groups)
         self.names = optimizer_names(self.optimizer, self.model)
         bf16 = choose_precision(config.precision, self.device) == "bf16"
         self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
-        photometry = ViewPhotometry(flip=config.flip, jitter=config.jitter, grey=0.0, blur=0.0)
+        photometry = ViewPhotometry(
+            flip=config.flip,
+            jitter=config.jitter,
+            brightness=0.4,
+            contrast=0.4,
+            saturation=0.2,
+            hue=0.1,
+            grey=0.0,
+            blur=0.0,
+        )
         self.loader = SupervisedLoader(
             self.sets.train,
             view=View(size=self.preparation.size, scale=config.crop, photometry=photometry),

@@ -143,26 +143,21 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
 def test_a_head_resumes_and_two_processes_train_the_same(weights):
     setting = ["method=dino2021", "dino2021.blocks=2", "dino2021.lr=0.1", "dino2021.workers=0"]
     one, _ = evaluate(weights, *setting, "dino2021.epochs=2", "batch_size=32")
-    said = command(
-        weights.parent / "log", *arguments(weights, *setting, "dino2021.epochs=3", "batch_size=32"), code=2
-    )
-    assert "trained with other settings" in said
+    longer = arguments(weights, *setting, "dino2021.epochs=3", "batch_size=32")
+    assert "trained with other settings" in command(weights.parent / "log", *longer, code=2)
     two = evaluate_in_two(weights, *setting, "dino2021.epochs=2", "batch_size=16")
     assert two["percents"] == pytest.approx(one["percents"], abs=0.2)
     first, second = (torch.load(weights.parent / f"{name}.pth") for name in ("found", "two"))
     for name, tensor in first["state_dict"].items():
         torch.testing.assert_close(second["state_dict"][name], tensor, atol=1e-5, rtol=1e-4)
 
-    content = torch.load(weights.parent / "found.pth")
     kill = [*arguments(weights, *setting, "dino2021.epochs=2", "batch_size=32", output="killed.json")]
     command(weights.parent / "log", *kill, code=1, before=die_after_the_first_epoch)
     assert torch.load(weights.parent / "killed.pth")["epoch"] == 1
     assert not (weights.parent / "killed.json").exists()
     assert "resuming after epoch 1" in command(weights.parent / "log", *kill)
-    again = torch.load(weights.parent / "killed.pth")
-    assert torch.equal(
-        again["state_dict"]["module.linear.weight"], content["state_dict"]["module.linear.weight"]
-    )
+    again = torch.load(weights.parent / "killed.pth")["state_dict"]
+    assert all(torch.equal(again[name], tensor) for name, tensor in first["state_dict"].items())
 
 
 def die_after_the_first_epoch():
@@ -235,20 +230,15 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
     flat = tmp_path / "flat"
     flat.mkdir()
     Image.new("RGB", (16, 16)).save(flat / "a.png")
-    two, same = write_images(tmp_path / "two", "ab"), tmp_path / "same.csv"
-    same.write_text("".join(f"{folder}/{number}.png,a\n" for folder in "ab" for number in range(4)))
+    two = write_images(tmp_path / "two", "ab")
     head = tmp_path / "head.pth"
-    torch.save(
-        {"state_dict": {"module.linear.weight": torch.zeros(3, 32), "module.linear.bias": torch.zeros(3)}},
-        head,
-    )
+    tensors = {"module.linear.weight": torch.zeros(3, 32), "module.linear.bias": torch.zeros(3)}
+    torch.save({"state_dict": tensors}, head)
     other = tmp_path / "other.pth"
     torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
     published = ["method=dino2021", "dino2021.blocks=1"]
     for source, more, said in (
         (flat, [], "none of the 1 images"),
-        (two, [f"labels={same}"], "are of one class"),
-        (two, [f"train={two}", f"train_labels={same}"], "are of one class"),
         (write_images(tmp_path / "three", "abc"), [f"train={two}"], "not among the 2"),
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),

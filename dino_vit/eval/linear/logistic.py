@@ -75,8 +75,8 @@ def _objective(
 ) -> Tensor:
     """Return the objective divided by n·C, and set the gradients of the scaled weight and the bias.
 
-    That is the mean cross-entropy on centred features plus penalty / 2 · |W|². Autograd would keep the
-    scores of all images in memory, so the gradient is written out block by block.
+    That is the mean cross-entropy on centred features plus penalty / 2 · |W|². The gradient is written out,
+    in place: autograd would hold a block's scores three times.
     """
     weight, bias = scaled[0].detach() * unit, scaled[1].detach()
     shifted = bias - weight @ mean
