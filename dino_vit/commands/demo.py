@@ -23,7 +23,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.features.extraction import extract_features, pixel_features
 from dino_vit.eval.linear.logistic import sweep
-from dino_vit.eval.linear.probes import count_right
+from dino_vit.eval.linear.probes import count_correct
 from dino_vit.report.explorer import random_indices
 from dino_vit.report.record import read_run
 from dino_vit.training.loop import pretrain, take_step
@@ -153,5 +153,5 @@ def probe(features: Tensor, source: Source, indices: list[int]) -> float:
     sizes = [training, chosen, len(indices) - training - chosen]
     x, t = features.split(sizes), targets.split(sizes)  # type: ignore[no-untyped-call]
     fits = sweep(x[0], t[0], cs=PENALTIES, classes=len(source.classes), max_iterations=200)
-    best = max(fits, key=lambda fit: int(count_right(fit.head, x[1], t[1])[0]))
-    return 100 * int(count_right(best.head, x[2], t[2])[0]) / len(t[2])
+    best = max(fits, key=lambda fit: int(count_correct(fit.head, x[1], t[1])[0]))
+    return 100 * int(count_correct(best.head, x[2], t[2])[0]) / len(t[2])

@@ -66,6 +66,15 @@ def any_process(flag: bool) -> bool:
     return bool(flags.item())
 
 
+def all_equal(number: int) -> bool:
+    """Tell whether all processes pass the same number, without waiting for an accelerator."""
+    if world_size() == 1:
+        return True
+    extremes = torch.tensor([number, -number])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=_host_group())
+    return bool(extremes.sum() == 0)
+
+
 @contextmanager
 def all_or_none() -> Iterator[None]:
     """Raise an error in all processes at the end of the block if one failed, so that none waits forever."""

@@ -1,18 +1,15 @@
-"""Supervised training of a whole network: its arithmetic, its way back from a stop, its processes."""
+"""Supervised training of a whole network: its arithmetic, resuming, several processes."""
 
 import json
 import os
 import signal
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.finetune import mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
@@ -21,7 +18,6 @@ from dino_vit.views.preparation import preparation_of
 from tests.support.processes import torchrun_environs
 from tests.support.runs import Command, command, program, run
 
-ROOT = Path(__file__).parents[2]
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
 
 
@@ -47,7 +43,7 @@ def tensors(output, epoch):
     return read_tensors(output / "state" / "checkpoints" / f"step-{epoch:08d}.safetensors")[0]
 
 
-def test_it_learns_and_its_network_loads_with_its_classifier(tmp_path, weights):
+def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     output = tmp_path / "run"
     found, said = tune(
         output, f"weights={weights}", "epochs=12", "lr=0.05", "layer_decay=1", "crop=[1, 1]", "smoothing=0"
@@ -69,12 +65,12 @@ def test_it_learns_and_its_network_loads_with_its_classifier(tmp_path, weights):
     assert load_backbone(output).architecture["num_classes"] == 0, "it serves as a backbone too"
 
 
-def test_a_run_goes_on_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
+def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
     more = (f"weights={weights}", "mixup=0.5", "jitter=0.8")
     whole, _ = tune(tmp_path / "whole", *more)
     nothing, _ = tune(tmp_path / "killed", *more, code=75, before=terminate_in_the_second_epoch)
     assert nothing is None
-    assert "after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
+    assert "resuming after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
     assert said[0]["history"] == whole["history"]
     for name, tensor in tensors(tmp_path / "whole", 3).items():
         assert torch.equal(tensors(tmp_path / "killed", 3)[name], tensor), name
@@ -83,16 +79,16 @@ def test_a_run_goes_on_after_its_last_epoch_with_the_same_numbers(tmp_path, weig
 
 
 def terminate_in_the_second_epoch():
-    import dino_vit.commands.finetune as module
+    from dino_vit.eval.finetuning import Finetuning
 
-    step = module._take_step
+    original = Finetuning.take_step
 
-    def take_step(tuning, images, targets, number):
-        if number == 6:
+    def take_step(tuning, images, targets, step):
+        if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(tuning, images, targets, number)
+        return original(tuning, images, targets, step)
 
-    module._take_step = take_step
+    Finetuning.take_step = take_step
 
 
 def test_two_processes_train_as_one(tmp_path, weights):
@@ -100,10 +96,9 @@ def test_two_processes_train_as_one(tmp_path, weights):
     more = (f"weights={weights}", "drop_path=0")
     one, _ = tune(tmp_path / "one", *more)
     argv = arguments(tmp_path / "two", *more, "batch_size=8")
-    environs = torchrun_environs()
-    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(environs)]
+    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())]
     assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
-    assert "top-1" not in pair[1].said, "only the first process speaks"
+    assert "top-1" not in pair[1].said, "only rank 0 prints"
     two = json.loads((tmp_path / "two" / "eval" / "finetune.json").read_text())
     for ours, theirs in zip(two["history"], one["history"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -112,7 +107,7 @@ def test_two_processes_train_as_one(tmp_path, weights):
         torch.testing.assert_close(tensors(tmp_path / "two", 3)[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
 
 
-def test_one_step_is_that_of_the_plain_recipe(tmp_path, weights):
+def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
     """One batch of all images, whose loss and moves are written out."""
     more = (f"weights={weights}", "epochs=1", "warmup_epochs=0", "drop_path=0", "layer_decay=0.5", "flip=0")
     found, _ = tune(tmp_path / "run", *more, "batch_size=80", "crop=[1, 1]", "clip=0.5", "smoothing=0.3")
@@ -138,43 +133,27 @@ def test_one_step_is_that_of_the_plain_recipe(tmp_path, weights):
         torch.testing.assert_close(moved, torch.full_like(moved, rate * scale), rtol=0.02, atol=0)
 
 
-def test_mixup_blends_pairs_by_one_share():
-    images, targets = torch.randn(6, 3, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    mixed, shares = mix(images, targets, classes=3, alpha=0.4, seed=5)
-    kept = np.random.Generator(np.random.PCG64(5)).beta(0.4, 0.4)
-    for place in range(6):
-        other = 5 - place
-        torch.testing.assert_close(mixed[place], kept * images[place] + (1 - kept) * images[other])
-        expected = torch.zeros(3)
-        expected[targets[place]] += kept
-        expected[targets[other]] += 1 - kept
-        torch.testing.assert_close(shares[place], expected)
-    plain, shares = mix(images, targets, classes=3, alpha=0, seed=5)
-    assert plain is images
-    assert torch.equal(shares, F.one_hot(targets, 3).float())
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_program_finetunes_a_checkpoint_of_the_loop(tmp_path, processes):
+def test_the_program_finetunes_a_checkpoint_in_two_processes(tmp_path):
     run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
     argv = arguments(tmp_path / "tuned", f"weights={tmp_path / 'run'}", "epochs=2", source="synthetic:50:32")
-    said = program("finetune", *argv[1:], processes=processes)
+    said = program("finetune", *argv[1:], processes=2)
     assert said.count("after 2 epochs") == 1
     assert load_backbone(tmp_path / "tuned", num_classes=10).image_size == (32, 32)
 
 
-def test_it_starts_at_random_too(tmp_path):
-    found, _ = tune(
-        tmp_path / "run", "arch=vit_tiny", "patch_size=8", "size=16", "epochs=1", "warmup_epochs=0"
-    )
-    assert found["config"]["arch"] == "vit_tiny"
-    assert load_backbone(tmp_path / "run", num_classes=10).width == 192
+def test_it_trains_a_randomly_initialised_network(tmp_path):
+    tune(tmp_path / "run", "arch=vit_tiny", "patch_size=8", "size=16", "epochs=1", "warmup_epochs=0")
+    model = load_backbone(tmp_path / "run", num_classes=10)
+    assert (model.width, model.patch_size) == (192, (8, 8))
 
 
-def test_mistakes_are_said(tmp_path, weights, capsys):
+def test_mistakes_are_reported(tmp_path, weights, capsys):
     for more, said in (
         ([], "either weights to start from, or arch"),
-        ([f"weights={weights}", "warmup_epochs=3"], "leaves nothing of epochs=3"),
+        (
+            [f"weights={weights}", "warmup_epochs=3"],
+            "must be shorter than the run (epochs=3)",
+        ),
         ([f"weights={weights}", "arch=vit_tiny"], "either weights"),
         (["weights=none.pth"], "none.pth does not exist"),
         ([f"weights={weights}", "train=nowhere"], "nowhere"),

@@ -1,19 +1,18 @@
 """The linear evaluation of 2021: one head on augmented views, the frozen backbone run at every step.
 
-SGD with momentum, a rate that falls by a cosine from epoch to epoch, random resized crops and flips. A head
-is written after every epoch as the reference writes its own, and training goes on from there.
+SGD with momentum, a learning rate that follows a cosine from epoch to epoch, random resized crops and flips.
+After every epoch the head is written in the reference's format, and training resumes from there.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,188 +20,183 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
-from dino_vit.core.distributed import all_gather, all_reduce_mean, is_main_process
+from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
-from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import write_bytes
-from dino_vit.eval.datasets import LabelledFeatures, SupervisedLoader
+from dino_vit.core.storage import replacing, sync
+from dino_vit.eval.datasets import (
+    LabelledFeatures,
+    LabelledSets,
+    LabelledSubset,
+    SupervisedLoader,
+    labelled_features,
+)
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating
 from dino_vit.eval.features.frozen import FrozenBackbone
-from dino_vit.eval.linear.probes import INITIAL_STD, MOMENTUM, Heads, count_right
+from dino_vit.eval.linear.probes import MOMENTUM, LinearHeads, count_correct, initial_weight
 from dino_vit.method.schedules import warmup_cosine
-from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import Size, View, ViewPhotometry
+from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.weights import WeightsError
 from dino_vit.weights.reading import read_weights
 
 log = logging.getLogger("dino_vit")
 
 
-class Published(Settings):
+class Dino2021(Settings):
     """method=dino2021: one head on augmented views, through the backbone at every step."""
 
-    blocks: Count = setting(
-        4, "the CLS tokens of how many last blocks are read; 4 for a ViT-S, 1 for a ViT-B"
-    )
-    mean: bool = setting(
-        False, "read the mean patch token too, interleaved; with blocks=1 alone, for a ViT-B"
-    )
+    blocks: Count = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
+    mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     probe: str | None = setting(
-        None, "file of a trained head to try instead: the reference's, or one of ours"
+        None, "evaluate the head in this file instead, the reference's or one of ours"
     )
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what the published code cannot do either."""
         if self.mean and self.blocks != 1:
-            text = f"dino2021.mean=true goes with dino2021.blocks=1, not {self.blocks}"
+            text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.blocks}"
             yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
 
     @property
     def spec(self) -> FeatureSpec:
-        """What is read of a backbone."""
         return FeatureSpec(tokens="cls+mean" if self.mean else "cls", blocks=self.blocks)
 
-    def width(self, model: VisionTransformer) -> int:
-        """Return how many features a head reads."""
-        return (self.blocks + self.mean) * model.width
+    def arrange(self, features: Tensor) -> Tensor:
+        """Interleave CLS and mean patch token as the reference's heads read them: c0, p0, c1, p1, ..."""
+        return rearrange(features, "b (kind d) -> b (d kind)", kind=2) if self.mean else features
 
 
-def training_view(size: Size) -> View:
-    """Return the random resized crop, flipped or not, that a head learns from."""
-    flips_alone = ViewPhotometry(jitter=0.0, grey=0.0, blur=0.0)
-    return View(size=size, scale=(0.08, 1.0), photometry=flips_alone, interpolation="bilinear")
+def probe_features(frozen: FrozenBackbone, images: LabelledSubset, settings: Dino2021) -> LabelledFeatures:
+    """Return what a head reads of some images."""
+    labelled = labelled_features(frozen, images, settings.spec, "evaluation features")
+    return replace(labelled, features=settings.arrange(labelled.features))
 
 
-def interleave(features: Tensor, *, mean: bool) -> Tensor:
-    """Return features as a published head reads them: CLS and mean patch by turns, c0, p0, c1, p1, ..."""
-    return rearrange(features, "b (kind d) -> b (d kind)", kind=2) if mean else features
-
-
-def read_probe(path: str, *, inputs: int) -> Heads:
+def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearHeads:
     """Read a head: the reference's file, one of ours, or a bare state dict of a linear layer."""
     tensors = {name.removeprefix("linear."): t for name, t in read_weights(path, "teacher").tensors.items()}
     if tensors.keys() != {"weight", "bias"} or tensors["weight"].ndim != 2:
-        raise WeightsError(f"{path} holds no linear head: {', '.join(sorted(tensors)[:6])}")
-    if tensors["weight"].shape[1] != inputs:
+        raise WeightsError(f"{path} holds no linear head, but {', '.join(sorted(tensors)[:6])}")
+    weight, bias = (tensors[name].to(frozen.device, torch.float32) for name in ("weight", "bias"))
+    (inputs,) = settings.spec.shape(frozen.model, frozen.preparation.size)
+    if weight.shape[1] != inputs:
         raise WeightsError(
-            f"{path} reads {tensors['weight'].shape[1]} features, but dino2021.blocks and dino2021.mean give "
-            f"{inputs} of this backbone"
+            f"{path} reads {weight.shape[1]} features, but dino2021.blocks and dino2021.mean give {inputs} "
+            "of this backbone"
         )
-    return Heads(slice(None), tensors["weight"].float()[None], tensors["bias"].float()[None])
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A head after its last epoch, and how often it was right after each."""
-
-    head: Heads
-    percents: tuple[float, ...]
+    return LinearHeads(weight[None], bias[None])
 
 
 def train_probe(
-    feed: SupervisedLoader,
-    frozen: FrozenBackbone,
-    settings: Published,
-    *,
+    sets: LabelledSets,
     val: LabelledFeatures,
-    classes: int,
+    frozen: FrozenBackbone,
+    settings: Dino2021,
+    *,
     seed: int,
     path: Path,
-    metadata: str,
-) -> Trained:
-    """Train a head, going on after the last epoch that `path` holds; all processes take part."""
-    model, device = frozen.model, frozen.device
-    probe = _initial(val.features.shape[1], classes, seed).to(device)
-    optimizer = torch.optim.SGD(probe.parameters(), lr=0.0, momentum=MOMENTUM)
-    percents = _restore(path, probe, optimizer, metadata)
-    done, steps = len(percents), feed.steps_per_epoch
+) -> tuple[LinearHeads, list[float]]:
+    """Return a trained head, and its top-1 in per cent after every epoch; all processes call it.
+
+    The head is kept in `path`, from which training resumes.
+    """
+    model, device, size = frozen.model, frozen.device, frozen.preparation.size
+    autocast = torch.autocast(device.type, frozen.autocast, enabled=frozen.autocast is not None)
+    flip = ViewPhotometry(flip=0.5, jitter=0.0, grey=0.0, blur=0.0)
+    loader = SupervisedLoader(
+        sets.train,
+        view=View(size=size, scale=(0.08, 1.0), photometry=flip, interpolation="bilinear"),
+        preparation=frozen.preparation,
+        batch_size=frozen.config.batch_size,
+        seed=seed,
+        workers=settings.workers,
+        device=device,
+    )
+    inputs, classes, steps = val.features.shape[1], len(sets.classes), loader.steps_per_epoch
+    probe = nn.Linear(inputs, classes, device=device)
+    probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
+    parameters = tuple(probe.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+    facts = _facts(sets, frozen, settings, global_batch=loader.global_batch, seed=seed)
+    percents: list[float] = []
+    if path.exists():
+        percents = _restore(path, probe, optimizer, facts, read_probe(str(path), frozen, settings))
+    if not all_equal(len(percents)):
+        raise ValueError(f"the processes found {path} at different epochs: all nodes must share one folder")
+    head = LinearHeads(probe.weight.detach()[None], probe.bias.detach()[None])  # a view of the probe
+    done = len(percents)
     with (
         progress("Training a head, steps", (settings.epochs - done) * steps) as advance,
-        closing(feed.batches(done * steps)) as batches,
+        closing(loader.batches(done * steps)) as batches,
     ):
         for epoch in range(done, settings.epochs):
             rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
-            optimizer.param_groups[0]["lr"] = rate * feed.global_batch / 256
+            optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
             for images, targets in islice(batches, steps):
-                _take_step(probe, optimizer, _read(model, images, settings, frozen.autocast), targets)
-                advance(1, f"epoch {epoch + 1}  {f'top-1 {percents[-1]:.1f} %' if percents else ''}")
-            right = int(count_right(_head(probe), val.features, val.targets))
-            percents.append(100 * right / len(val))
+                with evaluating(model), autocast:
+                    features = settings.arrange(settings.spec.of(model, images).float())
+                loss = F.cross_entropy(probe(features), targets)
+                gradients = torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = all_reduce_mean(gradient)
+                optimizer.step()
+                advance(1, f"epoch {epoch + 1}" + (f", top-1 {percents[-1]:.1f} %" if percents else ""))
+            correct = int(count_correct(head, val.features, val.targets))
+            percents.append(100 * correct / len(val))
             if is_main_process():
-                _save(path, probe, optimizer, percents, metadata)
-    return Trained(_head(probe), tuple(percents))
+                _save(path, probe, optimizer, percents, facts)
+    return head, percents
 
 
-def _initial(inputs: int, classes: int, seed: int) -> nn.Linear:
-    generator = torch.Generator().manual_seed(derive_seed(seed, RngPurpose.EVALUATION))
-    with torch.device("meta"):  # draws nothing
-        probe = nn.Linear(inputs, classes)
-    probe.to_empty(device="cpu")
-    nn.init.normal_(probe.weight, std=INITIAL_STD, generator=generator)
-    nn.init.zeros_(probe.bias)
-    return probe
-
-
-def _read(
-    model: VisionTransformer, images: Tensor, settings: Published, autocast: torch.dtype | None
-) -> Tensor:
-    """Return what the head reads of normalised images."""
-    kind = images.device.type
-    with evaluating(model), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
-        return interleave(settings.spec.of(model, images).float(), mean=settings.mean)
-
-
-def _take_step(probe: nn.Linear, optimizer: torch.optim.SGD, features: Tensor, targets: Tensor) -> None:
-    optimizer.zero_grad()
-    torch.autograd.backward(F.cross_entropy(probe(features), targets))
-    for parameter in probe.parameters():
-        assert parameter.grad is not None
-        parameter.grad = all_reduce_mean(parameter.grad)
-    optimizer.step()
-
-
-def _head(probe: nn.Linear) -> Heads:
-    return Heads(slice(None), probe.weight.detach().clone()[None], probe.bias.detach().clone()[None])
+def _facts(
+    sets: LabelledSets, frozen: FrozenBackbone, settings: Dino2021, *, global_batch: int, seed: int
+) -> str:
+    """Return all that the training of a head depends on, as JSON."""
+    known = frozen.model.provenance
+    facts = {
+        "weights": known and known.sha256,
+        "network": known and known.network,
+        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
+        "classes": sets.classes,
+        "settings": settings.model_dump(exclude={"workers", "probe"}),
+        "preparation": asdict(frozen.preparation),
+        "global_batch": global_batch,
+        "seed": seed,
+    }
+    return json.dumps(facts, sort_keys=True)
 
 
 def _save(
-    path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, percents: list[float], metadata: str
+    path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, percents: list[float], facts: str
 ) -> None:
-    """Write a head as the reference does, whose code can go on from it too."""
+    """Write a head in the reference's format, from which the reference can resume too."""
     content = {
         "epoch": len(percents),
         "state_dict": {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()},
         "optimizer": optimizer.state_dict(),
         "best_acc": max(percents),
         "percents": percents,
-        "about": metadata,
+        "about": facts,
     }
-    written = io.BytesIO()
-    torch.save(content, written)
-    write_bytes(path, written.getvalue())
+    with replacing(path) as partial:
+        torch.save(content, partial)
+        sync(partial)
 
 
-def _restore(path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, metadata: str) -> list[float]:
-    """Go on from a file of the same training, and return the accuracies of the epochs it had."""
-    found: dict[str, Any] | None = None
-    if path.exists():
-        read_probe(str(path), inputs=probe.in_features)  # what is no head is refused here, in words
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        if found.get("about") != metadata:
-            raise ValueError(
-                f"{path} holds a head that was trained with other settings, images or weights; move it away "
-                "or give another output"
-            )
-        state = {name: found["state_dict"][f"module.linear.{name}"] for name in ("weight", "bias")}
-        probe.load_state_dict(state)
-        optimizer.load_state_dict(found["optimizer"])
-        log.info("%s: going on after epoch %d", path, found["epoch"])
-    percents: list[float] = found["percents"] if found else []
-    device = probe.weight.device
-    epochs = all_gather(torch.tensor([len(percents)], device=device)).tolist()
-    if len(set(epochs)) > 1:
-        raise ValueError(f"the processes found {path} at different epochs: it must be one file that all see")
+def _restore(
+    path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, facts: str, head: LinearHeads
+) -> list[float]:
+    """Restore the head and the optimiser of the same training, and return the accuracies so far."""
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if content.get("about") != facts:
+        raise ValueError(
+            f"{path} holds a head that was trained with other settings, images or weights; move it away "
+            "or give another output"
+        )
+    probe.load_state_dict({"weight": head.weight[0], "bias": head.bias[0]})
+    optimizer.load_state_dict(content["optimizer"])
+    percents: list[float] = content["percents"]
+    log.info("%s: resuming after epoch %d", path, len(percents))
     return percents

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dino_vit.eval.linear import probes
-from dino_vit.eval.linear.probes import count_right, rank_classes, train_heads
+from dino_vit.eval.linear.probes import count_correct, top_classes, train_heads
 from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -47,28 +47,28 @@ def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
 
 def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():
     features, targets = labelled(400, seed=0)
-    unseen, truth = labelled(2000, seed=1)
+    images, truth = labelled(2000, seed=1)
     percents = []
     for heads in trained(features, targets):
-        right = count_right(heads, unseen, truth)
+        right = count_correct(heads, images, truth)
         for cell, rate in enumerate(RATES):
             probe = single_probe(features, targets, heads.columns, rate)
             torch.testing.assert_close(heads.weight[cell], probe.weight.data, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(heads.bias[cell], probe.bias.data, atol=1e-4, rtol=1e-4)
-            alone = (probe(unseen[:, heads.columns]).argmax(1) == truth).sum()
+            alone = (probe(images[:, heads.columns]).argmax(1) == truth).sum()
             percents.append(100 * float(right[cell]) / len(truth))
             assert percents[-1] == pytest.approx(100 * float(alone) / len(truth), abs=0.2)
     assert max(percents) - min(percents) > 5, "the cells differ, or this would show nothing"
 
 
-def test_half_precision_features_that_lie_elsewhere_serve():
+def test_half_precision_features_train_heads_in_float32():
     features, targets = labelled(100, seed=0)
     half, whole = (trained(values, targets)[0] for values in (features.half(), features.half().float()))
     torch.testing.assert_close(half.weight, whole.weight)
     assert half.weight.dtype == torch.float32
 
 
-def test_the_start_and_the_order_are_of_the_seed_alone():
+def test_the_start_and_the_order_depend_on_the_seed_alone():
     features, targets = labelled(100, seed=0)
     torch.manual_seed(1)
     first = trained(features, targets, steps=5)[0].weight
@@ -78,13 +78,13 @@ def test_the_start_and_the_order_are_of_the_seed_alone():
     assert not torch.equal(first, trained(features, targets, steps=5, seed=4)[0].weight)
 
 
-def test_classes_are_ranked_in_blocks_as_at_once(monkeypatch):
+def test_classifying_in_blocks_equals_classifying_at_once(monkeypatch):
     features, targets = labelled(50, seed=0)
     heads = trained(features, targets, steps=10)[1]
-    expected = heads.scores(features)
-    monkeypatch.setattr(probes, "_SCORES", 7 * heads.bias.numel())
+    expected = heads.scores(features[:, heads.columns])
+    monkeypatch.setattr(probes, "_MAX_SCORES", 7 * heads.bias.numel())
     right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
-    assert count_right(heads, features, targets).tolist() == right
+    assert count_correct(heads, features, targets).tolist() == right
     for best, columns in ((5, 5), (3, 3), (9, 5)):
-        ranked = rank_classes(heads.only(2), features, best=best)
+        ranked = top_classes(heads, features, head=2, k=best)
         assert torch.equal(ranked, expected[:, 2].argsort(dim=1, descending=True)[:, :columns])
