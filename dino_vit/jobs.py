@@ -89,32 +89,32 @@ JOBS = {
         "dino_vit.commands.attention",
         "dino_vit.commands.attention:AttentionConfig",
         "run",
-        "draw where a backbone looks",
+        "draw the attention maps of a backbone",
         "Draw the attention that a backbone's CLS token pays to the patches of some images.",
     ),
     "embed": Job(
-        "dino_vit.commands.embed",
-        "dino_vit.commands.embed:EmbedConfig",
+        "dino_vit.commands.embeddings.embed",
+        "dino_vit.commands.embeddings.embed:EmbedConfig",
         "run",
         "write the embeddings of images to a file",
-        "Write the embeddings of images to Parquet, npy or safetensors, with names, labels and provenance. "
-        "Features are kept as they are made: what was killed goes on where it stopped.\n\n"
+        "Write the embeddings of images to Parquet, npy or safetensors, with names, labels and metadata. "
+        "Features are cached as they are computed: run the same command again to resume.\n\n"
         "  dino-vit embed photos weights=runs/pretrain output=photos.parquet",
     ),
     "search": Job(
-        "dino_vit.commands.search",
-        "dino_vit.commands.search:SearchConfig",
+        "dino_vit.commands.embeddings.search",
+        "dino_vit.commands.embeddings.search:SearchConfig",
         "run",
-        "show the images nearest to given ones",
-        "Show the images nearest to given ones among those that were embedded, as a sheet and as JSON.\n\n"
+        "find the images nearest to given ones",
+        "Find the nearest images to given ones in an embedding file; write them as a sheet and as JSON.\n\n"
         "  dino-vit search photos.parquet cat.jpg dog.jpg output=found.png",
     ),
     "duplicates": Job(
-        "dino_vit.commands.duplicates",
-        "dino_vit.commands.duplicates:DuplicatesConfig",
+        "dino_vit.commands.embeddings.duplicates",
+        "dino_vit.commands.embeddings.duplicates:DuplicatesConfig",
         "run",
         "list images that are nearly the same",
-        "List the pairs and groups of embedded images whose cosine is above a threshold.\n\n"
+        "List pairs and groups of images in an embedding file whose cosine is at least a threshold.\n\n"
         "  dino-vit duplicates photos.parquet threshold=0.97 output=duplicates.csv",
     ),
 }

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention.pictures import as_picture
 from dino_vit.eval.features.extraction import Extraction, in_batches
 from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.eval.pictures import as_picture
 from dino_vit.report.layout import Places, keeping_neighbours, pca, quantised
 from dino_vit.report.network import BATCH, Teacher
 from dino_vit.report.pictures import THUMBNAILS, Atlas, atlas, packed, resized, within

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.eval.attention.maps import cls_attention
+from dino_vit.eval.attention import cls_attention
 from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of

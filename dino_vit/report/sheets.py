@@ -12,7 +12,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sampling_weights import read_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention.pictures import as_picture, heat
+from dino_vit.eval.pictures import as_picture, heat
 from dino_vit.report.explorer import Explored, shortened
 from dino_vit.report.network import Teacher
 from dino_vit.report.pictures import data_uri, resized, within

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.duplicates import find_duplicates, unite
+from dino_vit.commands.embeddings.duplicates import find_duplicates, unite
+from dino_vit.commands.embeddings.embed import normalised
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
-from dino_vit.eval.embeddings.files import normalised, read_embeddings
+from dino_vit.eval.embeddings import read_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import command, program, run
@@ -149,11 +150,11 @@ def test_search_wants_the_weights_that_embedded(tmp_path, weights, folder, capsy
     asked = ["search", str(tmp_path / "e.npy"), str(folder / "30.png"), f"output={tmp_path / 'found.png'}"]
     moved = weights.rename(tmp_path / "moved.safetensors")
     assert main(asked) == 2
-    assert "Say with weights= where they are now" in capsys.readouterr().err
+    assert "give their new path with weights=" in capsys.readouterr().err
     other = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
     save_backbone(other, weights)
     assert main(asked) == 2
-    assert "are not the weights that made the embeddings" in capsys.readouterr().err
+    assert "are not the weights that computed the embeddings" in capsys.readouterr().err
     assert not (tmp_path / "found.png").exists()
     assert main([*asked, f"weights={moved}"]) == 0
 
@@ -164,14 +165,14 @@ def test_search_works_without_the_images(tmp_path, weights, folder, caplog):
     shutil.rmtree(folder)
     asked = [str(tmp_path / "e.npy"), str(tmp_path / "30.png"), "k=100", f"output={tmp_path / 'found.png'}"]
     assert main(["search", *asked]) == 0
-    assert "shows no found images" in caplog.text
+    assert "the sheet does not show" in caplog.text
     assert len(json.loads((tmp_path / "found.json").read_text())["results"][0]["nearest"]) == 33
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("block", [16, 1000])
 def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
-    monkeypatch.setattr("dino_vit.commands.duplicates._BLOCK", block)
+    monkeypatch.setattr("dino_vit.commands.embeddings.duplicates._BLOCK", block)
     generator = np.random.default_rng(0)
     values = generator.standard_normal((60, 6)).astype(np.float32)
     values[[7, 40, 41]] = 3 * values[2]
@@ -188,27 +189,21 @@ def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
                 together = linked[i] | linked[j]
                 for member in together:
                     linked[member] = together
-    assert {tuple(pair) for pair in found.rows.tolist()} == set(pairs)
-    assert found.count == len(pairs) >= 6
-    assert found.cosines.tolist() == sorted(found.cosines.tolist(), reverse=True)
-    for pair, cosine in zip(found.rows.tolist(), found.cosines.tolist(), strict=True):
-        assert cosine == pytest.approx(pairs[tuple(pair)], abs=1e-6)
+    assert {(a, b): cosine for a, b, cosine in found.pairs} == pytest.approx(pairs, abs=1e-6)
+    assert found.total == len(pairs) >= 6
+    cosines = [cosine for _, _, cosine in found.pairs]
+    assert cosines == sorted(cosines, reverse=True)
     groups = {tuple(sorted(group)) for group in linked.values() if len(group) > 1}
-    assert {tuple(group) for group in found.groups()} == groups
+    assert {tuple(group) for group in found.groups} == groups
     few = find_duplicates(values, threshold, keep=3, device=torch.device("cpu"))
-    assert np.array_equal(few.rows, found.rows[:3])
-    assert (few.count, few.groups()) == (found.count, found.groups())
+    assert few == (found.pairs[:3], found.total, found.groups)
 
 
 def test_chains_are_linked_in_whatever_order():
     order = np.random.default_rng(0).permutation(499)
     parents = np.arange(500)
     for part in np.array_split(order, 7):
-        unite(parents, part, part + 1)
-    assert (
-        find_duplicates(np.ones((500, 3), np.float32), 0.9, keep=5, device=torch.device("cpu")).count
-        == 124750
-    )
+        unite(parents, np.stack([part, part + 1], 1))
     roots = parents.copy()
     while (roots != parents[roots]).any():
         roots = parents[roots]
@@ -270,7 +265,7 @@ def test_mistakes_are_said_and_leave_nothing(tmp_path, weights, folder, capsys):
         (["embed", folder, f"weights={weights}", "index=flat", "tokens=patches"], "leave one out"),
         (["embed", folder], "weights is needed"),
         (["search", f"{tmp_path}/none.npy", "x.png"], "`dino-vit embed SOURCE weights=..."),
-        (["search", f"{tmp_path}/other.parquet", "x.png"], "is no whole file of embeddings"),
+        (["search", f"{tmp_path}/other.parquet", "x.png"], "damaged or not an embedding file"),
         (["search", f"{tmp_path}/other.npy", "x.png"], "other.csv is missing"),
         (["search", f"{tmp_path}/patches.npy", "x.png"], "patches.csv is missing"),
         (["duplicates", f"{tmp_path}/none.npy"], "does not exist"),
