@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from io import BytesIO
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ _THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
 _GAP_INCHES = 0.15
 _CAPTION_INCHES = 0.18
+_EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)
 
 
 class Panel(NamedTuple):
@@ -34,6 +35,9 @@ class Panel(NamedTuple):
 
     picture: Tensor | None  # None: an empty frame, for an image that cannot be shown
     caption: str = ""
+
+
+Row = Sequence[Panel | None]
 
 
 def as_picture(image: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def enlarge(values: Tensor, size: Size, patch: Size, mode: str = "nearest") -> T
 
 
 def heat(values: Tensor) -> Tensor:
-    """Colour values (H, W) of 0 or more, relative to their maximum: black, purple, orange, yellow."""
+    """Colour values (H, W) of 0 or more, relative to the largest: black, purple, orange, yellow."""
     from matplotlib import colormaps
 
     relative = values / values.max().clamp_min(1e-12)
@@ -106,11 +110,7 @@ def write_png(picture: Tensor, path: Path) -> None:
 
 
 def write_sheet(
-    rows: Sequence[Sequence[Panel | None]],
-    path: Path,
-    *,
-    names: Sequence[str] = (),
-    titles: Sequence[str] = (),
+    rows: Sequence[Row], path: Path, *, names: Sequence[str] = (), titles: Sequence[str] = ()
 ) -> None:
     """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top.
 
@@ -125,16 +125,15 @@ def write_sheet(
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
     axes = figure.subplots(len(rows), len(columns), squeeze=False, width_ratios=widths, height_ratios=heights)
-    for panel, axis in zip(
-        (panel for row in zip(*columns, strict=True) for panel in row), axes.flat, strict=True
-    ):
+    panels = chain.from_iterable(zip(*columns, strict=True))
+    for panel, axis in zip(panels, axes.flat, strict=True):
         if panel is None:
             axis.set_axis_off()
             continue
-        picture = torch.full((3, 8, 8), 240, dtype=torch.uint8) if panel.picture is None else panel.picture
+        picture = _EMPTY if panel.picture is None else panel.picture
         axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
         axis.set_xlabel(shorten(panel.caption, 30), fontsize=5.5, parse_math=False)
-        axis.set(xticks=[], yticks=[])
+        axis.set(xticks=[], yticks=[], anchor="N")
         axis.spines[:].set_visible(False)
     for axis, name in zip(axes[:, 0], names, strict=False):
         axis.set_ylabel(shorten(name), fontsize=6, parse_math=False)
@@ -151,5 +150,5 @@ def shorten(name: str, length: int = 22) -> str:
 
 
 def _height(panel: Panel) -> float:
-    height, width = (1, 1) if panel.picture is None else panel.picture.shape[1:]
+    _, height, width = (_EMPTY if panel.picture is None else panel.picture).shape
     return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if panel.caption else 0)

@@ -1,7 +1,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from dino_vit.eval.pictures import resize
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import command, program, run
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
 
 
@@ -95,17 +93,8 @@ def test_more_images_than_a_sheet_holds(weights, tmp_path):
 
 
 def test_file_names_are_safe_and_their_own():
-    given = [
-        "../../etc/passwd.png",
-        "a/b.png",
-        "a-b.jpg",
-        "A-B.gif",
-        "sheet-1.png",
-        "sheet-sheet-1.png",
-        "a.overlay.png",
-        "....",
-        "x" * 300 + ".png",
-    ]
+    given = ["../../etc/passwd.png", "a/b.png", "a-b.jpg", "A-B.gif", "sheet-1.png", "sheet-sheet-1.png"]
+    given += ["a.overlay.png", "....", "x" * 300 + ".png"]
     found = file_stems(given)
     assert len({name.lower() for name in found}) == len(given)
     assert all(re.fullmatch(r"[\w-]+", name) and not name.startswith(("-", "sheet-")) for name in found)
@@ -121,23 +110,23 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
 def test_a_checkpoint_of_the_loop_by_every_way_to_start(trained, tmp_path, processes):
-    words = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
+    settings = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
     if processes:
-        said = program("attention", *words, processes=processes)
+        out = program("attention", *settings, processes=processes)
     else:
-        said = command(tmp_path / "log", "attention", *words)
-    assert said.count("14 images on 2 sheets") == 1
+        out = command(tmp_path / "log", "attention", *settings)
+    assert out.count("14 images on 2 sheets") == 1
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"sheet-1.png", "sheet-2.png"} < found
     assert sum(name.endswith(".attention.npy") for name in found) == 14
 
 
-def test_mistakes_are_said(weights, tmp_path, capsys):
+def test_mistakes_are_explained(weights, tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
-    for arguments, said in (
+    for arguments, message in (
         ([f"weights={tmp_path}/none.pth"], "none.pth does not exist"),
-        ([f"weights={weights}", "source=nowhere"], "is no source"),
+        ([f"weights={weights}", "source=nowhere"], "nowhere"),
         ([f"weights={weights}", "block=7"], "blocks 0 to 1"),
         ([f"weights={weights}", "heads=[0,2]"], "heads 0 to 1"),
         ([f"weights={weights}", "layer=1"], "did you mean block?"),
@@ -145,7 +134,7 @@ def test_mistakes_are_said(weights, tmp_path, capsys):
         ([], "weights is needed"),
     ):
         assert main(["attention", f"output={tmp_path / 'out'}", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 
 
@@ -174,12 +163,11 @@ def test_a_video_becomes_a_video(weights, tmp_path, capsys):
         assert abs(int(frame[20, 30, 1]) - 20 * number) < 8, "the left half is the video"
 
 
-def test_a_video_that_is_none_is_said(weights, tmp_path, capsys):
+def test_a_damaged_video_is_reported(weights, tmp_path, capsys):
     pytest.importorskip("av", reason="PyAV is not installed")
     (tmp_path / "clip.mp4").write_bytes(b"\0" * 100)
-    assert (
-        main(["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path / 'o'}"]) == 2
-    )
+    argv = ["attention", str(tmp_path / "clip.mp4"), f"weights={weights}", f"output={tmp_path / 'o'}"]
+    assert main(argv) == 2
     assert "cannot be read as a video" in capsys.readouterr().err
     assert list((tmp_path / "o").iterdir()) == []
 
