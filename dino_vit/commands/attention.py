@@ -49,8 +49,8 @@ class AttentionConfig(Settings):
     source: str = setting("synthetic", "image, video, folder, glob or any other source of images")
     output: str = setting("attention", "folder for pictures and maps")
     network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
-    count: Count | None = setting(12, "images, from all over the source; null: all")
-    size: Count | None = setting(None, "pixels of the shorter side; null: each image as it is")
+    count: Count | None = setting(12, "number of images, from all over the source; null: all")
+    size: Count | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
     longest: Count | None = setting(
         1024, "shrink images whose longer side has more pixels than this; null: never"
     )

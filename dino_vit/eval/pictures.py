@@ -37,7 +37,7 @@ class Panel(NamedTuple):
     caption: str = ""
 
 
-Row = Sequence[Panel | None]
+PanelRow = Sequence[Panel | None]
 
 
 def as_picture(image: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def write_png(picture: Tensor, path: Path) -> None:
 
 
 def write_sheet(
-    rows: Sequence[Row], path: Path, *, names: Sequence[str] = (), titles: Sequence[str] = ()
+    rows: Sequence[PanelRow], path: Path, *, names: Sequence[str] = (), titles: Sequence[str] = ()
 ) -> None:
     """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top.
 

@@ -35,8 +35,8 @@ class DuplicatesConfig(Settings):
     """List images that are nearly the same."""
 
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "least cosine of a pair of duplicates")
-    pairs: Count = setting(10_000, "the closest pairs to list; groups are made of all")
+    threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
+    pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     shown: CountOrZero = setting(40, "pairs on the sheet")
     output: str = setting("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
 
@@ -70,17 +70,17 @@ def run(config: DuplicatesConfig) -> int:
 
 
 class Duplicates(NamedTuple):
-    """Near-duplicates: rows of embeddings."""
+    """Pairs and groups of rows that are near-duplicates."""
 
     pairs: list[Pair]  # the closest ones, the closest first
-    total: int  # number of all pairs
-    groups: list[list[int]]  # that all pairs form, the largest group first
+    total: int  # number of pairs, listed or not
+    groups: list[list[int]]  # formed by all pairs, the largest first
 
 
 def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch.device) -> Duplicates:
-    """Compare all rows block by block; list the `keep` closest pairs, and the groups that all pairs form."""
+    """Compare all rows block by block; return the `keep` closest pairs, and the groups of all pairs."""
     parents = np.arange(len(values))
-    pairs, cosines, count = np.empty((0, 2), np.int64), np.empty(0, np.float32), 0
+    pairs, cosines, total = np.empty((0, 2), np.int64), np.empty(0, np.float32), 0
     blocks = list(combinations_with_replacement(range(0, len(values), _BLOCK), 2))
     with progress("Comparing blocks of images", len(blocks)) as advance:
         for first, second in blocks:
@@ -92,7 +92,7 @@ def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch
                 above = above.triu(1)
             found = (above.nonzero() + torch.tensor([first, second], device=device)).cpu().numpy()
             unite(parents, found)
-            count += len(found)
+            total += len(found)
             pairs = np.concatenate([pairs, found])
             cosines = np.concatenate([cosines, products[above].cpu().numpy()])
             if len(pairs) > 2 * keep:
@@ -100,7 +100,7 @@ def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch
             advance(1)
     pairs, cosines = _closest(pairs, cosines, keep)
     closest = [(a, b, cosine) for (a, b), cosine in zip(pairs.tolist(), cosines.tolist(), strict=True)]
-    return Duplicates(closest, count, _groups(parents))
+    return Duplicates(closest, total, _groups(parents))
 
 
 def _closest(pairs: Array, cosines: Array, keep: int) -> tuple[Array, Array]:
@@ -131,11 +131,10 @@ def _roots(parents: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.in
 
 def _groups(parents: NDArray[np.int64]) -> list[list[int]]:
     """Return the rows of each group of two or more, the largest group first."""
-    roots = _roots(parents, parents)
-    order = np.argsort(roots, kind="stable")
-    starts = np.flatnonzero(np.diff(roots[order]) != 0) + 1
-    groups = [group.tolist() for group in np.split(order, starts) if len(group) > 1]
-    return sorted(groups, key=lambda rows: (-len(rows), rows[0]))
+    members: dict[int, list[int]] = {}
+    for row, root in enumerate(_roots(parents, parents).tolist()):
+        members.setdefault(root, []).append(row)
+    return sorted((rows for rows in members.values() if len(rows) > 1), key=len, reverse=True)
 
 
 def write_json(path: Path, found: Duplicates, names: Sequence[str], config: DuplicatesConfig) -> None:

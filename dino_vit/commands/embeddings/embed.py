@@ -28,7 +28,7 @@ class EmbedConfig(EvaluationConfig):
         "cls", "CLS token, CLS token and mean patch token joined, or all patch tokens"
     )
     blocks: Count = setting(1, "last blocks whose CLS tokens are joined")
-    dtype: Literal["float32", "float16"] = setting("float32", "of the file")
+    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
 
