@@ -64,17 +64,17 @@ COMMANDS = {
     ),
     "embed": Command(
         "write the embeddings of images to a file",
-        "commands.embed:EmbedConfig",
+        "commands.embeddings.embed:EmbedConfig",
         examples=("embed photos weights=runs/pretrain output=photos.parquet",),
     ),
     "search": Command(
         "find the embedded images nearest to given ones",
-        "commands.search:SearchConfig",
+        "commands.embeddings.search:SearchConfig",
         examples=("search photos.parquet cat.jpg dog.jpg output=found.png",),
     ),
     "duplicates": Command(
         "list embedded images that are nearly the same",
-        "commands.duplicates:DuplicatesConfig",
+        "commands.embeddings.duplicates:DuplicatesConfig",
         examples=("duplicates photos.parquet threshold=0.97 output=duplicates.csv",),
     ),
     "inspect-weights": Command(

@@ -1,4 +1,4 @@
-"""Draw where a backbone looks, for each image of a source: overlays, maps as arrays, sheets to compare by.
+"""Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps.
 
 y x rows and columns of patches
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -19,31 +19,26 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.commands import plural
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.sizes import Size
+from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.attention import maps, video
-from dino_vit.eval.attention.pictures import (
-    Panels,
-    as_picture,
-    enlarge,
-    heat,
-    overlay,
-    side_by_side,
-    spotlight,
-    write_png,
-    write_sheet,
-)
+from dino_vit.data.sources.source import spread
+from dino_vit.eval import pictures
+from dino_vit.eval.attention import cls_attention, mass_mask, patch_tokens, principal_colours, rollout
+from dino_vit.eval.pictures import Panel, resize, write_png, write_sheet
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.preparation import Preparation, preparation_of, squeeze
+from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
 log = logging.getLogger("dino_vit")
 
-SHEET_ROWS = 12  # images on a contact sheet; they share their principal components
+SHEET_ROWS = 12  # images on a sheet; they share their principal components
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -51,13 +46,13 @@ class AttentionConfig(Settings):
     """Draw the self-attention maps of images."""
 
     weights: str = Field(description="run folder or weights file")
-    source: str = setting("synthetic", "image, folder, glob or any other source of images")
+    source: str = setting("synthetic", "image, video, folder, glob or any other source of images")
     output: str = setting("attention", "folder for pictures and maps")
     network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
-    count: Count | None = setting(12, "images, from all over the source; null: all")
-    size: Count | None = setting(None, "pixels of the shorter side; null: each image as it is")
+    count: Count | None = setting(12, "number of images, from all over the source; null: all")
+    size: Count | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
     longest: Count | None = setting(
-        1024, "pixels of the longer side beyond which an image is shrunk; null: never"
+        1024, "shrink images whose longer side has more pixels than this; null: never"
     )
     block: int = setting(-1, "block whose attention is drawn; negative numbers count from the last")
     heads: tuple[CountOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
@@ -76,78 +71,42 @@ class AttentionConfig(Settings):
     }
 
 
-class Seen(NamedTuple):
-    """What a backbone makes of one image."""
+class ImageMaps(NamedTuple):
+    """An image and its maps."""
 
-    name: str
-    file: str  # what its files are called
     picture: Tensor  # uint8 (3, H, W)
-    heads: Tensor  # (heads, y, x)
-    rolled: Tensor | None  # (y, x)
+    heads: Tensor  # CLS attention (heads, y, x)
+    rollout: Tensor | None  # (y, x)
     tokens: Tensor | None  # (y, x, d)
+    name: str = ""
+    stem: str = ""  # of the names of its files
 
 
 def run(config: AttentionConfig) -> int:
-    """Write pictures and maps of every image, and say where they are; processes share the sheets."""
+    """Write pictures and maps of every image, or an overlay of a video; processes share the sheets."""
     accelerator = start_processes(trackers=(), folder=Path())
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
-    if video.is_video(config.source):
-        return draw_video(model, config) if rank() == 0 else 0
+    heads = chosen_heads(config, model)
+    folder, block = Path(config.output), config.block % model.depth
+    if Path(config.source).suffix.lower() in VIDEO_SUFFIXES and Path(config.source).is_file():
+        if rank() == 0:
+            target = folder / f"{Path(config.source).stem}.overlay.mp4"
+            frames = draw_video(model, heads, target, config)
+            print(f"{target}: {plural(frames, 'frame')} beside the attention of block {block}")
+        return 0
     with all_or_none():
-        sheets, images = draw_sheets(model, open_source(config.source), config)
+        sheets, images = draw_sheets(model, heads, open_source(config.source), config)
     if rank() == 0:
-        folder, block = Path(config.output), config.block % model.depth
-        many = "1 sheet" if sheets == 1 else f"{sheets} sheets"
-        print(f"{folder}/sheet-*.png: where block {block} looks, {images} images on {many}")
-        print(f"{folder}/*.png: every image beside its maps; *.overlay.png and *.mask.png of its own size")
-        print(f"{folder}/*.attention.npy: the raw maps, heads × rows × columns of patches")
+        counts = f"{plural(images, 'image')} on {plural(sheets, 'sheet')}"
+        print(f"{folder}/sheet-*.png: attention of block {block}, {counts}")
+        print(f"{folder}/*.png: each image beside its maps; *.overlay.png and *.mask.png in the image's size")
+        print(f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches")
     accelerator.end_training()
     return 0
 
 
-def draw_sheets(model: VisionTransformer, source: Source, config: AttentionConfig) -> tuple[int, int]:
-    """Draw this process's share of the sheets; return how many sheets and images there are of all."""
-    heads, preparation = chosen_heads(config, model), preparation_of(model)
-    places = range(len(source)) if config.count is None else spread(len(source), config.count)
-    names = FileNames()
-    files = [names.of(source.name(place)) for place in places]
-    pages = range(0, len(places), SHEET_ROWS)
-    drawn = torch.zeros(1, 2, dtype=torch.long, device=model.cls_token.device)
-    for number in range(rank(), len(pages), world_size()):
-        page = slice(pages[number], pages[number] + SHEET_ROWS)
-        seen = list(see_all(model, preparation, source, places[page], files[page], config))
-        if seen:
-            sheet = Path(config.output) / f"sheet-{number + 1}.png"
-            write_page(seen, sheet, model, heads, config.mass)
-            drawn += torch.tensor([1, len(seen)], device=drawn.device)
-        if len(pages) > 1:
-            log.info("sheet %d of %d", number + 1, len(pages))
-    sheets, images = all_gather(drawn).sum(0).tolist()
-    if not sheets:
-        raise ValueError(f"none of the {len(places)} images that were tried can be read; see the lines above")
-    return sheets, images
-
-
-def draw_video(model: VisionTransformer, config: AttentionConfig) -> int:
-    """Write the video with the mean attention of the heads beside it."""
-    heads = chosen_heads(config, model)
-    normalise = preparation_of(model).normaliser(model.cls_token.device)
-
-    def beside(frame: Tensor) -> Tensor:
-        image = resized(frame, config.size, config.longest)
-        padded = pad(normalise(image[None]), model.patch_size)
-        attention = maps.cls_attention(model, padded, config.block)[0, heads].mean(0).cpu()
-        size = image.shape[-2], image.shape[-1]
-        return side_by_side([image, overlay(image, enlarge(attention, size, model.patch_size, smooth=True))])
-
-    target = Path(config.output) / f"{Path(config.source).stem}.overlay.mp4"
-    frames = video.redraw(Path(config.source), target, beside)
-    print(f"{target}: {frames} frames beside where block {config.block % model.depth} looks")
-    return 0
-
-
 def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]:
-    """Return the heads that get a picture of their own; a block or head that does not exist is refused."""
+    """Return the heads to draw, after checking that they and the block exist."""
     if not -model.depth <= config.block < model.depth:
         raise ValueError(
             f"block={config.block}: this backbone has blocks 0 to {model.depth - 1}; negative numbers count "
@@ -159,116 +118,153 @@ def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]
     return heads
 
 
-def spread(length: int, count: int) -> list[int]:
-    """Return up to `count` different places all over a length, in no rhythm that a sorted source may have."""
-    if count >= length:
-        return list(range(length))
-    golden = (5**0.5 - 1) / 2
-    return sorted({int(length * (place * golden % 1)) for place in range(count)})
+def draw_sheets(
+    model: VisionTransformer, heads: Sequence[int], source: Source, config: AttentionConfig
+) -> tuple[int, int]:
+    """Draw this process's share of the sheets; return the numbers of sheets and images of all processes."""
+    preparation = preparation_of(model)
+    indices = range(len(source)) if config.count is None else spread(len(source), config.count)
+    stems = file_stems(source.name(index) for index in indices)
+    starts = range(0, len(indices), SHEET_ROWS)
+    drawn = torch.zeros(1, 2, dtype=torch.long, device=model.cls_token.device)
+    for number in range(rank(), len(starts), world_size()):
+        rows = slice(starts[number], starts[number] + SHEET_ROWS)
+        images = []
+        for index, stem in zip(indices[rows], stems[rows], strict=True):
+            try:
+                image = read_image(source, index, preparation.pixels)
+            except UnreadableImage as error:
+                log.warning("skipped %s", error)
+            else:
+                maps = compute_maps(model, preparation, image, config)
+                images.append(maps._replace(name=source.name(index), stem=stem))
+        if images:
+            draw_sheet(images, number + 1, model.patch_size, heads, config)
+            drawn += torch.tensor([1, len(images)], device=drawn.device)
+        if len(starts) > 1:
+            log.info("sheet %d of %d", number + 1, len(starts))
+    sheet_count, image_count = all_gather(drawn).sum(0).tolist()
+    if not image_count:
+        raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
+    return sheet_count, image_count
 
 
-def see_all(
-    model: VisionTransformer,
-    preparation: Preparation,
-    source: Source,
-    places: Iterable[int],
-    files: Iterable[str],
-    config: AttentionConfig,
-) -> Iterator[Seen]:
-    """Yield what the backbone makes of each image; one that cannot be read is left out with a line."""
-    normalise = preparation.normaliser(model.cls_token.device)
-    for place, file in zip(places, files, strict=True):
-        try:
-            image = read_image(source, place, preparation.pixels)
-        except UnreadableImage as error:
-            log.warning("left out: %s", error)
-        else:
-            image = resized(image, config.size, config.longest)
-            padded = pad(normalise(image[None]), model.patch_size)
-            yield Seen(
-                name=source.name(place),
-                file=file,
-                picture=as_picture(image),
-                heads=maps.cls_attention(model, padded, config.block)[0].cpu(),
-                rolled=maps.rollout(model, padded)[0].cpu() if config.rollout else None,
-                tokens=maps.patch_tokens(model, padded)[0].cpu() if config.pca else None,
-            )
+def compute_maps(
+    model: VisionTransformer, preparation: Preparation, image: Tensor, config: AttentionConfig
+) -> ImageMaps:
+    """Resize an image as the settings say, pad it to whole patches, and compute its maps."""
+    image = resize(image, config.size, config.longest)
+    padded = pad(preparation.normaliser(model.cls_token.device)(image[None]), model.patch_size)
+    return ImageMaps(
+        picture=pictures.as_picture(image),
+        heads=cls_attention(model, padded, config.block)[0].cpu(),
+        rollout=rollout(model, padded)[0].cpu() if config.rollout else None,
+        tokens=patch_tokens(model, padded)[0].cpu() if config.pca else None,
+    )
 
 
-def resized(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
-    """Bring an image's shorter side to a length, then its longer side below another."""
-    height, width = image.shape[-2:]
-    factor = shorter / min(height, width) if shorter else 1.0
-    if longest:
-        factor = min(factor, longest / max(height, width))
-    size = max(1, round(height * factor)), max(1, round(width * factor))
-    return squeeze(image, size)
-
-
-def pad(images: Tensor, patch: tuple[int, int]) -> Tensor:
+def pad(images: Tensor, patch: Size) -> Tensor:
     """Repeat the last row and column of images (B, C, H, W) up to a whole number of patches."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
 
 
-def write_page(
-    seen: Sequence[Seen], sheet: Path, model: VisionTransformer, heads: Sequence[int], mass: float
+def draw_sheet(
+    images: Sequence[ImageMaps], number: int, patch: Size, heads: Sequence[int], config: AttentionConfig
 ) -> None:
     """Write the files of some images, and the sheet that shows them together."""
-    tokens = [one.tokens for one in seen if one.tokens is not None]
-    colours = maps.principal_colours(tokens) if tokens else [None] * len(seen)
+    folder = Path(config.output)
+    tokens = [image.tokens for image in images if image.tokens is not None]
+    colours = principal_colours(tokens) if tokens else [None] * len(images)
     rows = []
-    for one, colour in zip(seen, colours, strict=True):
-        panels = draw(one, colour, model.patch_size, heads, mass)
-        rows.append(Panels(one.name, list(panels.values())))
-        titles = list(panels)
-        write_png(side_by_side(panels.values()), sheet.with_name(f"{one.file}.png"))
-        write_png(panels["mean of heads"], sheet.with_name(f"{one.file}.overlay.png"))
-        write_png(panels["mask"], sheet.with_name(f"{one.file}.mask.png"))
-        write_array(one.heads, sheet.with_name(f"{one.file}.attention.npy"))
-        if one.rolled is not None:
-            write_array(one.rolled, sheet.with_name(f"{one.file}.rollout.npy"))
-    write_sheet(rows, titles, sheet)
+    for image, colour in zip(images, colours, strict=True):
+        panels = draw_maps(image, colour, patch, heads, config.mass)
+        write_png(pictures.side_by_side(panels.values()), folder / f"{image.stem}.png")
+        write_png(panels["mean of heads"], folder / f"{image.stem}.overlay.png")
+        write_png(panels["mask"], folder / f"{image.stem}.mask.png")
+        write_array(image.heads, folder / f"{image.stem}.attention.npy")
+        if image.rollout is not None:
+            write_array(image.rollout, folder / f"{image.stem}.rollout.npy")
+        rows.append([Panel(picture) for picture in panels.values()])
+    names = [image.name for image in images]
+    write_sheet(rows, folder / f"sheet-{number}.png", names=names, titles=list(panels))
 
 
-def draw(
-    seen: Seen, colours: Tensor | None, patch: tuple[int, int], heads: Sequence[int], mass: float
+def draw_maps(
+    image: ImageMaps, colours: Tensor | None, patch: Size, heads: Sequence[int], mass: float
 ) -> dict[str, Tensor]:
     """Return the pictures of an image by their titles, each of the image's size."""
-    size, picture = (seen.picture.shape[-2], seen.picture.shape[-1]), seen.picture
-    mean = seen.heads.mean(0)
-    panels = {"image": picture, "mean of heads": overlay(picture, enlarge(mean, size, patch, smooth=True))}
-    held = enlarge(maps.mass_mask(mean, mass), size, patch, smooth=False) > 0
-    panels["mask"] = spotlight(picture, held)
+    size, mean = (image.picture.shape[-2], image.picture.shape[-1]), image.heads.mean(0)
+    mask = pictures.enlarge(mass_mask(mean, mass), size, patch) > 0
+    panels = {
+        "image": image.picture,
+        "mean of heads": pictures.overlay(image.picture, mean, patch),
+        "mask": pictures.apply_mask(image.picture, mask),
+    }
     for head in heads:
-        panels[f"head {head}"] = heat(enlarge(seen.heads[head], size, patch, smooth=False))
-    if seen.rolled is not None:
-        panels["rollout"] = overlay(picture, enlarge(seen.rolled, size, patch, smooth=True))
+        panels[f"head {head}"] = pictures.heat(pictures.enlarge(image.heads[head], size, patch))
+    if image.rollout is not None:
+        panels["rollout"] = pictures.overlay(image.picture, image.rollout, patch)
     if colours is not None:
-        spread_out = enlarge(rearrange(colours, "y x c -> c y x"), size, patch, smooth=False)
-        panels["patches"] = as_picture(spread_out)
+        channels = rearrange(colours, "y x c -> c y x")
+        panels["patches"] = pictures.as_picture(pictures.enlarge(channels, size, patch))
     return panels
 
 
 def write_array(values: Tensor, path: Path) -> None:
-    """Write an array as NumPy stores it."""
     buffer = io.BytesIO()
     np.save(buffer, values.numpy())
     write_bytes(path, buffer.getvalue())
 
 
-class FileNames:
-    """Give each image a file name of its own, made of letters, digits, dots and dashes of its name."""
-
-    def __init__(self) -> None:
-        self.taken: set[str] = set()
-
-    def of(self, name: str) -> str:
-        stem = re.sub(r"[^\w.-]+", "-", name.rpartition(".")[0] or name).strip("-.") or "image"
-        stem, number = stem[-100:], 1
-        chosen = stem
-        while chosen.casefold() in self.taken or chosen.startswith("sheet-"):
+def file_stems(names: Iterable[str]) -> list[str]:
+    """Return a different file name for each image, made of the letters, digits and dashes of its name."""
+    stems: list[str] = []
+    taken: set[str] = set()  # without case, as some file systems ignore it
+    for name in names:
+        stem = re.sub(r"[^\w-]+", "-", name.rpartition(".")[0] or name).strip("-")[-100:] or "image"
+        if stem.casefold().startswith("sheet-"):
+            stem = f"image-{stem}"
+        number, unique = 1, stem
+        while unique.casefold() in taken:
             number += 1
-            chosen = f"{stem.removeprefix('sheet-')}-{number}"
-        self.taken.add(chosen.casefold())
-        return chosen
+            unique = f"{stem}-{number}"
+        taken.add(unique.casefold())
+        stems.append(unique)
+    return stems
+
+
+def draw_video(model: VisionTransformer, heads: Sequence[int], target: Path, config: AttentionConfig) -> int:
+    """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
+    try:
+        import av
+    except ImportError:
+        raise ValueError("to draw a video, install PyAV: pip install 'dino-vit[video]'") from None
+    preparation, frames, stream = preparation_of(model), 0, None
+    config = config.model_copy(update={"rollout": False, "pca": False})
+    try:
+        with replacing(target) as partial:
+            with av.open(config.source) as reader, av.open(str(partial), "w", format="mp4") as writer:
+                for frame in reader.decode(video=0):
+                    pixels = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
+                    maps = compute_maps(model, preparation, pixels, config)
+                    overlay = pictures.overlay(maps.picture, maps.heads[heads].mean(0), model.patch_size)
+                    picture = pictures.side_by_side([maps.picture, overlay])
+                    if stream is None:
+                        rate = reader.streams.video[0].average_rate or 25
+                        stream = writer.add_stream("libx264", rate=rate, options={"crf": "18"})
+                        # H.264 needs even sizes: an odd one loses its last row or column.
+                        stream.height, stream.width = (side // 2 * 2 for side in picture.shape[-2:])
+                        stream.pix_fmt = "yuv420p"
+                    even = rearrange(picture[:, : stream.height, : stream.width], "c y x -> y x c")
+                    array = even.contiguous().numpy()
+                    writer.mux(stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")))
+                    frames += 1
+                if stream is None:
+                    raise ValueError(f"{config.source} has no frames")
+                writer.mux(stream.encode(None))
+            sync(partial)
+    except av.FFmpegError as error:
+        message = f"{config.source} cannot be read as a video, or {target} cannot be written: {error}"
+        raise ValueError(message) from error
+    return frames

@@ -12,17 +12,16 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from dino_vit.commands.attention import spread
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
+from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageSummary, name_of
 from dino_vit.data.survey import Survey, survey
-from dino_vit.eval.attention.pictures import Panels, as_picture, write_sheet
+from dino_vit.eval.pictures import Panel, as_picture, write_sheet
 from dino_vit.views.build import build_pixels, make_views
 
 log = logging.getLogger("dino_vit")
@@ -164,11 +163,12 @@ def draw_views(source: Source, found: Survey, config: InspectConfig) -> None:
     rows = []
     for place, made in zip(places, make_views(training, source, places, epoch=0), strict=True):
         pictures = [read_image(source, place, pixels), *made]
-        rows.append(Panels(source.name(place), [as_picture(picture) for picture in pictures]))
+        rows.append([Panel(as_picture(picture)) for picture in pictures])
     views = training.views
     titles = ["image", *(f"global {n + 1}" for n in range(views.global_count))]
     titles += [f"local {n + 1}" for n in range(views.local_count)]
-    write_sheet(rows, titles, Path(config.sheet or ""))
+    names = [source.name(place) for place in places]
+    write_sheet(rows, Path(config.sheet or ""), names=names, titles=titles)
 
 
 def pretraining(file: str | None, source: Source, seen: ImageSummary) -> PretrainConfig:

@@ -28,8 +28,8 @@ from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention.maps import cls_attention
-from dino_vit.eval.attention.pictures import as_picture, shortened
+from dino_vit.eval.attention import cls_attention
+from dino_vit.eval.pictures import as_picture, shorten
 from dino_vit.eval.features.extraction import evaluating, in_batches
 from dino_vit.eval.knn.neighbours import nearest
 from dino_vit.models.head import DINOHead
@@ -142,7 +142,7 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
     labels = [source.label(index) for index in kept]
     return ImageMap(
         indices=kept,
-        names=[shortened(source.name(index), min(MAX_NAME, NAME_BYTES // len(kept))) for index in kept],
+        names=[shorten(source.name(index), min(MAX_NAME, NAME_BYTES // len(kept))) for index in kept],
         labels=[None if label is None else source.classes[label] for label in labels],
         prototypes=prototypes,
         neighbours=neighbours,

@@ -10,7 +10,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sampling_weights import read_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention.pictures import as_picture, heat, shortened
+from dino_vit.eval.pictures import as_picture, heat, shorten
 from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri, shrink
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
@@ -42,7 +42,7 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
     rows = []
     for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
-        name, tiles = shortened(source.name(index), MAX_NAME), []
+        name, tiles = shorten(source.name(index), MAX_NAME), []
         try:
             tiles.append(_tile(read_image(source, index, build_pixels(config)), "image"))
         except UnreadableImage as error:

@@ -43,3 +43,14 @@ def is_image(name: str | bytes) -> bool:
     """Tell whether a name is that of an image file which is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)
     return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES and not _HIDDEN.search(text)
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Return up to `count` different indices from all over a source of some length.
+
+    Steps of the golden ratio share no rhythm with a sorted source, as every n-th index might.
+    """
+    if count >= length:
+        return list(range(length))
+    golden = (5**0.5 - 1) / 2
+    return sorted({int(length * (number * golden % 1)) for number in range(count)})

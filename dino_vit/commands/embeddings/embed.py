@@ -1,33 +1,24 @@
-"""Embeddings of a source's images in one file that says how they were made."""
+"""Write the embeddings of images to a file, with what is needed to compute them again."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dino_vit import __version__
 from dino_vit.config.settings import Count, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import replacing, sync
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.embeddings.files import (
-    Array,
-    Embeddings,
-    blocks,
-    check_suffix,
-    normalised,
-    printable,
-    write_embeddings,
-)
+from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, printable, row_blocks, write_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.features.store import StoredFeatures
-
-log = logging.getLogger("dino_vit")
 
 
 class EmbedConfig(EvaluationConfig):
@@ -35,67 +26,59 @@ class EmbedConfig(EvaluationConfig):
 
     output: str = setting("embeddings.parquet", "file to write: .parquet, .npy or .safetensors")
     tokens: Literal["cls", "cls+mean", "patches"] = setting(
-        "cls", "CLS token, the mean patch token behind it, or all patch tokens"
+        "cls", "CLS token, CLS token and mean patch token joined, or all patch tokens"
     )
     blocks: Count = setting(1, "last blocks whose CLS tokens are joined")
-    dtype: Literal["float32", "float16"] = setting("float32", "of the file")
+    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
-    index: Literal["flat"] | None = setting(None, "flat: an exact FAISS index of cosines beside the file")
+    index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
 
     positional: ClassVar = ("source",)
     also_known_as: ClassVar = {**EvaluationConfig.also_known_as, "output": "out", "normalise": "normalize"}
 
 
 def run(config: EmbedConfig) -> int:
-    """Write the file, and say what is in it."""
+    """Write the embeddings of a source to a file."""
     output = Path(config.output)
     check_suffix(output)
     if config.index and config.tokens == "patches":
         raise ValueError(
-            "index=flat holds one embedding an image, but tokens=patches are many; leave one out"
+            "index=flat needs one embedding per image, but tokens=patches gives many; leave one out"
         )
     with frozen_backbone(config) as backbone:
         source = open_source(config.source, config.labels)
         spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
         stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
         if is_main_process():
-            embeddings = _described(stored, backbone, config)
+            embeddings = with_metadata(stored, backbone, config)
             transform = normalised if config.normalise else np.asarray
             write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
             shape = " × ".join(map(str, stored.values.shape))
-            print(f"{output}: {shape} in {config.dtype}, with names, labels and provenance")
+            print(f"{output}: {shape} in {config.dtype}, with names, labels and metadata")
             if config.index:
-                print(f"{write_index(output, stored.values)}: FAISS index of their cosines")
+                write_index(output.with_suffix(".faiss"), stored.values)
+                print(f"{output.with_suffix('.faiss')}: FAISS index of their cosines")
     return 0
 
 
-def _described(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> Embeddings:
+def with_metadata(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> Embeddings:
+    """Return stored features with names, labels, and all that is needed to compute them again."""
+    provenance = backbone.model.provenance
+    assert provenance is not None
     classes = stored.source.classes
-    return Embeddings(
-        values=stored.values,
-        names=[printable(stored.name(row)) for row in range(len(stored))],
-        labels=[classes[label] if label >= 0 else None for label in stored.labels.tolist()],
-        indices=stored.indices,
-        metadata=_about(stored, backbone, config),
-    )
-
-
-def _about(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> dict[str, Any]:
-    """Return what makes these embeddings again."""
-    known = backbone.model.provenance
-    assert known is not None
-    return {
+    path = Path(config.source)
+    metadata = {
         "format": 1,
         "dino_vit": __version__,
         "weights": {
-            "path": str(Path(known.source).absolute()),
-            "file_sha256": known.sha256,
+            "path": str(Path(provenance.source).absolute()),
+            "file_sha256": provenance.sha256,
             "sha256": stored.metadata["weights"],
             "network": config.network,
-            "step": known.step,
+            "step": provenance.step,
         },
         "source": {
-            "spec": _absolute(config.source),
+            "spec": str(path.absolute()) if path.exists() else config.source,
             "fingerprint": stored.metadata["source"],
             "images": len(stored.source),
             "unreadable": len(stored.unreadable),
@@ -106,23 +89,30 @@ def _about(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig
         "normalised": config.normalise,
         "shape": list(stored.values.shape[1:]),
     }
+    return Embeddings(
+        values=stored.values,
+        names=[printable(stored.name(row)) for row in range(len(stored))],
+        labels=[classes[label] if label >= 0 else None for label in stored.labels.tolist()],
+        indices=stored.indices,
+        metadata=metadata,
+    )
 
 
-def _absolute(spec: str) -> str:
-    """Return a source that is a path so that it holds from any folder."""
-    return str(Path(spec).absolute()) if Path(spec).exists() else spec
+def normalised(values: Array) -> NDArray[np.float32]:
+    """Scale rows to length 1, in float32; a row of zeros stays as it is."""
+    rows = values.astype(np.float32)
+    lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return np.divide(rows, np.maximum(lengths, np.finfo(np.float32).tiny), dtype=np.float32)
 
 
-def write_index(output: Path, values: Array) -> Path:
+def write_index(path: Path, values: Array) -> None:
     """Write an exact FAISS index whose inner products are the cosines of the embeddings."""
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells which of its builds it looks for
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
     import faiss
 
     index = faiss.IndexFlatIP(values.shape[1])
-    for rows in blocks(len(values), 4 * values.shape[1]):
+    for rows in row_blocks(len(values), 4 * values.shape[1]):
         index.add(normalised(values[rows]))
-    path = output.with_suffix(".faiss")
     with replacing(path) as partial:
         faiss.write_index(index, str(partial))
         sync(partial)
-    return path

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dino_vit import VisionTransformer
-from dino_vit.eval.attention import maps
+from dino_vit.eval import attention
 
 
 def backbone(**changes):
@@ -24,8 +24,7 @@ def by_hand(model, images, block):
     tokens = model.embed(images)
     for number in range(block):
         tokens = model.blocks[number](tokens)
-    attention = model.blocks[block].attn
-    qkv = attention.qkv(model.blocks[block].norm1(tokens)).double()
+    qkv = model.blocks[block].attn.qkv(model.blocks[block].norm1(tokens)).double()
     size = model.width // model.heads
     weights = torch.empty(len(images), model.heads, tokens.shape[1], tokens.shape[1], dtype=torch.float64)
     for head in range(model.heads):
@@ -41,7 +40,7 @@ def by_hand(model, images, block):
 @pytest.mark.parametrize("block", [0, 1, -1])
 def test_cls_attention_is_the_softmax_computed_by_hand(block):
     model, images = backbone(drop_path=0.5, dropout=0.5), torch.randn(2, 3, 24, 40)
-    found = maps.cls_attention(model, images, block)
+    found = attention.cls_attention(model, images, block)
     expected = by_hand(model, images, block % 3)[:, :, 0, 4:]
     assert found.shape == (2, 4, 3, 5)
     torch.testing.assert_close(found.flatten(2).double(), expected, rtol=0, atol=1e-6)
@@ -53,11 +52,11 @@ def test_cls_attention_is_the_softmax_computed_by_hand(block):
 def test_rollout_is_the_product_over_all_blocks(rows, monkeypatch):
     model, images = backbone(), torch.randn(2, 3, 32, 24)
     count = 1 + 3 + 4 * 3
-    monkeypatch.setattr(maps, "_ROW_BYTES", rows * 4 * 2 * 4 * count)
+    monkeypatch.setattr(attention, "_ROW_BYTES", rows * 4 * 2 * 4 * count)
     product = torch.eye(count, dtype=torch.float64)
     for block in range(3):
         product = (by_hand(model, images, block).mean(1) + torch.eye(count)) / 2 @ product
-    found = maps.rollout(model, images)
+    found = attention.rollout(model, images)
     assert found.shape == (2, 4, 3)
     torch.testing.assert_close(found.flatten(1).double(), product[:, 0, 4:], rtol=0, atol=1e-6)
 
@@ -65,27 +64,27 @@ def test_rollout_is_the_product_over_all_blocks(rows, monkeypatch):
 def naive_mask(values, share):
     marked, held = set(), 0.0
     order = sorted(range(len(values)), key=lambda i: -values[i])
-    for place in order:
+    for index in order:
         if held >= share * sum(values):
             break
-        marked.add(place)
-        held += values[place]
-    return [place in marked for place in range(len(values))]
+        marked.add(index)
+        held += values[index]
+    return [index in marked for index in range(len(values))]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.99])
 def test_the_mask_is_the_smallest_set_that_holds_the_share(share):
     weights = torch.rand(3, 2, 5, 7, generator=torch.Generator().manual_seed(1)) ** 4
-    found = maps.mass_mask(weights, share)
+    found = attention.mass_mask(weights, share)
     for values, mask in zip(weights.flatten(0, 1), found.flatten(0, 1), strict=True):
         assert mask.flatten().tolist() == naive_mask(values.double().flatten().tolist(), share)
-    assert maps.mass_mask(torch.full((2, 2), 0.25), 0.6).sum() == 3
+    assert attention.mass_mask(torch.full((2, 2), 0.25), 0.6).sum() == 3
 
 
 def test_patch_tokens_are_the_last_ones_on_their_grid():
     model, images = backbone().eval(), torch.randn(2, 3, 16, 40)
     tokens = model.forward_features(images)
-    found = maps.patch_tokens(model, images)
+    found = attention.patch_tokens(model, images)
     assert found.shape == (2, 2, 5, 32)
     assert torch.equal(found[1, 1, 3], tokens[1, 4 + 5 + 3])
 
@@ -95,7 +94,7 @@ def test_colours_are_the_principal_components_over_all_images():
     stretch = torch.diag(torch.tensor([9.0, 5.0, 2.0, 1.0, 0.5, 0.1]))
     turn = torch.linalg.qr(torch.randn(6, 6, generator=generator)).Q
     tokens = [torch.randn(y, x, 6, generator=generator) @ stretch @ turn for y, x in ((20, 30), (7, 50))]
-    found = maps.principal_colours(tokens)
+    found = attention.principal_colours(tokens)
     joined = np.concatenate([image.reshape(-1, 6).double().numpy() for image in tokens])
     centred = joined - joined.mean(0)
     _, _, axes = np.linalg.svd(centred, full_matrices=False)
@@ -107,5 +106,5 @@ def test_colours_are_the_principal_components_over_all_images():
         shown = np.concatenate([image[..., colour].flatten().numpy() for image in found])
         np.testing.assert_allclose(shown, expected, atol=1e-6)
     assert [image.shape for image in found] == [(20, 30, 3), (7, 50, 3)]
-    flat = maps.principal_colours([torch.ones(2, 2, 4)])[0]
+    flat = attention.principal_colours([torch.ones(2, 2, 4)])[0]
     assert bool(flat.isfinite().all())

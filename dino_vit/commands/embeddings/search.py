@@ -1,0 +1,136 @@
+"""Find the images of an embedding file that are nearest to given images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.open import Source
+from dino_vit.eval.embeddings import EmbeddedImages, Embeddings, printable, read_image_embeddings
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features
+from dino_vit.eval.features.store import weights_digest
+from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.eval.pictures import Panel, thumbnail, write_sheet
+from dino_vit.views.preparation import Preparation
+from dino_vit.weights import load_backbone
+
+
+class SearchConfig(Settings):
+    """Find the images nearest to given ones among those that were embedded."""
+
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    images: tuple[str, ...] = Field(description="image files to find similar images to")
+    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
+    k: Count = setting(8, "nearest images to show")
+    output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
+
+    positional: ClassVar = ("embeddings", "images")
+    also_known_as: ClassVar = {"embeddings": "index", "images": "query queries", "output": "out", "k": "top"}
+
+
+def run(config: SearchConfig) -> int:
+    """Print the nearest images to each given one, and write them as a sheet and as JSON."""
+    output = Path(config.output)
+    if output.suffix != ".png":
+        raise ValueError(f"output={output} must end in .png")
+    embeddings = read_image_embeddings(config.embeddings)
+    queries = ImageFiles(config.images)
+    features = query_features(config, queries, embeddings.metadata)
+    cosines, rows = nearest(embeddings.values, features, k=config.k)
+    images, sheet, results = EmbeddedImages(embeddings), [], []
+    for index, (query_cosines, query_rows) in enumerate(zip(cosines.tolist(), rows.tolist(), strict=True)):
+        name = printable(config.images[index])
+        print(f"{name}:")
+        panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
+        found = []
+        for cosine, row in zip(query_cosines, query_rows, strict=True):
+            one = describe(embeddings, cosine, row)
+            print(f"  {cosine:.4f}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
+            panels.append(images.panel(row, f"{cosine:.3f}  {one['label'] or one['name']}"))
+            found.append(one)
+        sheet.append(panels)
+        results.append({"image": name, "nearest": found})
+    write_sheet(sheet, output)
+    result = {"embeddings": str(Path(config.embeddings).absolute()), "results": results}
+    write_bytes(output.with_suffix(".json"), json.dumps(result, indent=1).encode())
+    print(f"{output}: sheet of the nearest images; {output.with_suffix('.json')}: the same as JSON")
+    return 0
+
+
+class ImageFiles:
+    """Image files in the given order, as a source; FilesSource would sort them and index them on disk."""
+
+    classes: Sequence[str] = ()
+    fingerprint = ""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, index: int) -> bytes:
+        return Path(self.paths[index]).read_bytes()
+
+    def label(self, index: int) -> int | None:
+        return None
+
+    def name(self, index: int) -> str:
+        return self.paths[index]
+
+
+def describe(embeddings: Embeddings, cosine: float, row: int) -> dict[str, Any]:
+    return {
+        "name": embeddings.names[row],
+        "label": embeddings.labels[row],
+        "cosine": round(cosine, 6),
+        "index": int(embeddings.indices[row]),
+        "row": row,
+    }
+
+
+def query_features(config: SearchConfig, queries: Source, metadata: dict[str, Any]) -> Tensor:
+    """Compute the features of the given images exactly as those in the file were computed."""
+    recorded, tokens = metadata["weights"], metadata["tokens"]
+    path = config.weights or recorded["path"]
+    try:
+        model = load_backbone(path, network=recorded["network"])
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"search needs the weights that computed the embeddings: {error}. If they were moved, give their "
+            "new path with weights="
+        ) from error
+    if weights_digest(model) != recorded["sha256"]:
+        raise ValueError(
+            f"{path} are not the weights that computed the embeddings (step {recorded['step']} of "
+            f"{recorded['path']}): give those with weights=, or embed the images again"
+        )
+    precision = getattr(torch, metadata["precision"])
+    features = extract_features(
+        model.to(start_processes(trackers=(), folder=Path()).device),
+        queries,
+        range(len(queries)),
+        preparation=recorded_preparation(metadata),
+        batch_size=32,
+        spec=FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"]),
+        autocast=None if precision == torch.float32 else precision,
+    )
+    if features.unreadable:
+        raise ValueError(f"an image to search for cannot be read: {features.unreadable[0]}")
+    return features.values
+
+
+def recorded_preparation(metadata: dict[str, Any]) -> Preparation:
+    known = metadata["preparation"]
+    tuples = {name: tuple(known[name]) for name in ("size", "mean", "std")}
+    return Preparation(**tuples, fit=known["fit"], pixels=Pixels(**known["pixels"]))

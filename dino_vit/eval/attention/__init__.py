@@ -1,1 +1,0 @@
-"""Attention maps, and pictures and videos of them."""

@@ -1,1 +1,0 @@
-"""Embedding files, and galleries of the images that they describe."""

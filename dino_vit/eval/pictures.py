@@ -1,0 +1,154 @@
+"""Pictures of images and maps: overlays and masks, and sheets of many pictures.
+
+Pictures are uint8 (3, H, W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_vit.core.sizes import Size
+from dino_vit.core.storage import write_bytes
+from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.open import Source
+from dino_vit.views.preparation import squeeze
+
+_THUMBNAIL_PIXELS = 256
+_PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
+_GAP_INCHES = 0.15
+_CAPTION_INCHES = 0.18
+_EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)
+
+
+class Panel(NamedTuple):
+    """A picture on a sheet, with a caption below it."""
+
+    picture: Tensor | None  # None: an empty frame, for an image that cannot be shown
+    caption: str = ""
+
+
+PanelRow = Sequence[Panel | None]
+
+
+def as_picture(image: Tensor) -> Tensor:
+    """Convert an image (C, H, W), uint8 or float from 0 to 1: RGB as it is, otherwise its first channel."""
+    picture = image if len(image) == 3 else image[:1].expand(3, -1, -1)
+    return picture if picture.dtype == torch.uint8 else (picture.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def resize(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
+    """Resize an image so that its shorter side is `shorter`, then its longer side at most `longest`."""
+    height, width = image.shape[-2:]
+    factor = shorter / min(height, width) if shorter else 1.0
+    if longest:
+        factor = min(factor, longest / max(height, width))
+    return squeeze(image, (max(1, round(height * factor)), max(1, round(width * factor))))
+
+
+def thumbnail(source: Source, index: int, pixels: Pixels) -> Tensor | None:
+    """Return an image of a source as a small picture, or None if it cannot be read."""
+    try:
+        return as_picture(resize(read_image(source, index, pixels), None, _THUMBNAIL_PIXELS))
+    except UnreadableImage:
+        return None
+
+
+def enlarge(values: Tensor, size: Size, patch: Size, mode: str = "nearest") -> Tensor:
+    """Enlarge values of patches (..., y, x) to pixels and crop them to the image's size."""
+    pixels = values.shape[-2] * patch[0], values.shape[-1] * patch[1]
+    flat = values.float().reshape(1, -1, *values.shape[-2:])
+    enlarged = F.interpolate(flat, size=pixels, mode=mode)
+    return enlarged.reshape(*values.shape[:-2], *pixels)[..., : size[0], : size[1]]
+
+
+def heat(values: Tensor) -> Tensor:
+    """Colour values (H, W) of 0 or more, relative to the largest: black, purple, orange, yellow."""
+    from matplotlib import colormaps
+
+    relative = values / values.max().clamp_min(1e-12)
+    colours = torch.from_numpy(colormaps["inferno"](relative.numpy(), bytes=True)[..., :3])
+    return rearrange(colours, "y x c -> c y x").contiguous()
+
+
+def overlay(picture: Tensor, values: Tensor, patch: Size) -> Tensor:
+    """Blend the heat of patches (y, x) over their picture, more opaque where the values are larger."""
+    values = enlarge(values, (picture.shape[-2], picture.shape[-1]), patch, "bilinear")
+    opacity = 0.35 + 0.5 * (values / values.max().clamp_min(1e-12)).sqrt()
+    blended = picture * (1 - opacity) + heat(values) * opacity
+    return blended.round().to(torch.uint8)
+
+
+def apply_mask(picture: Tensor, mask: Tensor) -> Tensor:
+    """Darken what lies outside a mask (H, W)."""
+    return torch.where(mask, picture, picture // 4)
+
+
+def side_by_side(pictures: Iterable[Tensor], gap: int = 4) -> Tensor:
+    """Join pictures of one height with white gaps between them."""
+    first, *others = pictures
+    padded = [F.pad(picture, (gap, 0), value=255) for picture in others]
+    return torch.cat([first, *padded], dim=2)
+
+
+def write_png(picture: Tensor, path: Path) -> None:
+    """Write a PNG of exactly the picture's pixels."""
+    from PIL import Image
+
+    buffer = BytesIO()
+    Image.fromarray(rearrange(picture, "c y x -> y x c").contiguous().numpy()).save(buffer, "PNG")
+    write_bytes(path, buffer.getvalue())
+
+
+def write_sheet(
+    rows: Sequence[PanelRow], path: Path, *, names: Sequence[str] = (), titles: Sequence[str] = ()
+) -> None:
+    """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top.
+
+    None leaves a panel blank; a column of nothing but None is a narrow gap.
+    """
+    from matplotlib.figure import Figure
+
+    columns = list(zip_longest(*rows))
+    widths = [_PANEL_INCHES if any(column) else _GAP_INCHES for column in columns]
+    heights = [max(_height(panel) for panel in row if panel) for row in rows]
+    size = 1.03 * sum(widths) + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
+    figure = Figure(figsize=size, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
+    axes = figure.subplots(len(rows), len(columns), squeeze=False, width_ratios=widths, height_ratios=heights)
+    panels = chain.from_iterable(zip(*columns, strict=True))
+    for panel, axis in zip(panels, axes.flat, strict=True):
+        if panel is None:
+            axis.set_axis_off()
+            continue
+        picture = _EMPTY if panel.picture is None else panel.picture
+        axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
+        axis.set_xlabel(shorten(panel.caption, 30), fontsize=5.5, parse_math=False)
+        axis.set(xticks=[], yticks=[], anchor="N")
+        axis.spines[:].set_visible(False)
+    for axis, name in zip(axes[:, 0], names, strict=False):
+        axis.set_ylabel(shorten(name), fontsize=6, parse_math=False)
+    for axis, title in zip(axes[0], titles, strict=False):
+        axis.set_title(title, fontsize=8)
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    write_bytes(path, buffer.getvalue())
+
+
+def shorten(name: str, length: int = 22) -> str:
+    """Return the end of a name that is too long to show."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
+
+
+def _height(panel: Panel) -> float:
+    _, height, width = (_EMPTY if panel.picture is None else panel.picture).shape
+    return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if panel.caption else 0)
