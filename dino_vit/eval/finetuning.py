@@ -39,7 +39,8 @@ from dino_vit.method.optim import (
     parameter_groups,
 )
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.geometry import View
+from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
@@ -142,7 +143,9 @@ def open_tuning(config: FinetuneConfig, accelerator: Any) -> Finetuning:
     model = _build_model(config, len(sets.classes)).to(device)
     preparation = preparation_of(model)
     precision = choose_precision(config.precision, device)
-    jitter = ViewPhotometry(flip=config.flip, jitter=config.jitter, grey=0.0, blur=0.0)
+    photometry = ViewPhotometry(
+        flip=config.flip, jitter=config.jitter, brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1
+    )
     tuning = Finetuning(
         config=config,
         model=model,
@@ -150,7 +153,7 @@ def open_tuning(config: FinetuneConfig, accelerator: Any) -> Finetuning:
         optimizer=build_optimizer("adamw", parameter_groups(model, layer_decay=config.layer_decay)),
         feed=SupervisedLoader(
             sets.train,
-            view=View(size=preparation.size, scale=config.crop, photometry=jitter),
+            view=View(size=preparation.size, scale=config.crop, photometry=photometry),
             preparation=preparation,
             batch_size=config.batch_size,
             seed=config.seed,

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.views.geometry import Size
+from dino_vit.core.sizes import Size
 
 # Sides and WebP qualities for thumbnails, the best first; the first that fits the page is taken.
 THUMBNAILS = ((64, 80), (64, 65), (48, 65), (40, 60), (32, 60), (32, 40), (24, 40), (16, 40))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -28,7 +28,7 @@ class Layout:
     pairs: tuple[tuple[str, str], ...] = ()  # (theirs, ours); {i} is the number of a block
     left_out: Mapping[str, str] = field(default_factory=dict)  # pattern of names: what they are
     norm_eps: float = 1e-6
-    normalisation: Normalisation | None = IMAGENET
+    normalisation: Normalisation | None = IMAGENET_NORMALISATION
 
     def to_ours(self, name: str) -> str:
         """Return our name for one of theirs; a name that the layout does not list stays as it is."""

@@ -6,7 +6,7 @@ from PIL import Image
 
 from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.supervised_loader import SupervisedLoader
-from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.geometry import View
 from dino_vit.views.preparation import Preparation
 
 
@@ -21,7 +21,7 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
     sets = open_sets(str(tmp_path), train=str(tmp_path))
     feed = SupervisedLoader(
         sets.train,
-        view=View(size=(8, 8), scale=(1.0, 1.0), photometry=ViewPhotometry(jitter=0, grey=0, blur=0)),
+        view=View(size=(8, 8), scale=(1.0, 1.0)),
         preparation=Preparation(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
         batch_size=50,
         seed=0,

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import Size
 from dino_vit.views.preparation import Preparation
 
 T = TypeVar("T")

@@ -24,6 +24,7 @@ from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Sett
 from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
+from dino_vit.core.sizes import Size
 from dino_vit.core.storage import write_bytes
 from dino_vit.eval.datasets import Labelled
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating
@@ -32,7 +33,8 @@ from dino_vit.eval.linear.probes import INITIAL_STD, MOMENTUM, Heads, count_righ
 from dino_vit.eval.supervised_loader import SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import Size, View, ViewPhotometry
+from dino_vit.views.geometry import View
+from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.weights import WeightsError
 from dino_vit.weights.reading import read_weights
 
@@ -73,8 +75,8 @@ class Published(Settings):
 
 def training_view(size: Size) -> View:
     """Return the random resized crop, flipped or not, that a head learns from."""
-    flips_alone = ViewPhotometry(jitter=0.0, grey=0.0, blur=0.0)
-    return View(size=size, scale=(0.08, 1.0), photometry=flips_alone, interpolation="bilinear")
+    photometry = ViewPhotometry(flip=0.5)
+    return View(size=size, scale=(0.08, 1.0), photometry=photometry, interpolation="bilinear")
 
 
 def interleave(features: Tensor, *, mean: bool) -> Tensor:
