@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
@@ -20,7 +21,7 @@ from benchmarks.measure import Table, arguments, compare, report
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import decode
 from dino_vit.views.build import build_augment, build_views
-from dino_vit.views.geometry import draw_boxes
+from dino_vit.views.geometry import choose_boxes, draw_tries
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.sampler import Sampler
 
@@ -127,10 +128,8 @@ def _table(repeats: int, images: int) -> Table:
     def pil() -> list[list[Tensor]]:
         return [published(Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.files]
 
-    boxes = [
-        draw_boxes(views, seed=0, epoch=0, sample=index, height=375, width=500).tolist()
-        for index in range(images)
-    ]
+    tries = draw_tries(views, seed=0, epoch=0, samples=np.arange(images))
+    boxes = [choose_boxes(views, of_image, height=375, width=500).tolist() for of_image in tries]
 
     def decode_and_cut() -> list[Tensor]:
         """Do what cannot be left out, with torchvision and torch alone and boxes known before."""

@@ -62,7 +62,8 @@ from dino_vit.method.optim import (
 )
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.geometry import View
+from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 

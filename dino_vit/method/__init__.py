@@ -1,1 +1,1 @@
-"""The mathematics of a step: loss, centre, schedules, optimisers and EMA; no file and no process in it."""
+"""The mathematics of a training step: loss, centre, schedules, optimisers and EMA."""

@@ -1,4 +1,4 @@
-"""The DINO loss and the centre that keeps it from collapsing.
+"""The DINO loss and the centre of the teacher's outputs, which prevents collapse.
 
 Axes: g global views, v all views (global ones first), b images, k prototypes, d bottleneck features.
 """
@@ -16,7 +16,7 @@ from dino_vit.core.distributed import all_reduce_mean
 
 
 def teacher_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
-    """Return the centred, sharpened probabilities of the teacher in the precision of the centre."""
+    """Return the centred and sharpened probabilities of the teacher, in the dtype of the centre."""
     return F.softmax((teacher_logits - center) / temperature, dim=-1)
 
 
@@ -34,134 +34,112 @@ def dino_loss(
 ) -> Tensor:
     """Return the cross-entropy of student and teacher, averaged over pairs of different views and images.
 
-    The student's logits are computed, used and dropped for as many images at a time as keep them below
-    `chunk_bytes` in float32 (at least one image); a chunk takes about three times that. The gradients are
-    made in the same pass, so that nothing is computed twice.
+    All logits of the student together would take most of the memory of a step (`benchmarks/step.py`). So they
+    are computed for a few images at a time: as many as have `chunk_bytes` of logits in float32, which needs
+    about three times that memory. The gradients are computed in the same pass.
     """
-    if views < 2 or not 1 <= global_views <= views:
-        raise ValueError(
-            f"{views} views of which {global_views} global give no pair of a global view and another one: "
-            "use at least 1 global view and 2 views in all."
-        )
     images = len(student_features) // views
+    assert views > 1 <= global_views <= views, (views, global_views)
     assert len(student_features) == views * images, (student_features.shape, views)
     assert len(teacher_logits) == global_views * images, (teacher_logits.shape, global_views, images)
     device = student_features.device.type
     autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else student_features.dtype
+    dtype = torch.get_autocast_dtype(device) if autocast else student_features.dtype  # of the products
+    accurate = torch.promote_types(student_features.dtype, torch.float32)  # of everything else
     images_at_once = min(images, max(1, chunk_bytes // (4 * views * len(prototype_weight))))
-    plan = _Plan(
-        global_views=global_views,
-        student_temperature=student_temperature,
-        teacher_temperature=teacher_temperature,
-        matmul_dtype=dtype,
-        images_at_once=images_at_once,
-        lift=_float16_lift(global_views * views * images_at_once) if dtype == torch.float16 else 1.0,
-        needs_features=torch.is_grad_enabled() and student_features.requires_grad,
-        needs_weight=torch.is_grad_enabled() and prototype_weight.requires_grad,
-    )
+    lift = _float16_lift(global_views * views * images_at_once) if dtype == torch.float16 else 1.0
+    needs_features = torch.is_grad_enabled() and student_features.requires_grad
+    needs_weight = torch.is_grad_enabled() and prototype_weight.requires_grad
+
     features = rearrange(student_features, "(v b) d -> v b d", v=views)
-    teacher = rearrange(teacher_logits.detach(), "(g b) k -> g b k", g=global_views)
-    loss: Tensor = _ChunkedLoss.apply(features, prototype_weight, teacher, center, plan)
-    return loss
+    teacher_logits = rearrange(teacher_logits, "(g b) k -> g b k", g=global_views)
+    total = features.new_zeros((), dtype=accurate)
+    grad_features = torch.empty_like(features, dtype=accurate) if needs_features else None
+    grad_weight: Tensor | None = None
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        weight = prototype_weight.to(dtype)
+        for start in range(0, images, images_at_once):
+            part = slice(start, start + images_at_once)
+            chunk = rearrange(features[:, part], "v b d -> (v b) d")
+            targets = teacher_targets(teacher_logits[:, part], center, teacher_temperature).to(accurate)
+            scaled = (chunk / student_temperature).to(dtype)
+            needs_gradient = needs_features or needs_weight
+            loss, grad_logits = _chunk_loss(scaled, weight, targets, lift, needs_gradient=needs_gradient)
+            total += loss
+            if grad_logits is None:
+                continue
+            grad_logits = grad_logits.to(dtype)
+            if grad_features is not None:
+                grad_chunk = _matmul(grad_logits, weight, accurate)
+                grad_features[:, part] = rearrange(grad_chunk, "(v b) d -> v b d", v=views)
+            if needs_weight:
+                grad_chunk = _matmul(grad_logits.T, chunk.to(dtype), accurate)
+                grad_weight = grad_chunk if grad_weight is None else grad_weight.add_(grad_chunk)
+    terms = images * global_views * (views - 1)
+    factor = 1 / (lift * terms * student_temperature)
+    result: Tensor = _Loss.apply(
+        features, prototype_weight, total / terms, grad_features, grad_weight, factor
+    )
+    return result
 
 
-class _Plan(NamedTuple):
-    global_views: int
-    student_temperature: float
-    teacher_temperature: float
-    matmul_dtype: torch.dtype
-    images_at_once: int
-    lift: float
-    needs_features: bool
-    needs_weight: bool
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """The loss of all images, with its gradients computed in the forward pass, chunk by chunk."""
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients with respect to its first two inputs are known up to a factor."""
 
     @staticmethod
-    def forward(
-        ctx: Any, features: Tensor, weight: Tensor, teacher_logits: Tensor, center: Tensor, plan: _Plan
-    ) -> Tensor:
-        views, images, _ = features.shape
-        terms = images * plan.global_views * (views - 1)
-        accurate = torch.promote_types(features.dtype, torch.float32)
-        total = features.new_zeros((), dtype=accurate)
-        grad_features = torch.empty_like(features, dtype=accurate) if plan.needs_features else None
-        grad_weight: Tensor | None = None
-        with torch.autocast(features.device.type, enabled=False):
-            weight = weight.to(plan.matmul_dtype)
-            for start in range(0, images, plan.images_at_once):
-                part = slice(start, start + plan.images_at_once)
-                chunk = rearrange(features[:, part], "v b d -> (v b) d")
-                targets = teacher_targets(teacher_logits[:, part], center, plan.teacher_temperature)
-                loss, grad_logits = _loss_and_logit_gradient(chunk, weight, targets.to(accurate), views, plan)
-                total += loss
-                if grad_logits is None:
-                    continue
-                grad_logits = grad_logits.to(plan.matmul_dtype)
-                if grad_features is not None:
-                    grad_chunk = _matmul(grad_logits, weight, accurate)
-                    grad_features[:, part] = rearrange(grad_chunk, "(v b) d -> v b d", v=views)
-                if plan.needs_weight:
-                    grad_chunk = _matmul(grad_logits.T, chunk.to(plan.matmul_dtype), accurate)
-                    grad_weight = grad_chunk if grad_weight is None else grad_weight.add_(grad_chunk)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _, _, loss, grad_features, grad_weight, ctx.factor = inputs
         ctx.save_for_backward(grad_features, grad_weight)
-        ctx.factor = 1 / (plan.lift * terms * plan.student_temperature)
-        return total / terms
+        result: Tensor = loss.clone()
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # In place, as the weight's gradient is large; a second backward pass through this loss is an error.
+        # In place, because the weight's gradient is large; so a second backward pass raises an error.
         factor = grad_loss * ctx.factor
         grads = (None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
-def _loss_and_logit_gradient(
-    features: Tensor, weight: Tensor, targets: Tensor, views: int, plan: _Plan
+def _chunk_loss(
+    scaled: Tensor, weight: Tensor, targets: Tensor, lift: float, *, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a chunk (v*b, d) and, in the memory of its log-probabilities, the gradient.
+    """Return the summed loss of a chunk (v*b, d) and, in the memory of its log-probabilities, its gradient.
 
     The targets (g, b, k) are summed before the product: over all global views for a local view, over the
-    other ones for a global view. The gradient by the scaled logits is count * softmax - target, lifted.
+    others for a global view. The gradient with respect to the logits is count * softmax - target.
     """
-    scaled = (features / plan.student_temperature).to(weight.dtype)
+    count, images, _ = targets.shape
     logits = _matmul(scaled, weight.T, targets.dtype)
-    log_probs = rearrange(F.log_softmax(logits, dim=-1), "(v b) k -> v b k", v=views)
+    log_probs = rearrange(F.log_softmax(logits, dim=-1), "(v b) k -> v b k", b=images)
     del logits
-    count = plan.global_views
     of_globals, of_locals = log_probs[:count], log_probs[count:]
     for_locals = targets.sum(0)
     for_globals = for_locals - targets
     loss = -(for_globals * of_globals).sum() - (for_locals * of_locals.sum(0)).sum()
-    if not (plan.needs_features or plan.needs_weight):
+    if not needs_gradient:
         return loss, None
     log_probs.exp_()
-    of_globals.mul_(plan.lift * (count - 1)).sub_(for_globals, alpha=plan.lift)
-    of_locals.mul_(plan.lift * count).sub_(for_locals, alpha=plan.lift)
+    of_globals.mul_(lift * (count - 1)).sub_(for_globals, alpha=lift)
+    of_locals.mul_(lift * count).sub_(for_locals, alpha=lift)
     return loss, log_probs.flatten(0, 1)
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`; only CUDA spares it a rounding to the inputs' dtype."""
+    """Return a @ b in `dtype`; except on CUDA, the product is rounded to the dtype of the inputs first."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
 
 
 def _float16_lift(largest_sum: int) -> float:
-    """Return the power of two that lifts tiny gradients into float16 and keeps their sums in it."""
+    """Return the power of two that keeps tiny gradients from underflow and their sums from overflow."""
     return 2.0 ** math.floor(math.log2(2**13 / largest_sum))
 
 
 class Center(nn.Module):
-    """The running mean of the teacher's logits over all processes.
-
-    A step accumulates its micro-batches and updates once, after all of them used the centre from before.
-    """
+    """The running mean of the teacher's logits over all processes, updated once per step."""
 
     center: Tensor
     pending: Tensor
@@ -175,13 +153,13 @@ class Center(nn.Module):
 
     @torch.no_grad()
     def accumulate(self, teacher_logits: Tensor) -> None:
-        """Remember the teacher's logits (rows, prototypes) of a micro-batch for the next update."""
+        """Add the teacher's logits (rows, prototypes) of a micro-batch to the next update."""
         self.pending += teacher_logits.sum(0, keepdim=True, dtype=self.pending.dtype)
         self.pending_rows += len(teacher_logits)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the mean of what was accumulated, unless that is not finite."""
+        """Move towards the mean of the accumulated logits, unless it is not finite."""
         assert self.pending_rows > 0, "update() without accumulate()"
         mean = all_reduce_mean(self.pending / self.pending_rows)
         moved = self.center.lerp(mean, 1 - self.momentum)
@@ -191,20 +169,20 @@ class Center(nn.Module):
 
 
 class LossStatistics(NamedTuple):
-    """What the loss is made of, as 0-d tensors over all processes."""
+    """The parts of the loss, as 0-d tensors over all processes."""
 
-    mean_output_entropy: Tensor  # ln(prototypes) if all are used alike, 0 if one takes everything
-    output_entropy: Tensor  # mean over the rows: ln(prototypes) if undecided, 0 if certain
-    entropy_gap: Tensor  # the first minus the second: what an output tells about its image; 0 is a collapse
+    mean_output_entropy: Tensor  # entropy of the mean target: ln(prototypes) if all are used equally
+    output_entropy: Tensor  # mean entropy of the targets: 0 if each is certain
+    entropy_gap: Tensor  # the first minus the second, the information about the image; 0 is a collapse
     student_divergence: Tensor  # KL(teacher || student), the part of the loss that the student can lower
-    prototypes_in_use: Tensor  # how many are some row's largest
+    prototypes_in_use: Tensor  # number of prototypes that are the largest of some target
 
 
 @torch.no_grad()
 def loss_statistics(
     loss: Tensor, teacher_logits: Tensor, center: Tensor, *, teacher_temperature: float
 ) -> LossStatistics:
-    """Take the loss of a batch apart; meant for the logging steps, as it makes all targets at once."""
+    """Decompose the loss of a batch; for logging steps only, as it computes all targets at once."""
     targets = teacher_targets(teacher_logits, center, teacher_temperature)
     used = torch.zeros_like(targets[0]).scatter_(0, targets.argmax(dim=-1), 1.0)
     scalars = torch.stack([_entropy(targets).mean(), loss.detach().to(targets.dtype)])

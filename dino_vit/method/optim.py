@@ -1,4 +1,4 @@
-"""Optimisers, and what happens to gradients and parameters around their step, all without a host read."""
+"""Optimisers, gradient clipping and the EMA update; nothing here waits for the device."""
 
 import re
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.")
 def parameter_groups(
     backbone: nn.Module, *heads: nn.Module, layer_decay: float | None = None
 ) -> list[ParameterGroup]:
-    """Group the trainable parameters by weight decay (none for biases and 1-d tensors) and by rate.
+    """Group the trainable parameters by weight decay (none for biases and 1-d tensors) and learning rate.
 
-    With `layer_decay` the rate shrinks by that factor per block: from 1 for what follows the last block, the
-    heads included, down to what is registered before the first one: patch embedding, tokens, positions.
+    With `layer_decay` the rate shrinks by that factor per block: from 1 for the heads and all that follows
+    the last block, down to what comes before the first: patch embedding, tokens, positions.
     """
     scales = {} if layer_decay is None else _layer_scales(backbone, layer_decay)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -39,11 +39,7 @@ def parameter_groups(
 def _layer_scales(backbone: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
     """Return decay ** (depth + 1 - layer): layer 0 before the blocks, i + 1 for block i, then depth + 1."""
     blocks = [_BLOCK.match(name) for name, _ in backbone.named_parameters()]
-    depth = 1 + max((int(block[1]) for block in blocks if block), default=-1)
-    if depth == 0:
-        raise ValueError(
-            f"layer_decay={layer_decay} goes by blocks, but {type(backbone).__name__} has none: leave it out."
-        )
+    depth = 1 + max(int(block[1]) for block in blocks if block)
     scales, outside = {}, 0
     for parameter, block in zip(backbone.parameters(), blocks, strict=True):
         if block:
@@ -53,21 +49,18 @@ def _layer_scales(backbone: nn.Module, layer_decay: float) -> dict[nn.Parameter,
 
 
 def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
-    """Return the optimiser "adamw", "sgd" or "lars"; `set_rates` gives each of its steps the rates."""
+    """Return the optimiser "adamw", "sgd" or "lars"; `set_rates` sets the rates of each step."""
     optimizer: Optimizer
-    match name:
-        case "adamw":
-            optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
-        case "sgd":
-            optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
-        case "lars":
-            optimizer = LARS(groups)
-        case _:
-            raise ValueError(f'There is no optimizer "{name}": choose "adamw", "sgd" or "lars".')
-    # All state from the start, as a checkpoint then holds the same tensors at every step, whatever learned so
-    # far, and SGD's momentum would stay uninitialised if the step that creates it were skipped.
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
+    elif name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
+    else:
+        optimizer = LARS(groups)
+    # Create the whole state now: a checkpoint then has the same tensors at every step, and if the first step
+    # is skipped, the momentum of SGD is not left uninitialised.
+    keys = ("exp_avg", "exp_avg_sq") if name == "adamw" else ("momentum_buffer",)
     for parameter in (parameter for group in groups for parameter in group["params"]):
-        keys = ("exp_avg", "exp_avg_sq") if name == "adamw" else ("momentum_buffer",)
         optimizer.state[parameter] = {key: torch.zeros_like(parameter) for key in keys}
         if name == "adamw":
             optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
@@ -75,24 +68,21 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
 
 
 def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
-    """Set this step's learning rate, scaled per group, and the weight decay of the groups that have one."""
+    """Set the learning rate, scaled per group, and the weight decay of the groups that are decayed."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
         group["weight_decay"] = weight_decay if group["decayed"] else 0.0
 
 
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
-    """Take the step of an optimiser built here, or change nothing if not `finite`; the host never asks."""
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # GradScaler's way to tell a fused step
+    """Step if `finite`, else change nothing; the host does not wait for the answer."""
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # as GradScaler skips fused steps
     optimizer.step()
     del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class LARS(Optimizer):
-    """SGD with momentum, where the step of each decayed tensor is proportional to the tensor's norm.
-
-    `build_optimizer` gives it its state.
-    """
+    """SGD with momentum, where the update of a decayed tensor is scaled to the norm of the tensor."""
 
     def __init__(self, groups: list[ParameterGroup], *, eta: float = 0.001, momentum: float = 0.9) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eta": eta, "momentum": momentum})
@@ -121,7 +111,7 @@ class LARS(Optimizer):
 def _adapt(
     parameters: list[Tensor], gradients: list[Tensor], weight_decay: float, eta: float
 ) -> list[Tensor]:
-    """Return the decayed gradients scaled to `eta` times the parameter's norm, where both have one."""
+    """Return the decayed gradients, scaled to `eta` times the norm of the parameter if neither is zero."""
     updates = torch._foreach_add(gradients, parameters, alpha=weight_decay)
     parameter_norms = torch.stack(torch._foreach_norm(parameters))
     update_norms = torch.stack(torch._foreach_norm(updates))
@@ -132,52 +122,40 @@ def _adapt(
 
 @torch.no_grad()
 def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) -> Tensor:
-    """Limit gradient norms to `max_norm`, return the norm of all of them from before.
+    """Limit gradient norms to `max_norm` and return the norm of all gradients before.
 
-    "tensor" limits every gradient on its own, "module" each module's, "global" all together, "none" nothing.
+    "tensor" limits the norm of each gradient, "module" of each module, "global" of all, "none" no norm.
     """
     per_module = [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
     gradients = [gradient for part in per_module for gradient in part]
     norms = torch.stack(torch._foreach_norm(gradients))
     total: Tensor = torch.linalg.vector_norm(norms)
-    match mode:
-        case "tensor":
-            torch._foreach_mul_(gradients, _shrinkage(norms, max_norm).unbind())
-        case "module":
-            sizes = [len(part) for part in per_module]
-            for part, part_norms in zip(per_module, torch.split(norms, sizes), strict=True):
-                if part:
-                    torch._foreach_mul_(part, _shrinkage(torch.linalg.vector_norm(part_norms), max_norm))
-        case "global":
-            torch._foreach_mul_(gradients, _shrinkage(total, max_norm))
-        case "none":
-            pass
-        case _:
-            raise ValueError(
-                f'There is no clip mode "{mode}": choose "tensor", "module", "global" or "none".'
-            )
+    if mode == "module":
+        parts = torch.split(norms, [len(part) for part in per_module])
+        norms = torch.cat([torch.linalg.vector_norm(part).expand_as(part) for part in parts])
+    elif mode == "global":
+        norms = total.expand_as(norms)
+    if mode != "none":
+        factors = torch.clamp(max_norm / (norms + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factors.unbind())
     return total
 
 
-def _shrinkage(norms: Tensor, max_norm: float) -> Tensor:
-    return torch.clamp(max_norm / (norms + 1e-6), max=1.0)
-
-
 def all_finite(loss: Tensor, gradient_norm: Tensor) -> Tensor:
-    """Tell (0-d bool) whether loss and gradients, seen through their norm, are finite in all processes."""
+    """Return (0-d bool) whether the loss and the norm of the gradients are finite in all processes."""
     finite = torch.stack([loss.detach(), gradient_norm]).isfinite().all()
-    return all_reduce_mean(finite.float()) == 1  # the same answer everywhere, or the processes part for good
+    return all_reduce_mean(finite.float()) == 1  # equal in all processes, or their weights would diverge
 
 
 def freeze_last_layer(last_layer: nn.Module) -> None:
-    """Drop the gradients of the prototypes, so that the optimiser's step passes them by."""
+    """Drop the gradients of the prototypes, so that the optimiser skips them."""
     for parameter in last_layer.parameters():
         parameter.grad = None
 
 
 @torch.no_grad()
 def ema_update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
-    """Move the teacher's parameters towards the student's: momentum * teacher + (1 - momentum) * student."""
+    """Update the teacher's parameters: momentum * teacher + (1 - momentum) * student."""
     teachers, students = dict(teacher.named_parameters()), dict(student.named_parameters())
     assert teachers.keys() == students.keys(), teachers.keys() ^ students.keys()
     torch._foreach_lerp_(list(teachers.values()), list(students.values()), 1 - momentum)

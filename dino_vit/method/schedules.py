@@ -1,4 +1,4 @@
-"""Schedules as pure functions of an integer step or epoch: nothing to store, nothing to resume."""
+"""Schedules as pure functions of a step or an epoch, without state to save."""
 
 import math
 
@@ -6,15 +6,11 @@ import math
 def warmup_cosine(
     step: int, *, base: float, final: float, total: int, warmup: int = 0, start: float = 0.0
 ) -> float:
-    """Return the value at `step`: `start` to `base` in `warmup` steps, then a cosine towards `final`.
+    """Return the value at `step`: `warmup` linear steps from `start` to `base`, then a cosine to `final`.
 
-    The warm-up reaches `base` at its last step, the cosine starts there again and would reach `final` at step
-    `total`, one after the last; from there on `final` holds.
+    The last step of the warm-up has `base`, and so does the first of the cosine; `final` is reached at step
+    `total`, one after the last, and stays from there on.
     """
-    if not 0 <= warmup <= total:
-        raise ValueError(
-            f"A warm-up of {warmup} does not fit into a schedule of {total}: shorten it or train longer."
-        )
     if step < warmup:
         return _ramp(step, start, base, warmup)
     if step >= total:
@@ -24,12 +20,10 @@ def warmup_cosine(
 
 
 def warmup_constant(epoch: int, *, start: float, final: float, warmup: int) -> float:
-    """Return the value at `epoch`: `start` to `final` in `warmup` epochs, then `final`."""
+    """Return the value at `epoch`: `warmup` linear epochs from `start` to `final`, then `final`."""
     return _ramp(epoch, start, final, warmup) if epoch < warmup else final
 
 
 def _ramp(index: int, start: float, end: float, count: int) -> float:
     """Return entry `index` of `count` evenly spaced values from `start` to `end`, both included."""
-    if index < 0:
-        raise ValueError(f"A schedule has no value at {index}: count from 0.")
     return start + (end - start) * (index / (count - 1)) if count > 1 else start

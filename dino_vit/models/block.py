@@ -1,9 +1,7 @@
-"""The transformer block: attention with the kernel that suits the device, and an MLP.
+"""The transformer block: attention, with the fastest kernel of the device, and an MLP.
 
 b batch, h heads, n tokens, d channels of a head
 """
-
-from __future__ import annotations
 
 from typing import Literal
 
@@ -14,27 +12,25 @@ from torch import Tensor, nn
 
 from dino_vit.models.onednn import Linear
 
-EXPLICIT_BYTES = 2**30  # scores beyond this stay in the kernel, which never holds them all
+EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, which never stores them
 
 
 class Attention(nn.Module):
-    """Attend with one fused projection to queries, keys and values."""
+    """Multi-head self-attention with one projection to queries, keys and values."""
 
     def __init__(
         self,
         *,
         width: int,
         heads: int,
-        qkv_bias: bool = True,
-        qk_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        dropout: float = 0.0,
+        qkv_bias: bool,
+        qk_scale: float | None,
+        attention_dropout: float,
+        dropout: float,
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(
-                f"a width of {width} cannot be shared among {heads} heads; choose heads that divide it"
-            )
+            raise ValueError(f"width={width} is not divisible by heads={heads}")
         self.heads = heads
         self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
         self.attention_dropout = attention_dropout
@@ -49,48 +45,46 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(rearrange(x, "b h n d -> b n (h d)")))
 
     def weights(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
-        """Return the attention that the given query tokens pay, (B, h, queries, N), in float32."""
+        """Return the attention weights of the given queries, (B, h, queries, N), in float32."""
         q, k, _ = self.split(x)
         return self.softmax(q[:, :, queries], k)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the attention of queries (B, h, n, d) to keys (B, h, N, d), in float32."""
+        """Return the attention weights of queries (B, h, n, d) on keys (B, h, N, d), in float32."""
         with torch.autocast(q.device.type, enabled=False):
             scores = q.float() @ k.float().transpose(-2, -1)
             return (scores * self.scale).softmax(dim=-1)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project tokens (B, N, D) to queries, keys and values of each head, (B, h, N, d)."""
+        """Project tokens (B, N, D) to queries, keys and values, (B, h, N, d) each."""
         qkv = rearrange(self.qkv(x), "b n (three h d) -> b n three h d", three=3, h=self.heads)
-        # Unbound where the projection wrote them, their gradients are put together by one copy, not two.
+        # Unbinding before the transposition makes the backward pass one copy instead of two.
         q, k, v = (rearrange(part, "b n h d -> b h n d") for part in qkv.unbind(2))
         return q, k, v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """Return softmax(q·kᵀ·scale)·v, by the kernel that `benchmarks/attention.py` found fastest."""
-    if dropout == 0.0 and _explicit_pays(q):
-        return _explicit(q, k, v, scale)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+    """Return softmax(q·kᵀ·scale)·v, with the kernel that `benchmarks/attention.py` found fastest.
 
-
-def _explicit_pays(q: Tensor) -> bool:
-    """Tell whether to spell the softmax out: in bfloat16 on a CPU, whose fused kernel is slow there."""
+    The fused kernel of a CPU is slow in bfloat16, so there the softmax is written out.
+    """
     batch, heads, tokens, _ = q.shape
     fits = batch * heads * tokens * tokens * q.element_size() <= EXPLICIT_BYTES
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and fits
+    if dropout == 0.0 and q.is_cpu and q.dtype == torch.bfloat16 and fits:
+        return _explicit(q, k, v, scale)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     heads = q.shape[1]
     q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
-    # The product scales its own result; scaling queries or scores would be one more pass over them.
+    # baddbmm scales the product itself, which saves a pass over the scores.
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
     return rearrange(scores.softmax(dim=-1) @ v, "(b h) n d -> b h n d", h=heads)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each normalised before and added to what came in."""
+    """Attention, then an MLP, each with a LayerNorm before it and a residual connection."""
 
     def __init__(
         self,
@@ -124,13 +118,13 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
-        """Return the tokens (B, N, D) after this block, or only those that are asked for."""
+        """Return the tokens (B, N, D) after this block, or only the given ones."""
         x = x[:, queries] + self.drop_path(self.ls1(self.attn(self.norm1(x), queries)))
         return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
 
 class MLP(nn.Module):
-    """Linear, exact GELU, Linear; gated, SiLU of one half of the first weighs its other half."""
+    """Linear, GELU, linear; if gated, SwiGLU instead of GELU."""
 
     def __init__(self, *, width: int, hidden: int, gated: bool, dropout: float) -> None:
         super().__init__()
@@ -161,7 +155,10 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: leave the branch out for a random share of the samples and scale the others up."""
+    """Stochastic depth: drop the branch for random samples and scale up the others.
+
+    `torchvision.ops.stochastic_depth` does the same, but importing the backbone should not load torchvision.
+    """
 
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The projection head: an MLP onto unit vectors, and their cosines with the prototypes.
+"""The projection head: an MLP, L2 normalisation, and a weight-normalised linear layer (the prototypes).
 
-Parameters are named as in the 2021 reference, so that its checkpoints load by name.
+Parameters are named as in the 2021 DINO code, so that its checkpoints load by name.
 """
 
 from itertools import pairwise
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class Prototypes(nn.Module):
-    """Linear layer without bias whose rows have a direction `weight_v` and a length `weight_g`."""
+    """A linear layer without bias and with weight normalisation: direction `weight_v`, length `weight_g`."""
 
     def __init__(self, *, dim: int, prototypes: int, learn_gain: bool) -> None:
         super().__init__()
-        bound = dim**-0.5  # nn.Linear's own initialisation
+        bound = dim**-0.5  # as nn.Linear
         self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=learn_gain)
         self.weight_v = nn.Parameter(torch.empty(prototypes, dim).uniform_(-bound, bound))
 
@@ -29,7 +29,7 @@ class Prototypes(nn.Module):
 
 
 class DINOHead(nn.Module):
-    """Project backbone features onto unit vectors and compare those with the prototypes."""
+    """Project backbone features to unit vectors and multiply them with the prototypes."""
 
     def __init__(
         self,
@@ -43,8 +43,6 @@ class DINOHead(nn.Module):
         norm_last_layer: bool = True,
     ) -> None:
         super().__init__()
-        if layers < 1:
-            raise ValueError(f"The head has {layers} layers: it needs at least 1, the recipe has 3.")
         widths = [in_dim, *[hidden_dim] * (layers - 1)]
         mlp: list[nn.Module] = []
         for width, next_width in pairwise(widths):
@@ -54,15 +52,17 @@ class DINOHead(nn.Module):
             mlp.append(nn.GELU())
         bottleneck = nn.Linear(widths[-1], bottleneck_dim)
         self.mlp = nn.Sequential(*mlp, bottleneck) if mlp else bottleneck
-        self.last_layer = Prototypes(
-            dim=bottleneck_dim, prototypes=prototypes, learn_gain=not norm_last_layer
-        )
-        self.mlp.apply(_init_linear)
+        learn_gain = not norm_last_layer
+        self.last_layer = Prototypes(dim=bottleneck_dim, prototypes=prototypes, learn_gain=learn_gain)
+        for module in self.mlp.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the L2-normalised bottleneck features (rows, bottleneck), at least in float32."""
         x = self.mlp(x)
-        # In float16 the square of a small entry is zero, in bfloat16 a unit vector is 0.4 % off.
+        # In float16 the square of a small entry underflows; in bfloat16 a unit vector is off by 0.4 %.
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
 
     def prototype_weight(self) -> Tensor:
@@ -73,9 +73,3 @@ class DINOHead(nn.Module):
         """Return the logits (rows, prototypes)."""
         logits: Tensor = self.last_layer(self.project(x))
         return logits
-
-
-def _init_linear(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)

@@ -1,10 +1,8 @@
-"""A linear layer that goes straight to oneDNN where PyTorch's own way takes twice the time.
+"""A linear layer that calls oneDNN directly where PyTorch takes twice as long (`benchmarks/linear.py`).
 
-In float32 on a CPU, PyTorch multiplies matrices by MKL, which keeps to AVX2 on AMD's processors. oneDNN,
-which PyTorch ships too and takes for other dtypes, uses AVX-512 there.
+In float32 on a CPU, PyTorch multiplies matrices with MKL, which uses only AVX2 on AMD processors. oneDNN,
+which PyTorch includes and uses for other dtypes, has AVX-512 kernels for them.
 """
-
-from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, its parameters and its results, by the faster kernel."""
+    """`torch.nn.Linear` with the faster kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -24,11 +22,11 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x·weightᵀ + bias."""
-    return OneDnnLinear.apply(x, weight, bias) if _detour_pays(x, weight) else F.linear(x, weight, bias)
+    return OneDnnLinear.apply(x, weight, bias) if _use_onednn(x, weight) else F.linear(x, weight, bias)
 
 
-def _detour_pays(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether plain float32 on such a CPU is asked for, and nobody is tracing the operators."""
+def _use_onednn(x: Tensor, weight: Tensor) -> bool:
+    # The compiler and the tracer do not know the operator.
     traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if traced or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return False
@@ -36,7 +34,7 @@ def _detour_pays(x: Tensor, weight: Tensor) -> bool:
 
 
 class OneDnnLinear(torch.autograd.Function):
-    """Multiply by oneDNN forward and backward; differentiable any number of times."""
+    """x·weightᵀ + bias with oneDNN, forward and backward; differentiable any number of times."""
 
     generate_vmap_rule = True
 
@@ -62,10 +60,7 @@ class OneDnnLinear(torch.autograd.Function):
 
 @cache
 def mkl_is_slow() -> bool:
-    """Tell whether this is an AMD processor with AVX-512, where `benchmarks/linear.py` shows it."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    """Return whether this is an AMD processor with AVX-512."""
+    has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    cpuinfo, avx512 = Path("/proc/cpuinfo"), torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_onednn and avx512 and cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()

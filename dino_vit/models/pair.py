@@ -1,9 +1,7 @@
-"""The student and its teacher: two equal networks, of which the second follows the first.
+"""The student and the teacher: two networks of the same architecture.
 
-g global views, v all views (global ones first), b images, d features
+v views (global ones first), b images
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,19 +15,19 @@ from dino_vit.models.vit import VisionTransformer
 
 
 class Output(NamedTuple):
-    """What a network says of its views, in their order."""
+    """The output of a network for its views, in their order."""
 
     cls: Tensor  # (v·b, width)
-    features: Tensor  # (v·b, bottleneck), of unit length
+    features: Tensor  # (v·b, bottleneck), L2-normalised
     prototypes: Tensor  # (prototypes, bottleneck)
 
     def logits(self) -> Tensor:
-        """Return the cosines with the prototypes, (v·b, prototypes)."""
+        """Return the logits, (v·b, prototypes)."""
         return F.linear(self.features, self.prototypes)
 
 
 class Network(nn.Module):
-    """A backbone and its projection head: one pass of the backbone a view size, one of the head."""
+    """A backbone and a projection head: one backbone pass per view size, one head pass for all."""
 
     def __init__(self, backbone: VisionTransformer, head: DINOHead) -> None:
         super().__init__()
@@ -37,16 +35,16 @@ class Network(nn.Module):
         self.head = head
 
     def forward(self, views: Sequence[Tensor]) -> Output:
-        """Take views by size, each (views of that size · b, C, h, w)."""
+        """Compute the output for views by size, each (views of that size · b, C, h, w)."""
         cls = torch.cat([self.backbone(view) for view in views])
-        # The prototypes leave with the features, so that a wrapper sees every parameter that was used.
+        # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         return Output(cls, self.head.project(cls), self.head.prototype_weight())
 
 
 def build_networks(
     *, backbone: Mapping[str, Any], drop_path: float, head: Mapping[str, Any]
 ) -> tuple[Network, Network]:
-    """Return a student and, equal to it in every parameter, its teacher, which takes no gradient."""
+    """Return a student and a teacher with the same weights; the teacher needs no gradient."""
     student, teacher = (
         Network(VisionTransformer(**backbone, drop_path=rate), DINOHead(in_dim=backbone["width"], **head))
         for rate in (drop_path, 0.0)
@@ -57,11 +55,11 @@ def build_networks(
 
 
 def first_rows(views: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Return the first rows of the first size: the global views, which stand before all others."""
+    """Return the first rows of the first size, that is of the global views."""
     return [views[0][:rows]]
 
 
 def embedding_std(cls: Tensor) -> Tensor:
-    """Return how far CLS features of different images spread: 1 for all over the sphere, 0 for one point."""
+    """Return the spread of normalised CLS features: 1 if uniform on the sphere, 0 if all are equal."""
     unit = F.normalize(cls.float(), dim=-1)
     return unit.std(dim=0).mean() * unit.shape[1] ** 0.5

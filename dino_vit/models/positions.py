@@ -1,16 +1,14 @@
 """Position embeddings: learned or sinusoidal, and their interpolation to any grid.
 
-Three rules are in use, and they agree only at the trained grid, so every backbone names its own:
+Libraries interpolate differently, with equal results at the trained grid alone, so a backbone has a mode:
 
 hf      bicubic to the exact size, without antialiasing (Hugging Face ViT and Dinov2; the default here)
 dino    bicubic by a scale factor of (cells + 0.1) / trained cells (DINO)
-dinov2  the same rule (DINOv2 without registers)
+dinov2  the same (DINOv2 without registers)
 timm    bicubic to the exact size, with antialiasing (timm; DINOv2 with registers)
 """
 
-from __future__ import annotations
-
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +18,21 @@ from torch import SymInt, Tensor
 Grid = tuple[int, int]
 PositionMode = Literal["hf", "dino", "dinov2", "timm"]
 
-DINO_OFFSET = 0.1  # keeps a scale factor from landing one cell short of the grid it means
+DINO_OFFSET = 0.1  # keeps rounding of the scale factor from losing a cell
 
 
 def interpolate_pos_embs(
     pos_embs: Tensor, grid: Grid, *, trained_grid: Grid, mode: PositionMode = "hf"
 ) -> Tensor:
     """Resample positions (1, 1 + h·w, d), CLS first, from the trained grid to another (h, w) grid."""
-    if mode not in get_args(PositionMode):
-        raise ValueError(f"position mode {mode!r} is none of {', '.join(get_args(PositionMode))}")
-    if min(grid) < 1:
-        raise ValueError(
-            f"a grid of {grid[0]} × {grid[1]} patches has no patch; the image must hold at least one"
-        )
     by_scale = mode in ("dino", "dinov2")
-    of_any_size = any(isinstance(cells, SymInt) for cells in grid)  # in a graph that is being exported
-    if of_any_size and by_scale:
+    dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
+    if dynamic and by_scale:
         raise ValueError(
-            f"positions in mode {mode!r} cannot be exported for any size, as their scale factors are fixed "
-            "numbers; export at one size, or take position_mode='hf', which is the same at the trained size"
+            f"position_mode={mode!r} cannot be exported with a dynamic size, because its scale factors are "
+            "constants: export a fixed size, or use position_mode='hf', which is equal at the trained size"
         )
-    if not of_any_size and grid == trained_grid:  # resampling to the trained size is exact, too
+    if not dynamic and grid == trained_grid:
         return pos_embs
     cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
     field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0], w=trained_grid[1]).float()
@@ -54,10 +46,7 @@ def interpolate_pos_embs(
 
 
 def sinusoidal_pos_embs(count: int, width: int) -> Tensor:
-    """Return the fixed table (1, count, width): sines in even channels and cosines in odd ones.
-
-    Channels 2i and 2i + 1 turn at 10000^(-2i / width) radians a position.
-    """
+    """Return fixed sines in even channels and cosines in odd ones, of frequency 10000^(-2i / width)."""
     channel = torch.arange(width, dtype=torch.float64)
     frequency = 10000 ** (-2 * (channel // 2) / width)
     angle = torch.arange(count, dtype=torch.float64)[:, None] * frequency  # (count, width)

@@ -1,26 +1,25 @@
-"""Stems: what turns an image into a grid of patch tokens, (B, C, H, W) -> (B, N, D).
+"""Stems, which turn an image into patch tokens, (B, C, H, W) -> (B, N, D).
 
 b batch, c channels, h w grid, p q patch height and width, d token width
 """
 
-from __future__ import annotations
-
+from collections import OrderedDict
 from itertools import pairwise
 
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from dino_vit.core.sizes import Size
 from dino_vit.models.onednn import Linear
 
-Patch = tuple[int, int]
-REDUCTION = 16  # pixels to a cell of the ResNet's feature map
+REDUCTION = 16  # stride of the ResNet's feature map
 
 
 class ConvStem(nn.Module):
-    """Cut and project the patches with one convolution whose stride is its kernel."""
+    """Project patches with a convolution whose stride is its kernel size."""
 
-    def __init__(self, *, patch_size: Patch, channels: int, width: int) -> None:
+    def __init__(self, *, patch_size: Size, channels: int, width: int) -> None:
         super().__init__()
         self.proj = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size)
 
@@ -29,9 +28,9 @@ class ConvStem(nn.Module):
 
 
 class UnfoldStem(nn.Module):
-    """Unfold the patches and project them with a linear layer; `ConvStem` with its kernel flattened."""
+    """Unfold patches and project them with a linear layer; equals `ConvStem` with a flattened kernel."""
 
-    def __init__(self, *, patch_size: Patch, channels: int, width: int) -> None:
+    def __init__(self, *, patch_size: Size, channels: int, width: int) -> None:
         super().__init__()
         self.patch_size = patch_size
         self.proj = Linear(channels * patch_size[0] * patch_size[1], width)
@@ -42,17 +41,14 @@ class UnfoldStem(nn.Module):
 
 
 class HybridStem(nn.Module):
-    """Project patches of a ResNetV2's feature map, whose cells are 16 × 16 pixels of the image."""
+    """Project patches of the feature map of a ResNetV2, which has a stride of 16."""
 
     def __init__(
-        self, *, patch_size: Patch, channels: int, width: int, layers: tuple[int, ...], base_width: int
+        self, *, patch_size: Size, channels: int, width: int, layers: tuple[int, ...], base_width: int
     ) -> None:
         super().__init__()
         if patch_size[0] % REDUCTION or patch_size[1] % REDUCTION:
-            raise ValueError(
-                f"the hybrid stem's patches are multiples of {REDUCTION} pixels, "
-                f"not {patch_size[0]} × {patch_size[1]}"
-            )
+            raise ValueError(f"patch_size={patch_size} must be a multiple of {REDUCTION} for stem='hybrid'")
         self.backbone = ResNetV2(channels=channels, layers=layers, base_width=base_width)
         cells = (patch_size[0] // REDUCTION, patch_size[1] // REDUCTION)
         self.proj = nn.Conv2d(self.backbone.width, width, kernel_size=cells, stride=cells)
@@ -62,7 +58,7 @@ class HybridStem(nn.Module):
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad so that the output has ceil(size / stride) cells, the odd pixel at the bottom right."""
+    """Pad as TensorFlow's "SAME", with an odd pixel at the bottom right."""
     pads: list[int] = []
     for size in (x.shape[-1], x.shape[-2]):
         total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
@@ -71,7 +67,7 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 class StandardizedConv(nn.Conv2d):
-    """A convolution without bias whose kernels are standardised to zero mean and unit variance."""
+    """A convolution without bias and with kernels standardised to zero mean and unit variance."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel, stride=stride, bias=False)
@@ -84,7 +80,7 @@ class StandardizedConv(nn.Conv2d):
 
 
 class ConvNorm(nn.Module):
-    """A standardised convolution and its group normalisation."""
+    """A standardised convolution and a group normalisation."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
@@ -96,13 +92,13 @@ class ConvNorm(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 × 1, 3 × 3 and 1 × 1 with a residual."""
+    """Convolutions of 1 × 1, 3 × 3 and 1 × 1 with a residual connection."""
 
     def __init__(self, *, in_width: int, out_width: int, stride: int) -> None:
         super().__init__()
         inner = out_width // 4
-        widens = in_width != out_width or stride != 1
-        self.downsample = ConvNorm(in_width, out_width, 1, stride) if widens else nn.Identity()
+        changes = in_width != out_width or stride != 1
+        self.downsample = ConvNorm(in_width, out_width, 1, stride) if changes else nn.Identity()
         self.conv1 = StandardizedConv(in_width, inner, 1)
         self.norm1 = nn.GroupNorm(32, inner)
         self.conv2 = StandardizedConv(inner, inner, 3, stride)
@@ -116,33 +112,20 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(y)) + self.downsample(x))
 
 
-class Stage(nn.Module):
-    """Bottlenecks at one size; only the first widens and strides."""
-
-    def __init__(self, *, in_width: int, out_width: int, stride: int, depth: int) -> None:
-        super().__init__()
-        first = Bottleneck(in_width=in_width, out_width=out_width, stride=stride)
-        rest = [Bottleneck(in_width=out_width, out_width=out_width, stride=1) for _ in range(depth - 1)]
-        self.blocks = nn.Sequential(first, *rest)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 class ResNetV2(nn.Module):
-    """The three stages of the ResNet that feeds the hybrid vision transformers: a sixteenth of the size."""
+    """The first three stages of a ResNet V2: a feature map with a stride of 16."""
 
     def __init__(self, *, channels: int, layers: tuple[int, ...], base_width: int) -> None:
         super().__init__()
-        if len(layers) != 3:
-            raise ValueError(f"the hybrid stem has three stages, so three numbers of layers, not {layers}")
         widths = [base_width, *(base_width * 4 * 2**stage for stage in range(3))]
         self.width = widths[-1]
         self.stem = ConvNorm(channels, base_width, 7, 2)
         self.stages = nn.Sequential()
-        for index, (depth, (in_width, out_width)) in enumerate(zip(layers, pairwise(widths), strict=True)):
-            stride = 1 if index == 0 else 2
-            self.stages.append(Stage(in_width=in_width, out_width=out_width, stride=stride, depth=depth))
+        for stage, (depth, (in_width, out_width)) in enumerate(zip(layers, pairwise(widths), strict=True)):
+            blocks = [Bottleneck(in_width=in_width, out_width=out_width, stride=2 if stage else 1)]
+            for _ in range(depth - 1):
+                blocks.append(Bottleneck(in_width=out_width, out_width=out_width, stride=1))
+            self.stages.append(nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks))))  # timm's names
 
     def forward(self, images: Tensor) -> Tensor:
         x = pad_same(F.relu(self.stem(images)), kernel=3, stride=2, value=float("-inf"))

@@ -1,19 +1,16 @@
-"""The vision transformer: patches and a class token in, one feature vector an image out, at any image size.
+"""The vision transformer: images of any size in, the CLS token or class logits out.
 
-- learned or sinusoidal positions, interpolated when the image is not of the trained size
+- learned or sinusoidal positions, interpolated if the image is not of the trained size
 - convolutional, unfolding or hybrid (ResNet) stem, any number of channels, images that are not square
-- registers, layer scale and gated MLPs, so that DINOv2's weights run as they are
-- tokens of any block, attention weights of any block, a classifier head where one is asked for
+- registers, layer scale and gated MLPs, so that DINOv2's weights load unchanged
+- tokens and attention weights of any block, an optional classifier
 
 Parameter names are those of the 2021 DINO code and of timm, so their weights load by name.
 B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,12 +23,12 @@ from dino_vit.models.onednn import Linear
 from dino_vit.models.positions import Grid, PositionMode, interpolate_pos_embs, sinusoidal_pos_embs
 from dino_vit.models.stems import ConvStem, HybridStem, UnfoldStem
 
-EVERY, CLS = slice(None), slice(0, 1)
+ALL, CLS = slice(None), slice(0, 1)
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights of a backbone come from, and how the images they learned from were normalised."""
+    """Where the weights of a backbone come from, and how their training images were normalised."""
 
     format: str
     source: str
@@ -39,14 +36,14 @@ class Provenance:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     bits: Literal[8, 16] | None = None
-    range: tuple[float, float] | None = None  # the values that became 0 and 1
+    range: tuple[float, float] | None = None  # the pixel values that were mapped to 0 and 1
     network: str | None = None
     step: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
 
 class VisionTransformer(nn.Module):
-    """A pre-norm vision transformer: images (B, C, H, W) in, CLS features (B, D), or class logits, out."""
+    """A pre-norm vision transformer: images (B, C, H, W) in, CLS features (B, D) or class logits out."""
 
     def __init__(
         self,
@@ -74,13 +71,12 @@ class VisionTransformer(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
     ) -> None:
-        self_describing = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        _refuse_what_no_backbone_has(self_describing)
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        _validate(arguments)
         super().__init__()
-        self.architecture: dict[str, Any] = self_describing
+        self.architecture: dict[str, Any] = arguments
         self.provenance: Provenance | None = None
-        self.checkpoint_blocks = False  # recompute each block backward: less memory, more time
-        self._resampled: dict[Grid, tuple[object, Tensor]] = {}  # positions at other grids, without gradient
+        self.checkpoint_blocks = False  # activation checkpointing: less memory, more time
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -103,33 +99,20 @@ class VisionTransformer(nn.Module):
             self.pos_embed = nn.Parameter(sinusoidal_pos_embs(count, width), requires_grad=False)
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.pos_drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(
-                width=width,
-                heads=heads,
-                mlp_ratio=mlp_ratio,
-                mlp=mlp,
-                qkv_bias=qkv_bias,
-                qk_scale=qk_scale,
-                layer_scale=layer_scale,
-                norm_eps=norm_eps,
-                dropout=dropout,
-                attention_dropout=attention_dropout,
-                drop_path=drop_path * index / max(depth - 1, 1),
-            )
-            for index in range(depth)
-        )
+        block: dict[str, Any] = {"width": width, "heads": heads, "mlp_ratio": mlp_ratio, "mlp": mlp}
+        block |= {"qkv_bias": qkv_bias, "qk_scale": qk_scale, "layer_scale": layer_scale}
+        block |= {"norm_eps": norm_eps, "dropout": dropout, "attention_dropout": attention_dropout}
+        rates = [drop_path * index / max(depth - 1, 1) for index in range(depth)]
+        self.blocks = nn.ModuleList(Block(**block, drop_path=rate) for rate in rates)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw truncated normals of 0.02 for Linears and tokens; convolutions keep PyTorch's default."""
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
-        if self.pos_embed.requires_grad:
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        if self.register_tokens is not None:
-            nn.init.trunc_normal_(self.register_tokens, std=0.02)
+        """Initialise linear layers and tokens from truncated normals; convolutions keep PyTorch's default."""
+        for tokens in (self.cls_token, self.pos_embed, self.register_tokens):
+            if tokens is not None and tokens.requires_grad:  # sinusoidal positions are fixed
+                nn.init.trunc_normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -137,51 +120,47 @@ class VisionTransformer(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def add_classifier(self, classes: int) -> None:
-        """Put a new classifier in the place of the head, if any."""
+        """Replace the head by a new classifier."""
         self.head = Linear(self.width, classes)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
         self.architecture["num_classes"] = classes
-
-    def no_weight_decay(self) -> set[str]:
-        """Name what supervised recipes leave undecayed beside the biases (DINO's own decays these)."""
-        return {"cls_token", "pos_embed"} | ({"register_tokens"} if self.registers else set())
 
     def forward(self, images: Tensor) -> Tensor:
         """Return CLS features (B, D), or class logits."""
         return self.head(self.forward_cls(images))
 
     def forward_cls(self, images: Tensor) -> Tensor:
-        """Return the normalised CLS token (B, D); the last block computes no other token."""
+        """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
         tokens = self.embed(images)
         for index, block in enumerate(self.blocks, start=1):
-            tokens = self._through(block, tokens, CLS if index == self.depth else EVERY)
+            tokens = self._run(block, tokens, CLS if index == self.depth else ALL)
         return self.norm(tokens)[:, 0]
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return the normalised tokens of the last block, (B, 1 + R + N, D), CLS first."""
+        """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first."""
         tokens = self.embed(images)
         for block in self.blocks:
-            tokens = self._through(block, tokens)
+            tokens = self._run(block, tokens)
         return self.norm(tokens)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
-        """Return the normalised tokens after the last n blocks, or after the blocks that are named."""
+        """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
         tokens, taken = self.embed(images), {}
         for index, block in enumerate(self.blocks):
-            tokens = self._through(block, tokens)
+            tokens = self._run(block, tokens)
             if index in wanted:
                 taken[index] = self.norm(tokens)
         return [taken[index] for index in wanted]
 
     def get_attention(
-        self, images: Tensor, blocks: Sequence[int] | None = None, *, queries: slice = slice(None)
+        self, images: Tensor, blocks: Sequence[int] | None = None, *, queries: slice = ALL
     ) -> list[Tensor]:
-        """Return the attention weights of the named blocks, or of all: (B, heads, queries, T) each.
+        """Return the attention weights of the given blocks, by default of all: (B, heads, queries, T) each.
 
-        The tokens are the CLS token, the registers, then the patches row by row. `queries=slice(0, 1)`
-        computes the CLS token's row alone, which keeps large images within memory.
+        The tokens are CLS, the registers, then the patches row by row. `queries=slice(0, 1)` computes the row
+        of the CLS token alone, so that large images fit into memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
         tokens, taken = self.embed(images), {}
@@ -197,12 +176,11 @@ class VisionTransformer(nn.Module):
         """Turn images into the tokens that enter the first block, (B, 1 + R + N, D)."""
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise ValueError(
-                f"this backbone takes images (batch, {self.channels}, height, width), "
-                f"but got {tuple(images.shape)}"
+                f"expected images (batch, {self.channels}, height, width), but got {tuple(images.shape)}"
             )
         positions = self.interpolate_pos_embs(self.grid_of(*images.shape[-2:]))
         patches = self.patch_embed(images) + positions[:, 1:]
-        count = images.shape[0]  # not len(), which would fix the batch size of an exported graph
+        count = images.shape[0]  # len() would fix the batch size of an exported graph
         parts = [(self.cls_token + positions[:, :1]).expand(count, -1, -1).to(patches.dtype), patches]
         if self.register_tokens is not None:
             parts.insert(1, self.register_tokens.expand(count, -1, -1).to(patches.dtype))
@@ -210,31 +188,21 @@ class VisionTransformer(nn.Module):
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
-        resample = partial(
-            interpolate_pos_embs, grid=grid, trained_grid=self.trained_grid, mode=self.position_mode
+        return interpolate_pos_embs(
+            self.pos_embed, grid, trained_grid=self.trained_grid, mode=self.position_mode
         )
-        learning = self.pos_embed.requires_grad and torch.is_grad_enabled()
-        if learning or torch.compiler.is_compiling() or not isinstance(self.pos_embed, nn.Parameter):
-            return resample(self.pos_embed)
-        # What was resampled serves until the parameter is another one, or was written to.
-        state = (self.position_mode, self.pos_embed.data_ptr(), self.pos_embed._version, self.pos_embed.dtype)
-        known = self._resampled.get(grid)
-        if known is None or known[0] != state:
-            with torch.inference_mode(False), torch.no_grad():
-                known = self._resampled[grid] = (state, resample(self.pos_embed.detach()))
-        return known[1]
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Return how many patches an image of this size has, (h, w)."""
+        """Return the grid of patches (h, w) of an image of this size."""
         if height % self.patch_size[0] or width % self.patch_size[1] or not height or not width:
             raise ValueError(
-                f"an image of {height} × {width} pixels is no whole number of patches of "
+                f"an image of {height} × {width} pixels cannot be divided into patches of "
                 f"{self.patch_size[0]} × {self.patch_size[1]}; resize, crop or pad it to a multiple"
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def _through(self, block: nn.Module, tokens: Tensor, queries: slice = EVERY) -> Tensor:
-        """Send tokens through a block, to be computed again backward where that is asked for."""
+    def _run(self, block: nn.Module, tokens: Tensor, queries: slice = ALL) -> Tensor:
+        """Run a block, with activation checkpointing if it is enabled."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(block, tokens, queries, use_reentrant=False)
             return recomputed
@@ -244,29 +212,29 @@ class VisionTransformer(nn.Module):
         outside = [index for index in blocks if not -self.depth <= index < self.depth]
         if outside or not blocks:
             raise ValueError(
-                f"blocks {outside or '()'} asked for, but this backbone has blocks 0 to {self.depth - 1}; "
+                f"blocks {outside or '()'} do not exist: this backbone has blocks 0 to {self.depth - 1}; "
                 "negative numbers count from the last"
             )
         return [index % self.depth for index in blocks]
 
 
-def _refuse_what_no_backbone_has(keywords: dict[str, Any]) -> None:
-    """Refuse a word that is none of the known ones, a size below one and a rate that is no probability."""
-    for name, known in WORDS.items():
-        if keywords[name] not in known:
-            raise ValueError(f"{name}={keywords[name]!r} is none of {', '.join(known)}")
+def _validate(arguments: dict[str, Any]) -> None:
+    """Validate the arguments of a VisionTransformer."""
+    for name, allowed in CHOICES.items():
+        if arguments[name] not in allowed:
+            raise ValueError(f"{name}={arguments[name]!r} must be one of {', '.join(allowed)}")
     for name in ("image_size", "patch_size", "channels", "width", "heads"):
-        if min(height_width(keywords[name])) < 1:
-            raise ValueError(f"{name}={keywords[name]} must be at least 1")
+        if min(height_width(arguments[name])) < 1:
+            raise ValueError(f"{name}={arguments[name]} must be at least 1")
     for name in ("depth", "registers", "num_classes"):
-        if keywords[name] < 0:
-            raise ValueError(f"{name}={keywords[name]} must be 0 or more")
+        if arguments[name] < 0:
+            raise ValueError(f"{name}={arguments[name]} must be at least 0")
     for name in ("dropout", "attention_dropout", "drop_path"):
-        if not 0.0 <= keywords[name] < 1.0:
-            raise ValueError(f"{name}={keywords[name]} is the share that is dropped: 0 or more, and below 1")
+        if not 0.0 <= arguments[name] < 1.0:
+            raise ValueError(f"{name}={arguments[name]} must be at least 0 and below 1")
 
 
-WORDS: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "mlp": ("gelu", "swiglu"),
     "stem": ("conv", "unfold", "hybrid"),
     "positions": ("learned", "sinusoidal"),

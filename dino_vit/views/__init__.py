@@ -1,1 +1,1 @@
-"""From an image to views on the device: geometry, sampling, loading, photometry; the evaluation transform."""
+"""Views of images: geometry, sampling, loading, photometry; and the evaluation transform."""

@@ -13,9 +13,9 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.source import Source
-from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
-from dino_vit.views.photometry import Augment
+from dino_vit.views.photometry import Augment, ViewPhotometry
 from dino_vit.views.preparation import Preparation
 from dino_vit.views.sampler import BatchSpec, Sampler
 
@@ -58,13 +58,7 @@ def build_augment(config: PretrainConfig) -> Augment:
     """Return the photometry module, on the host."""
     mean, std = normalisation(config)
     photometry = config.photometry
-    return Augment(
-        mean=mean,
-        std=std,
-        sigma_max=photometry.blur_sigma[1],
-        hue_max=photometry.hue,
-        noise=photometry.noise > 0,
-    )
+    return Augment(mean=mean, std=std, sigma_max=photometry.blur_sigma[1], hue_max=photometry.hue)
 
 
 def build_preparation(config: PretrainConfig) -> Preparation:

@@ -1,7 +1,7 @@
-"""Noise for images on whatever device they are: each value a function of its image's key and of its place.
+"""Noise for images on any device: each value is a function of the image's key and the pixel.
 
-The random words are those of `randomness.random_bits`, with signed 64-bit integers, for torch computes with
-no others everywhere. Axes as in `augment`.
+The random words are those of `core.randomness.random_bits`, computed in signed 64-bit integers, because torch
+has no arithmetic on unsigned ones. n images, c channels, h height, w width
 """
 
 import math
@@ -14,30 +14,30 @@ from dino_vit.core.randomness import RngPurpose
 
 
 def _signed(word: int) -> int:
-    """Return the signed integer that has the 64 bits of a word; products and sums wrap around alike."""
+    """Return the signed integer with the 64 bits of a word; products and sums wrap around alike."""
     return (word + 2**63) % 2**64 - 2**63
 
 
-# SplitMix64's.
+# The constants of SplitMix64.
 _GAMMA = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 _STREAM = _signed((RngPurpose.NOISE + 1) * 0x9E3779B97F4A7C15)
-# Of four bytes, each from 0 to 255 with equal chance.
+# Mean and standard deviation of the sum of four uniform bytes.
 _MEAN = 4 * 255 / 2
 _STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def add_noise_(x: Tensor, std: Tensor, keys: Tensor) -> None:
-    """Add noise to each channel of images on its own; cut off what is no level any more, as a sensor does."""
+    """Add independent noise to every value, and clamp to the levels as a sensor does."""
     noise = noise_like(x, keys).mul_(std)
-    x.add_(noise).clamp_(0, 255)  # product and sum in one would round otherwise, on some processors
+    x.add_(noise).clamp_(0, 255)  # a fused multiply-add would round differently on some processors
 
 
 def noise_like(x: Tensor, keys: Tensor) -> Tensor:
     """Return noise of mean 0 and variance 1 for images (n, c, h, w), by their keys (n,).
 
-    A value is the sum of four random bytes: all but normal, never beyond 3.5, and the same bits everywhere.
+    A value is the sum of four random bytes: close to normal, never beyond 3.5, the same bits everywhere.
     """
     size = x[0].numel()
     sums = _sums_of_bytes(random_words(keys, (size + 1) // 2))
@@ -59,11 +59,11 @@ def _mix_(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill with zeros, where a signed integer fills with its sign."""
+    """Shift to the right and fill with zeros; >> alone would fill with the sign."""
     return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _sums_of_bytes(words: Tensor) -> Tensor:
-    """Add up the even and the odd bytes of each word's halves, all at once: two sums of four bytes."""
+    """Add the four bytes of each half of a word, all halves at once: two sums per word."""
     pairs = (words & 0x00FF00FF00FF00FF).add_((words >> 8).bitwise_and_(0x00FF00FF00FF00FF))
     return (pairs & 0x0000FFFF0000FFFF).add_((pairs >> 16).bitwise_and_(0x0000FFFF0000FFFF))

@@ -1,4 +1,4 @@
-"""What is done to an image before a frozen backbone sees it: read, resized, cropped, normalised."""
+"""The evaluation transform: an image is read, resized, cropped and normalised for a backbone."""
 
 import logging
 from collections.abc import Callable
@@ -10,12 +10,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.images.pixels import RGB, Pixels, unit_scale
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.geometry import Size
-from dino_vit.weights.layouts import IMAGENET
 
 log = logging.getLogger("dino_vit")
 
@@ -24,43 +23,41 @@ Fit = Literal["crop", "whole"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is done to an image before a backbone sees it."""
+    """The size, crop, pixel format and normalisation that a backbone expects."""
 
     size: Size
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    fit: Fit = "crop"  # resize and cut off the border, or squeeze the whole image
+    fit: Fit = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
     pixels: Pixels = RGB
 
     def empty(self, images: int, *, pin: bool = False) -> Tensor:
-        """Return a place for images as `read` returns them."""
+        """Return an uninitialised batch for images as `read` returns them."""
         shape = images, self.pixels.channels, *self.size
         return torch.empty(shape, dtype=self.pixels.dtype, pin_memory=pin)
 
     def read(self, source: Source, index: int) -> Tensor:
-        """Return an image of a source, (C, *size) in uint8, or from 0 to 1 if it is deeper."""
+        """Read an image of a source: (C, *size), uint8, or float32 from 0 to 1 if it is deeper."""
         image = read_image(source, index, self.pixels)
         return fit(image, self.size) if self.fit == "crop" else squeeze(image, self.size)
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes what the backbone takes of what `read` returned, on a device."""
+        """Return a function that normalises images from `read` on a device."""
         mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
         shift, scale = rearrange(mean, "c -> c 1 1"), rearrange(std, "c -> c 1 1")
         return lambda images: (unit_scale(images.to(device, non_blocking=True)) - shift) / scale
 
 
 def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: Fit = "crop") -> Preparation:
-    """Return how images are prepared for a backbone: as its weights say, else as ImageNet's were."""
+    """Return the preparation stored with the weights of a backbone, by default that of ImageNet."""
     known = model.provenance
     mean, std = (known.mean, known.std) if known is not None else (None, None)
     if mean is None or std is None:
         if model.channels != 3:
-            raise ValueError(
-                f"the weights do not say how images of {model.channels} channels were normalised"
-            )
-        log.info("the weights do not say how images were normalised; ImageNet's mean and std are used")
-        mean, std = IMAGENET
-    model.grid_of(*(size or model.image_size))  # or the size is refused
+            raise ValueError(f"the weights contain no mean and std for images with {model.channels} channels")
+        log.info("the weights contain no mean and std; using those of ImageNet")
+        mean, std = IMAGENET_NORMALISATION
+    model.grid_of(*(size or model.image_size))  # raises if the size does not fit the patches
     bits, range_ = (known.bits or 8, known.range) if known is not None else (8, None)
     return Preparation(
         size=size or model.image_size,
@@ -74,8 +71,8 @@ def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: F
 def fit(image: Tensor, size: Size) -> Tensor:
     """Resize (bicubic, antialias) and centre-crop an image (C, H, W) to (C, *size).
 
-    The published protocol: the side that limits becomes 256/224 of the crop's, then the border is cut off.
-    An image no larger than the crop is not enlarged for that; it keeps its border.
+    As published, the limiting side is resized to 256/224 of the crop first. An image that is not larger than
+    the crop keeps its border: its limiting side is resized to the crop itself.
     """
     (_, height, width), (h, w) = image.shape, size
     if height * w <= width * h:
@@ -90,7 +87,7 @@ def fit(image: Tensor, size: Size) -> Tensor:
 
 
 def squeeze(image: Tensor, size: Size) -> Tensor:
-    """Resize (bicubic, antialias) a whole image (C, H, W) to (C, *size), whatever its aspect."""
+    """Resize (bicubic, antialias) an image (C, H, W) to (C, *size), ignoring its aspect ratio."""
     if image.shape[1:] == size:
         return image
     resized = F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]

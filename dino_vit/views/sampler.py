@@ -1,4 +1,4 @@
-"""Which images make up which step: a function of (seed, epoch) and of the place of the step in the epoch."""
+"""Which images make up which step: a function of the seed, the epoch and the step within it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 
 
 class BatchSpec(NamedTuple):
-    """One process's part of a step, or of one of its forward passes."""
+    """The images of one process in one forward pass of a step."""
 
     epoch: int
     step: int  # within the epoch
@@ -20,15 +20,14 @@ class BatchSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Split each epoch's order into global batches, those into passes, and those into a part a process.
+    """Split the order of an epoch into global batches, those into passes, and those among processes.
 
-    The images of a step do not depend on the number of processes or of passes (`accumulate`). A rest that
-    fills no batch is left out. With `weights`, an epoch draws as many images as there are, each time any of
-    them by its weight: some come often, others not at all.
+    The images of a step do not depend on the number of processes or passes (`accumulate`). A last incomplete
+    batch is dropped. With `weights`, an epoch samples `length` images with replacement, by their weights.
     """
 
     length: int
-    batch_size: int  # of a step: over all processes and passes
+    batch_size: int  # images of a step, over all processes and passes
     seed: int
     rank: int = 0
     world_size: int = 1
@@ -36,21 +35,9 @@ class Sampler:
     weights: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        parts = self.world_size * self.accumulate
-        if self.batch_size < 1 or self.batch_size % parts:
-            raise ValueError(
-                f"A global batch of {self.batch_size} images cannot be split evenly over {self.world_size} "
-                f"processes in {self.accumulate} passes; make it a multiple of {parts}."
-            )
-        if self.length < self.batch_size:
-            raise ValueError(
-                f"{self.length} images do not fill one global batch of {self.batch_size}; "
-                f"make the batch smaller or add images."
-            )
-        if self.weights is not None and len(self.weights) != self.length:
-            raise ValueError(f"{len(self.weights)} weights are not one for each of {self.length} images.")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be from 0 to {self.world_size - 1}, but is {self.rank}.")
+        assert 0 < self.batch_size <= self.length, (self.batch_size, self.length)
+        assert self.batch_size % (self.world_size * self.accumulate) == 0, self
+        assert self.weights is None or len(self.weights) == self.length, self
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,19 +45,19 @@ class Sampler:
 
     @property
     def share(self) -> int:
-        """Return the images of one process in one pass."""
+        """Return the number of images of one process in one pass."""
         return self.batch_size // (self.world_size * self.accumulate)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of all images in an epoch, or what it draws by weight."""
+        """Return the indices of an epoch: a permutation, or a weighted sample."""
         if self.weights is not None:
             uniform = random_uniform(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length))
             return _draw_by_weight(self.weights, uniform)
         bits = random_bits(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length))
-        return np.argsort(bits)  # no two are equal: one-to-one functions made them, so any sort will do
+        return np.argsort(bits)  # SplitMix64 is one-to-one, so there are no ties that a sort could break
 
     def others(self, sample: int, count: int) -> Iterator[int]:
-        """Draw images that may stand in for one, as a function of that one alone, once one is wanted."""
+        """Draw replacements for an unreadable image, as a function of its index alone."""
         keys = self.seed, RngPurpose.REPLACEMENT, sample, np.arange(count)
         if self.weights is not None:
             yield from _draw_by_weight(self.weights, random_uniform(*keys)).tolist()
@@ -78,20 +65,19 @@ class Sampler:
             yield from (random_bits(*keys) % np.uint64(self.length)).tolist()
 
     def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
-        """Yield this process's part of each pass of each step from a position (in steps) on, without end."""
+        """Yield this process's share of each pass, from a position (in steps) on, without end."""
         epoch, first = divmod(position, self.steps_per_epoch)
-        share = self.share
         while True:
             order = self.order(epoch)
             for step in range(first, self.steps_per_epoch):
                 for micro in range(self.accumulate):
-                    start = step * self.batch_size + (micro * self.world_size + self.rank) * share
-                    yield BatchSpec(epoch, step, order[start : start + share])
+                    start = step * self.batch_size + (micro * self.world_size + self.rank) * self.share
+                    yield BatchSpec(epoch, step, order[start : start + self.share])
             epoch, first = epoch + 1, 0
 
 
 def _draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Turn numbers from [0, 1) into places, each as probable as its share of the weights."""
-    upper = np.cumsum(weights)  # one after the other, so with the same rounding everywhere
-    # From the right, a weight of 0 is stepped over; u · sum is below the sum, even when rounded.
+    """Turn uniform numbers from [0, 1) into indices whose probabilities are proportional to the weights."""
+    upper = np.cumsum(weights)  # sequential, so rounded alike everywhere; a pairwise sum would not be
+    # side="right" skips weights of 0; u · sum stays below the sum, even after rounding.
     return np.searchsorted(upper, uniform * upper[-1], side="right")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -28,7 +28,7 @@ class Layout:
     pairs: tuple[tuple[str, str], ...] = ()  # (theirs, ours); {i} is the number of a block
     dropped: Mapping[str, str] = field(default_factory=dict)  # pattern of our names: what they belong to
     norm_eps: float = 1e-6
-    normalisation: Normalisation | None = IMAGENET
+    normalisation: Normalisation | None = IMAGENET_NORMALISATION
     removed: str = ""  # pattern of what is cut out of a name before it is looked up
 
     def to_ours(self, name: str) -> str:
@@ -142,7 +142,7 @@ HF_DINOV2 = replace(
         ("encoder.layer.{i}.mlp.down_proj", "blocks.{i}.mlp.fc2"),
     ),
     norm_eps=1e-6,
-    normalisation=IMAGENET,
+    normalisation=IMAGENET_NORMALISATION,
 )
 HF_DINOV2_REGISTERS = replace(HF_DINOV2, position_mode="timm")
 

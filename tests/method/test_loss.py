@@ -176,21 +176,6 @@ def test_compiled_surroundings_give_the_same():
     torch.testing.assert_close(torch.autograd.grad(compiled(*batch), batch[:2]), expected)
 
 
-@pytest.mark.parametrize(("views", "global_views"), [(1, 1), (2, 0), (2, 3)])
-def test_views_without_a_pair_are_refused(views, global_views):
-    features, weight, *_ = make_batch(1, views)
-    with pytest.raises(ValueError, match="give no pair"):
-        dino_loss(
-            features,
-            weight,
-            torch.zeros(global_views * 3, 40),
-            torch.zeros(1, 40),
-            views=views,
-            global_views=global_views,
-            **TEMPERATURES,
-        )
-
-
 def test_teacher_targets_are_centred_and_sharpened_in_float32():
     _, _, logits, center = make_batch(2, 2)
     targets = teacher_targets(logits.bfloat16(), center, 0.04)

@@ -94,11 +94,6 @@ def test_layer_decay_goes_by_depth():
         assert scale == next((s for start, s in expected.items() if name.startswith(start)), 1.0), name
 
 
-def test_layer_decay_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="Head has none"):
-        parameter_groups(Head(), layer_decay=0.5)
-
-
 def test_rates_reach_their_groups():
     backbone = Backbone()
     optimizer = build_optimizer("adamw", parameter_groups(backbone, layer_decay=0.5))
@@ -186,7 +181,7 @@ def test_optimizers_go_on_from_their_state(name):
 
 
 @pytest.mark.parametrize("name", NAIVE)
-def test_a_frozen_last_layer_is_passed_by(name):
+def test_a_frozen_last_layer_is_skipped(name):
     head = Head()
     before = copy.deepcopy(head)
     optimizer = build_optimizer(name, parameter_groups(head))
@@ -225,7 +220,7 @@ def test_clip_modes(mode, size):
         torch.testing.assert_close(gradient, was * factor)
 
 
-def test_a_module_without_gradients_is_no_obstacle():
+def test_clipping_by_module_skips_one_without_gradients():
     modules = [Backbone(), Head()]
     make_gradients(modules[1], size=9.0)
     clip_gradients(modules, mode="module", max_norm=1.0)
@@ -265,12 +260,3 @@ def test_ema_leaves_buffers_and_refuses_strangers():
     assert not teacher.running_mean.any()
     with pytest.raises(AssertionError, match="weight"):
         ema_update(teacher, nn.BatchNorm1d(3, affine=False), 0.5)
-
-
-def test_unknown_names_are_refused():
-    head = Head()
-    make_gradients(head)
-    with pytest.raises(ValueError, match=r'no optimizer "adam": choose "adamw"'):
-        build_optimizer("adam", parameter_groups(head))
-    with pytest.raises(ValueError, match=r'clip mode "value": choose "tensor"'):
-        clip_gradients([head], mode="value", max_norm=1.0)

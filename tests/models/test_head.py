@@ -97,8 +97,3 @@ def test_a_zero_feature_stays_finite():
     features.sum().backward()
     assert not features.any()
     assert head.mlp[4].weight.grad.isfinite().all()
-
-
-def test_a_head_without_layers_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        DINOHead(**SMALL, layers=0)

@@ -76,11 +76,3 @@ def test_sinusoids_equal_the_loop():
             angle = position / 10000 ** (2 * (channel // 2) / 6)
             expected = math.sin(angle) if channel % 2 == 0 else math.cos(angle)
             assert table[0, position, channel].item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_bad_requests_are_refused():
-    pos = embeddings((4, 4))
-    with pytest.raises(ValueError, match=r"0 × 3"):
-        interpolate_pos_embs(pos, (0, 3), trained_grid=(4, 4))
-    with pytest.raises(ValueError, match="none of hf, dino, dinov2, timm"):
-        interpolate_pos_embs(pos, (2, 3), trained_grid=(4, 4), mode="bilinear")

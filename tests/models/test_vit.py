@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dino_vit.models import block
-from dino_vit.models.block import DropPath, attend
+from dino_vit.models.block import DropPath
 from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
 
 TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
+SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
 
 
 def count(model: nn.Module) -> int:
@@ -102,7 +102,7 @@ def test_the_grid_of_the_hybrid_is_that_of_its_feature_map():
     )
     assert model.trained_grid == (2, 2)
     assert model.forward_features(torch.randn(1, 3, 96, 64)).shape == (1, 7, 32)
-    with pytest.raises(ValueError, match="multiples of 16"):
+    with pytest.raises(ValueError, match="multiple of 16"):
         VisionTransformer(image_size=64, patch_size=8, stem="hybrid")
 
 
@@ -132,27 +132,6 @@ def test_attention_weights_of_every_block_equal_the_loop():
         tokens = layer(tokens)
     last = model.get_attention(images, [-1], queries=slice(0, 1))
     assert torch.allclose(last[0], maps[2][:, :, :1], atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [5, 70])
-def test_the_attention_kernels_agree(dtype, tokens):
-    q, k, v = torch.randn(3, 2, 2, tokens, 16).to(dtype)
-    exact = (q.double() @ k.double().transpose(-2, -1) * 0.25).softmax(dim=-1) @ v.double()
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert torch.allclose(attend(q, k, v, scale=0.25).double(), exact, atol=tolerance)
-
-
-def test_scores_that_would_not_fit_are_not_spelt_out(monkeypatch):
-    fused = []
-    real = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: fused.append(1) or real(*a, **k))
-    q, k, v = torch.randn(3, 2, 2, 40, 16).bfloat16()
-    spelt_out = attend(q, k, v, scale=0.25)
-    assert not fused
-    monkeypatch.setattr(block, "EXPLICIT_BYTES", 2 * 2 * 40 * 40 * 2 - 1)
-    assert torch.allclose(attend(q, k, v, scale=0.25), spelt_out, atol=2e-2)
-    assert fused
 
 
 def test_intermediate_layers_are_the_normalised_tokens_of_the_named_blocks():
@@ -210,7 +189,6 @@ def test_initial_weights():
     bound = (3 * 16 * 16) ** -0.5  # PyTorch's default for a convolution is uniform within 1/sqrt(fan in)
     kernel = model.patch_embed.proj.weight
     assert bound * 0.98 < kernel.abs().max() <= bound
-    assert model.no_weight_decay() == {"cls_token", "pos_embed"}
 
 
 def test_sinusoidal_positions_are_fixed():
@@ -227,28 +205,6 @@ def test_it_compiles_in_one_graph_at_two_sizes(registers):
     for size in (32, 48):
         images = torch.randn(2, 3, size, 32)
         assert torch.allclose(compiled(images), model(images), atol=1e-5)
-
-
-def test_resampled_positions_are_computed_once_and_follow_the_parameter():
-    model = VisionTransformer(**TINY).eval()
-    with torch.no_grad():
-        first = model.interpolate_pos_embs((3, 5))
-        assert model.interpolate_pos_embs((3, 5)) is first
-        model.pos_embed.mul_(2)
-        assert torch.allclose(model.interpolate_pos_embs((3, 5)), 2 * first, atol=1e-6)
-        model.load_state_dict(VisionTransformer(**TINY).state_dict(), assign=True)
-        fresh = VisionTransformer(**TINY)
-        fresh.load_state_dict(model.state_dict())
-        assert torch.equal(model.interpolate_pos_embs((3, 5)), fresh.interpolate_pos_embs((3, 5)))
-        model.position_mode = "timm"
-        assert not torch.equal(model.interpolate_pos_embs((3, 5)), fresh.interpolate_pos_embs((3, 5)))
-        model.double()
-        assert model.interpolate_pos_embs((3, 5)).dtype == torch.float64
-    assert model.interpolate_pos_embs((3, 5)).requires_grad, "training resamples for its gradient"
-    with torch.inference_mode():
-        model(torch.randn(1, 3, 24, 40).double())
-    model.pos_embed.requires_grad_(False)
-    model(torch.randn(1, 3, 24, 40).double()).sum().backward()  # what inference kept serves training
 
 
 def test_recomputed_blocks_give_the_same_gradients():
@@ -280,13 +236,13 @@ def test_onnx_gives_the_same_features_at_a_fixed_and_at_any_size(tmp_path, dynam
         assert torch.allclose(torch.from_numpy(found), model(images), atol=1e-4), size
 
 
-def test_bad_images_and_shapes_are_refused_with_what_to_do():
+def test_invalid_images_and_shapes_are_rejected():
     model = VisionTransformer(**TINY)
     with pytest.raises(ValueError, match=r"33 × 32 .* resize, crop or pad"):
         model(torch.randn(1, 3, 33, 32))
     with pytest.raises(ValueError, match=r"\(batch, 3, height, width\), but got \(1, 4, 32, 32\)"):
         model(torch.randn(1, 4, 32, 32))
-    with pytest.raises(ValueError, match="choose heads that divide it"):
+    with pytest.raises(ValueError, match="width=30 is not divisible by heads=4"):
         VisionTransformer(width=30, heads=4)
 
 
@@ -313,7 +269,7 @@ def test_importing_the_library_is_silent_and_cheap():
         *[(name, 1.0) for name in ("dropout", "attention_dropout", "drop_path")],
     ],
 )
-def test_keywords_that_no_backbone_has_are_refused(keyword, value):
+def test_invalid_arguments_are_rejected(keyword, value):
     with pytest.raises(ValueError, match=f"{keyword}={value!r}"):
         VisionTransformer(
             **{"image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2, keyword: value}
@@ -344,8 +300,5 @@ def test_it_exports_for_any_size_the_trained_one_included(mode, example):
 def test_scale_factors_cannot_be_exported_for_any_size():
     model = VisionTransformer(**SMALL, position_mode="dino").eval()
     sizes = {"images": {2: 8 * torch.export.Dim("h", min=2, max=20)}}
-    with pytest.raises(ValueError, match="position_mode='hf', which is the same at the trained size"):
+    with pytest.raises(ValueError, match="position_mode='hf', which is equal at the trained size"):
         torch.export.export(model, (torch.randn(2, 3, 40, 32),), dynamic_shapes=sizes)
-
-
-SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}

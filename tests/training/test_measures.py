@@ -72,7 +72,7 @@ def test_a_source_that_is_gone_ends_both_processes_though_one_alone_meets_it(tmp
     settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     started = pair(tmp_path / "run", settings, torchrun_environs())
     assert [one.wait() for one in started] == [2, 2], started[0].said
-    assert any("11 images chosen at random cannot be read" in one.said for one in started), started[0].said
+    assert any("11 randomly chosen images cannot be read" in one.said for one in started), started[0].said
 
 
 def batch(unreadable=0, images=10, failure=None):

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as V
 
-from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.views.build import build_augment, build_views
-from dino_vit.views.geometry import COLUMNS, Column, draw_photometry
+from dino_vit.views.geometry import View
 from dino_vit.views.noise import noise_like
-from dino_vit.views.photometry import Augment
+from dino_vit.views.photometry import Augment, Column, ViewPhotometry
+from tests.support.views import draw_rows, ks_distance, views_of
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -22,7 +20,7 @@ def images(count=6, channels=3, height=24, width=20, seed=0):
 
 
 def rows(count=6, **columns):
-    made = torch.zeros(count, COLUMNS)
+    made = torch.zeros(count, len(Column))
     made[:, Column.BRIGHTNESS : Column.HUE] = 1
     for name, value in columns.items():
         made[:, getattr(Column, name.upper())] = torch.as_tensor(value)
@@ -30,9 +28,7 @@ def rows(count=6, **columns):
 
 
 def drawn_rows(count, noise=0.0):
-    views = build_views(load(PretrainConfig, None, [f"photometry.noise={noise}"]))
-    rows = draw_photometry(views, seed=0, epoch=0, samples=np.arange(count))
-    return torch.from_numpy(rows).flatten(0, 1)
+    return draw_rows(views_of(f"photometry.noise={noise}"), samples=np.arange(count)).flatten(0, 1)
 
 
 def plain(channels=3):
@@ -153,14 +149,6 @@ def test_noise_is_of_its_image_channel_and_pixel(size):
     assert (black_and_white.min(), black_and_white.max()) == (0, 1)
 
 
-def test_graphs_have_noise_only_if_the_config_has(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    row = rows(noise=0.1, key_low=7)
-    for probability in (0, 0.5):
-        augment = build_augment(load(PretrainConfig, None, [f"photometry.noise={probability}"]))
-        assert torch.equal(augment(images(), row), augment(images(), rows())) == (probability == 0)
-
-
 def test_normalises_with_mean_and_std():
     x = images()
     assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
@@ -183,15 +171,6 @@ def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
             assert torch.equal(torch.cat(alone), together)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("backend", "channels"), [("eager", 1), ("aot_eager", 3)])
-def test_compiles_to_one_graph_that_selects_by_masks(backend, channels):
-    row = drawn_rows(3, noise=0.5)
-    x = images(len(row), channels)
-    torch.compiler.reset()
-    compiled = torch.compile(plain(channels), backend=backend, fullgraph=True)
-    assert torch.allclose(compiled(x, row), plain(channels)(x, row), atol=2e-6)
 
 
 def test_leaves_its_input_alone_and_tracks_no_gradient():
@@ -219,10 +198,71 @@ def test_deep_images_keep_what_bytes_would_lose():
     assert torch.allclose(plain(1)(faint, rows(2)), faint, rtol=1e-6)
 
 
-def test_wrong_images_are_refused():
-    with pytest.raises(ValueError, match="uint8 or float32 images"):
-        plain()(torch.rand(2, 3, 8, 8, dtype=torch.float64), rows(2))
-    with pytest.raises(ValueError, match=r"\(n, 3, h, w\)"):
-        plain()(images(2, channels=4), rows(2))
-    with pytest.raises(ValueError, match="one entry per channel"):
-        Augment(mean=(0.5,), std=(0.5, 0.5))
+def test_photometry_follows_the_recipe():
+    """Each column against its distribution, at a level of about 0.1 %, on fixed seeds."""
+    count = 4000
+    rows = draw_rows(views_of(), samples=np.arange(count)).numpy()
+
+    def share(column, view, expected):
+        bound = 3.3 * math.sqrt(max(expected * (1 - expected), 1e-12) / count)
+        assert abs((rows[:, view, column] > 0).mean() - expected) <= bound
+
+    for view, (blur, solarise) in enumerate([(1.0, 0.0), (0.1, 0.2), (0.5, 0.0)]):
+        share(Column.FLIP, view, 0.5)
+        share(Column.JITTER, view, 0.8)
+        share(Column.GREY, view, 0.2)
+        share(Column.SIGMA, view, blur)
+        share(Column.SOLARISE, view, solarise)
+
+    def is_uniform(values, low, high):
+        expected = np.linspace(low, high, 100_001)
+        assert values.min() >= low - 1e-6
+        assert values.max() <= high + 1e-6
+        assert ks_distance(values, expected) < 1.95 / math.sqrt(len(values))
+
+    is_uniform(rows[:, 0, Column.BRIGHTNESS], 0.6, 1.4)
+    is_uniform(rows[:, 0, Column.CONTRAST], 0.6, 1.4)
+    is_uniform(rows[:, 0, Column.SATURATION], 0.8, 1.2)
+    is_uniform(rows[:, 0, Column.HUE], -0.1, 0.1)
+    is_uniform(rows[:, 0, Column.SIGMA], 0.1, 2.0)
+
+    orders = np.bincount(rows[:, :, Column.ORDER].astype(int).ravel(), minlength=24)
+    expected = count * 10 / 24
+    assert len(orders) == 24
+    assert (((orders - expected) ** 2) / expected).sum() < 49.7  # 0.1 % point for 23 degrees of freedom
+
+    flat = rows.reshape(-1, len(Column))[:, [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert abs(np.corrcoef(flat.T) - np.eye(8)).max() < 0.02
+
+
+def test_noise_is_drawn_as_asked_and_changes_no_other_draw():
+    count = 4000
+    views = [views_of(f"photometry.noise={p}")[0] for p in (0.0, 0.3, 1.0)]
+    rows = draw_rows(views, epoch=3, samples=np.arange(count)).numpy()
+    silent = draw_rows(views[:1] * 3, epoch=3, samples=np.arange(count)).numpy()
+    assert (rows[..., : Column.NOISE] == silent[..., : Column.NOISE]).all()
+    assert not silent[..., Column.NOISE :].any()
+    assert not rows[:, 0, Column.NOISE :].any()
+    noisy = rows[:, 1, Column.NOISE] > 0
+    assert abs(noisy.mean() - 0.3) < 3.3 * math.sqrt(0.3 * 0.7 / count)
+    assert not rows[~noisy, 1, Column.NOISE :].any()
+    assert (rows[:, 2, Column.NOISE] > 0).all()
+    for column, low, high in (
+        (Column.NOISE, 0.01, 0.1),
+        (Column.KEY_HIGH, 0, 2**24),
+        (Column.KEY_LOW, 0, 2**24),
+    ):
+        drawn = rows[:, 2, column]
+        assert ks_distance(drawn, np.linspace(low, high, 100_001)) < 1.95 / math.sqrt(count)
+        assert column == Column.NOISE or (drawn == np.floor(drawn)).all()
+    flat = rows[:, 2, [Column.FLIP, Column.NOISE, Column.KEY_HIGH, Column.KEY_LOW]]
+    assert abs(np.corrcoef(flat.T) - np.eye(4)).max() < 4 / math.sqrt(count)
+    assert (draw_rows(views, epoch=3, samples=[77])[0].numpy() == rows[77]).all()
+    assert (draw_rows(views, epoch=4, samples=[77])[0, 2].numpy() != rows[77, 2])[-3:].all()
+
+
+def test_everything_is_off_by_default():
+    view = View(size=(24, 20), scale=(0.4, 1.0))
+    assert view.photometry == ViewPhotometry()
+    x = images(50)
+    assert torch.equal(plain()(x, draw_rows([view], samples=np.arange(50))[:, 0]), x / 255)

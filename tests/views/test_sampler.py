@@ -64,20 +64,6 @@ def test_an_epoch_sees_no_image_twice():
     assert len(set(seen)) == len(seen) == 48
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"batch_size": 10, "world_size": 4}, "make it a multiple of 4"),
-        ({"batch_size": 101}, "100 images do not fill"),
-        ({"batch_size": 10, "weights": np.ones(99)}, "99 weights are not one for each of 100 images"),
-        ({"batch_size": 10, "rank": 2, "world_size": 2}, "rank must be from 0 to 1"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(wrong, said):
-    with pytest.raises(ValueError, match=said):
-        Sampler(length=100, seed=0, **wrong)
-
-
 def test_weights_decide_how_often_an_image_is_drawn():
     weights = np.array([0.0, 1.0, 0.25, 3.0, 0.0, 0.5, 1e-9, 2.0, 0.0])
     epochs = [Sampler(length=9, batch_size=3, seed=0, weights=weights).order(epoch) for epoch in range(2000)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 MAX_PIXELS = 200_000_000
+IMAGENET_NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of RGB
 
 
 @dataclass(frozen=True, kw_only=True)

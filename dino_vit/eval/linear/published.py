@@ -34,7 +34,8 @@ from dino_vit.eval.features.extraction import FeatureSpec, evaluating
 from dino_vit.eval.features.frozen import FrozenBackbone
 from dino_vit.eval.linear.probes import MOMENTUM, LinearHeads, count_correct, initial_weight
 from dino_vit.method.schedules import warmup_cosine
-from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.geometry import View
+from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.weights import WeightsError
 from dino_vit.weights.reading import read_weights
 

@@ -13,8 +13,9 @@ import torch
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.views.geometry import View, ViewPhotometry
+from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
+from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.views.sampler import Sampler
 from tests.support.image_sets import (
     CLASSES,
@@ -108,7 +109,7 @@ def test_fingerprints_follow_names_and_sizes(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_views_are_the_same_from_every_kind(tmp_path, workers):
-    view = View(size=(16, 16), scale=(0.3, 1.0), photometry=ViewPhotometry(blur=0.5, solarise=0.2))
+    view = View(size=(16, 16), scale=(0.3, 1.0), photometry=ViewPhotometry(flip=0.5, blur=0.5, solarise=0.2))
     seen = []
     for kind in ("folder", "shards", "zip", "parquet"):
         (tmp_path / kind).mkdir()
