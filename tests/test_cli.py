@@ -145,7 +145,7 @@ def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
     [
         (
             ["data.source=/no/such/folder"],
-            "'/no/such/folder' is no source that exists: give a folder of images",
+            "'/no/such/folder' does not exist: give a folder of images",
         ),
         (["run.trackers=[tensorbord]"], "Accelerate knows no tensorbord; it knows aim, "),
         (["data.source=synthetic:20"], "no step in an epoch: 20 images do not fill a global batch of 64"),

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
-from dino_vit.data.sources.subset import Subset
+from dino_vit.data.sources.source import Source, Subset
 from dino_vit.eval.features.extraction import CLS, FeatureSpec
 from dino_vit.eval.features.frozen import FrozenBackbone
 

@@ -134,7 +134,7 @@ def test_mistakes_are_said(weights, tmp_path, capsys):
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, said in (
         ([f"weights={tmp_path}/none.pth"], "none.pth does not exist"),
-        ([f"weights={weights}", "source=nowhere"], "is no source"),
+        ([f"weights={weights}", "source=nowhere"], "does not exist"),
         ([f"weights={weights}", "block=7"], "blocks 0 to 1"),
         ([f"weights={weights}", "heads=[0,2]"], "heads 0 to 1"),
         ([f"weights={weights}", "layer=1"], "did you mean block?"),

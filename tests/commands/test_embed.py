@@ -261,7 +261,7 @@ def test_mistakes_are_said_and_leave_nothing(tmp_path, weights, folder, capsys):
         (["embed", folder, f"weights={tmp_path}/other.pth"], "no state dict"),
         (["embed", folder, f"weights={weights}", f"output={tmp_path}/e.txt"], "must end in .parquet or"),
         (["embed", f"{tmp_path}/empty", f"weights={weights}", f"output={tmp_path}/e.npy"], "holds no images"),
-        (["embed", "nowhere", f"weights={weights}", f"output={tmp_path}/e.npy"], "is no source"),
+        (["embed", "nowhere", f"weights={weights}", f"output={tmp_path}/e.npy"], "does not exist"),
         (
             ["embed", folder, f"weights={weights}", f"output={tmp_path}/e.npy", "size=18"],
             "no whole number of",

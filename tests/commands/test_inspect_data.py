@@ -110,7 +110,7 @@ def test_mistakes_are_said(tmp_path, capsys):
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, said in (
         ([str(tmp_path / "bad")], "none of the 1 images that were looked at can be read"),
-        ([str(tmp_path / "none")], "is no source"),
+        ([str(tmp_path / "none")], "does not exist"),
         ([], "source is needed"),
     ):
         assert main(["inspect-data", f"sheet={tmp_path / 'sheet.png'}", *arguments]) == 2

@@ -97,7 +97,7 @@ def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys)
     for arguments, said in (
         ([photos, tmp_path / "full"], "exists already"),
         ([tmp_path / "bad", tmp_path / "out"], "none of the 1 images can be read"),
-        ([tmp_path / "none", tmp_path / "out"], "is no source"),
+        ([tmp_path / "none", tmp_path / "out"], "does not exist"),
         ([photos], "output is needed"),
     ):
         assert main(["pack", *map(str, arguments)]) == 2

@@ -4,7 +4,7 @@ from PIL import Image
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.data.sources.subset import Subset
+from dino_vit.data.sources.source import Subset
 from dino_vit.eval.datasets import open_sets, renumber
 
 

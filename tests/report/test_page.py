@@ -298,7 +298,7 @@ def test_images_that_moved_away_are_said_and_found_again(folder, made):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace(str(images), "/no/such/place"))
     page = report(folder)
-    assert page.text.count("'/no/such/place' is no source") >= 3
+    assert page.text.count("'/no/such/place' does not exist") >= 3
     assert "say source=..." in page.text
     assert page.data["explorer"] is None
     assert page.data["charts"]
