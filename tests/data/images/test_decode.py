@@ -163,19 +163,19 @@ def test_a_tiff_of_several_pictures_gives_the_first_and_a_stack_is_refused():
     data = saved(pictures[0], "TIFF", save_all=True, append_images=pictures[1:])
     assert torch.equal(decode(data, "x"), tensor(pictures[0]))
     stack = tiff(picture(4, 20, 30), imagej=True, metadata={"axes": "ZYX"})
-    with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is no image"):
+    with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is not an image"):
         decode(stack, "x")
 
 
 @pytest.mark.parametrize("bigtiff", [False, True])
 @pytest.mark.parametrize("byteorder", ["<", ">"])
-def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff):
-    data = bytearray(tiff(picture(5, 20, 30), photometric="minisblack", byteorder=byteorder, bigtiff=bigtiff))
-    assert decode(bytes(data), "x").shape == (5, 20, 30)
+@pytest.mark.parametrize("pages", [5, 130])
+def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff, pages):
+    data = bytearray(tiff(picture(pages, 4, 6), metadata=None, byteorder=byteorder, bigtiff=bigtiff))
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         offsets = [page.offset for page in file.pages]
     kind = byteorder + ("Q" if bigtiff else "I")
-    place = data.rindex(struct.pack(kind, offsets[-1]))  # where the last page but one names the last
+    place = data.rindex(struct.pack(kind, offsets[-1]))  # in the last page but one
     data[place : place + struct.calcsize(kind)] = struct.pack(kind, offsets[1])
     with pytest.raises(UnreadableImage, match="its pages form a circle"):
         decode(bytes(data), "x")
@@ -242,12 +242,12 @@ def test_what_is_no_image_is_said_in_a_line():
     whole = saved(smooth(), "JPEG")
     broken = {
         "empty": (b"", "the file is empty"),
-        "text": (b"hello", "it is no JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
+        "text": (b"hello", "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
         "cut": (whole[: len(whole) // 2], "it cannot be decoded: .*([Tt]runcated)"),
         "png": (saved(smooth(), "PNG")[:60], "it cannot be decoded: "),
         "tiff": (tiff(picture(20, 30, 5), photometric="minisblack")[:300], "it cannot be decoded: "),
-        "words": (npy(np.array(["a", "b"])), r"an array of <U1 is no image"),
-        "cube": (npy(picture(4, 5, 4)), r"an array of shape \(4, 5, 4\) is no image"),
+        "words": (npy(np.array(["a", "b"])), r"an array of <U1 is not an image"),
+        "cube": (npy(picture(4, 5, 4)), r"an array of shape \(4, 5, 4\) is not an image"),
         "short": (npy(picture(20, 30))[:-1], "the file is truncated"),
         "none": (npy(picture(0, 30)), "the image has no pixels"),
     }
@@ -267,7 +267,7 @@ def test_bombs_are_refused_before_they_are_decoded():
         **{kind: (saved(whole, kind), "64 × 64") for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
     }
     for kind, (data, size) in bombs.items():
-        with pytest.raises(UnreadableImage, match=f"{size} pixels are more than data.max_pixels=4095"):
+        with pytest.raises(UnreadableImage, match=f"{size} pixels exceed data.max_pixels=4095"):
             decode(data, kind, max_pixels=4095)
         if kind != "png":
             assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
@@ -276,7 +276,7 @@ def test_bombs_are_refused_before_they_are_decoded():
 
 def test_many_channels_count_as_pixels():
     data = tiff(np.zeros((64, 64, 64), np.uint8), photometric="minisblack", planarconfig="contig")
-    with pytest.raises(UnreadableImage, match="64 × 64 pixels are more than"):
+    with pytest.raises(UnreadableImage, match="64 × 64 pixels exceed"):
         decode(data, "x", max_pixels=16 * 4096 - 1)
     assert decode(data, "x", max_pixels=16 * 4096).shape == (64, 64, 64)
 

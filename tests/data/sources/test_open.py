@@ -252,9 +252,7 @@ def test_tables_that_do_not_say_which_column(tmp_path):
 
     with pytest.raises(ValueError, match=r"no column of images: none of x \(int64\), y \(string\)"):
         open_source(write(x=[1], y=["text"]))
-    with pytest.raises(
-        ValueError, match=r"several columns of images: front, back. Rename one"
-    ):
+    with pytest.raises(ValueError, match=r"several columns of images: front, back. Rename one"):
         open_source(write(front=[b"1"], back=[b"2"]))
     assert open_source(write(depth=[b"1"], image=[b"2"])).read(0) == b"2"
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

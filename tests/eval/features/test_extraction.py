@@ -149,7 +149,7 @@ def test_images_of_other_channels_are_left_out():
     source.read = lambda index: picture(32, 32)[: 2 + index]
     features = extract_features(backbone(), source, [0, 1], **SETTINGS)
     assert features.indices.tolist() == [1]
-    assert [image.reason for image in features.unreadable] == ["it has 2 channels where 3 are wanted"]
+    assert [image.reason for image in features.unreadable] == ["the number of channels is 2, but must be 3"]
 
 
 def test_deep_images_keep_their_bits_and_their_scale():
