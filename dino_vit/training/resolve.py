@@ -37,7 +37,7 @@ def resolve(
     # Over several processes its statistics need the collectives that torch has on CUDA alone.
     batch_norm = device.type == "cuda" or world_size() == 1
     config, for_data = fit_to(seen, config, source, global_batch, batch_norm=batch_norm)
-    if not any(sight.fits(config.data.channels) for sight in seen.sights):
+    if not any(image.fits(config.data.channels) for image in seen.images):
         said = f"not data.channels={config.data.channels}"
         text = f"the images of {config.data.source} have {seen.channels} channels, {said}"
         ways = "set it, data.mean and data.std (null: measured) accordingly"
