@@ -172,9 +172,7 @@ def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | Unre
         index=index,
         format="array" if isinstance(item, Tensor) else format_of(item),
         file_bytes=0 if isinstance(item, Tensor) else len(item),
-        digest=hashlib.blake2b(
-            values.tobytes() if isinstance(item, Tensor) else item, digest_size=16
-        ).digest(),
+        digest=hashlib.blake2b(data, digest_size=16).digest(),
         height=image.shape[1],
         width=image.shape[2],
         channels=color,
