@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.lib import format as npy
 from numpy.typing import NDArray
@@ -20,7 +19,14 @@ from torch import Tensor
 
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.files import is_url, stamps
-from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, draft_items, open_index
+from dino_vit.data.sources.index import (
+    Draft,
+    IndexedSource,
+    WriteImages,
+    binary_array,
+    draft_items,
+    open_index,
+)
 
 log = logging.getLogger("dino_vit")
 
@@ -74,7 +80,7 @@ class ArraySource(IndexedSource):
         if name:
             for start in range(0, len(images), BATCH):
                 batch = [image.tobytes() for image in images[start : start + BATCH]]
-                write_images(pa.array(batch, pa.large_binary()))
+                write_images(binary_array(batch))
         count = len(images)
         return draft_items(
             names=[b"%09d" % number for number in range(count)],

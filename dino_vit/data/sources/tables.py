@@ -56,7 +56,7 @@ class Rows:
 
     names: list[bytes | None] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
-    sizes: list[NDArray[np.int64]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def add(self, batch: pa.RecordBatch, columns: TableColumns) -> pa.Array:
         """Add rows, and return their images."""
@@ -70,7 +70,7 @@ class Rows:
         self.names += [None if text is None else os.fsencode(text) for text in texts]
         self.labels += batch.column(columns.label).to_pylist() if columns.label else [None] * len(images)
         images = images.cast(pa.large_binary())
-        self.sizes.append(pc.binary_length(images).fill_null(0).to_numpy())
+        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
 
     def draft(
@@ -84,7 +84,7 @@ class Rows:
         names, order = self._names(tables)
         return draft_items(
             names=names,
-            sizes=np.concatenate(self.sizes)[order],
+            sizes=np.array(self.sizes, dtype=np.int64)[order],
             labels=_number(columns, [self.labels[row] for row in order]),
             columns={"row": np.array(order, dtype=np.int64)},
             watched=watched,
@@ -126,7 +126,7 @@ class ParquetSource(IndexedSource):
                     write_images(rows.add(batch, columns))
                     advance(batch.num_rows)
         assert columns is not None
-        if not any(sizes.any() for sizes in rows.sizes):
+        if not any(rows.sizes):
             raise ValueError(
                 f"Column {columns.image} of {self._spec} contains no image bytes, perhaps only paths. "
                 f"Write the images into the table, or give the folder that holds them."
