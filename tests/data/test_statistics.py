@@ -7,8 +7,7 @@ import torch
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.data.statistics import inspect_images, measure, sample
-from tests.data.images.test_decode import smooth
-from tests.support.images import npy, saved, tiff
+from tests.support.images import npy, saved, smooth, tiff
 
 
 class Items:

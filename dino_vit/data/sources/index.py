@@ -113,9 +113,9 @@ class Index:
         self._items, self._images, self._file = items, images, file
         self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
         self.columns: dict[str, NDArray[Any]] = {
-            name: _to_numpy(items[name].combine_chunks()) for name in items.column_names if name != "name"
+            name: _to_numpy(items[name].chunk(0)) for name in items.column_names if name != "name"
         }
-        self.names = items["name"].combine_chunks()
+        self.names = items["name"].chunk(0)  # one chunk is written; combining would copy it
         self.images: pa.ChunkedArray = None if images is None else images["image"]
 
     @property
@@ -260,7 +260,8 @@ def _write(path: Path, spec: str, build: Build) -> None:
             file.write(bytes(-end_of_images % ALIGNMENT))
             with pa.BufferOutputStream() as stream:
                 with pa.ipc.new_file(stream, items.schema) as items_writer:
-                    items_writer.write_table(items)
+                    columns = [column.chunk(0) for column in items.columns]
+                    items_writer.write_batch(pa.record_batch(columns, schema=items.schema))
                 content = stream.getvalue()
             file.write(content)
             file.write(TRAILER.pack(end_of_images, zlib.crc32(content)))
@@ -296,7 +297,7 @@ def _build_items(spec: str, build: Build, write_images: WriteImages) -> pa.Table
         "watched": list(draft.watched),
         "stamps": draft.stamps.tolist(),
     }
-    return draft.items.combine_chunks().replace_schema_metadata({"dino_vit": json.dumps(metadata)})
+    return draft.items.replace_schema_metadata({"dino_vit": json.dumps(metadata)})
 
 
 @contextmanager
