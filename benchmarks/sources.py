@@ -32,8 +32,7 @@ from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
 from dino_vit.data.labels import folder_labels
 from dino_vit.data.sources.files import stamps
-from dino_vit.data.sources.index import Draft, Sink
-from dino_vit.data.sources.indexed import draft_items
+from dino_vit.data.sources.index import Draft, WriteImages, draft_items
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.source import Source
 
@@ -46,7 +45,7 @@ ROLLUP = Path("/proc/self/smaps_rollup")
 class MadeUp(FolderSource):
     """Writes the index of a folder as if images were in it."""
 
-    def _build(self, _: Sink) -> Draft:
+    def _build(self, _: WriteImages) -> Draft:
         names = made_up_names()
         folders = [self.root, *(os.path.join(self.root, f"n{number:08d}") for number in range(FOLDERS))]
         return draft_items(
@@ -103,7 +102,7 @@ def _index_table(folder: Path, repeats: int) -> Table:
         "a list of str": partial(Listed, listed),
     }
     rows = [_index_row(workers, openers, repeats) for workers in (1, 4)]
-    size = sum(path.stat().st_size for path in (folder / "cache").glob("*.index"))
+    size = sum(path.stat().st_size for path in (folder / "cache").glob("*.arrow"))
     note = (
         f"Opening takes {1 / rows[0].speed['dino-vit']:.2f} s, with a look at {FOLDERS:,} folders. Sorting, "
         f"labelling and writing took {built:.1f} s. The file ({size / 2**20:.0f} MiB) is the system's, "

@@ -1,4 +1,4 @@
-"""How often images are drawn, from a file: a weight for each by its name, as a part of the sum of all."""
+"""Sampling weights from a file: how often each image is drawn, relative to the others."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from dino_vit.data.sources.source import Source
 
 log = logging.getLogger("dino_vit")
 
-WEIGHT_WORDS = ("weight", "weights", "sample_weight", "probability")
+WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
 
 def read_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
-    """Return the weight of each item; the file, CSV (name, weight) or JSON, must know them all by name."""
-    table = read_table(str(path), WEIGHT_WORDS)
+    """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
+    table = read_table(str(path), WEIGHT_COLUMNS)
     names = [source.name(index) for index in range(len(source))]
     missing = [name for name in names if table.get(name) in (None, "")]
     if missing:
         raise ValueError(
             f"{path} has no weight for {len(missing)} of {len(names)} images, such as {missing[0]!r}. "
-            f"Give each one, 0 to never draw it; names must be those of the source, suffix and all."
+            f"Each image needs one, 0 to never draw it; names must be equal, including the suffix."
         )
     surplus = table.keys() - set(names)
     if surplus:
-        text = "%s: %d weights are for names that are not in the source, such as %r"
-        log.warning(text, path, len(surplus), min(surplus))
+        log.warning(
+            "%s: %d weight(s) for names not in the source, such as %r", path, len(surplus), min(surplus)
+        )
     weights = np.array([_weight(str(path), name, table[name]) for name in names])
     total = sum(weights.tolist())
-    if not 1e-300 < total < math.inf:  # shares of less could not be told apart
-        raise ValueError(f"{path}: the weights of all images add up to {total}, so none can be drawn.")
+    if not 1e-300 < total < math.inf:  # smaller numbers lose precision
+        raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
     return weights
 
 
@@ -52,17 +53,15 @@ def _weight(path: str, name: str, value: object) -> float:
 
 
 def describe(weights: NDArray[np.float64]) -> str:
-    """Say how uneven weights are: (Σ w)² / Σ w² images of equal weight would be repeated as often."""
+    """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
     share = weights / weights.sum()
     never = np.count_nonzero(weights == 0)
-    said = (
-        f"drawn by weight, which is as if {1 / (share**2).sum():,.0f} of {len(weights):,} were drawn equally"
-    )
-    return f"{said}; {never:,} are never drawn" if never else said
+    text = f"sampling weights: {1 / (share**2).sum():,.0f} of {len(weights):,} images effectively"
+    return f"{text}; {never:,} are never drawn" if never else text
 
 
 def fingerprint(weights: NDArray[np.float64] | None) -> str | None:
-    """Return a text that differs for other weights."""
+    """Return a digest of the weights."""
     if weights is None:
         return None
     return hashlib.sha256(weights.astype("<f8").tobytes()).hexdigest()[:16]

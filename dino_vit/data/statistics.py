@@ -1,154 +1,198 @@
-"""A look at some images of a source: what channels, depth and size they have, and their mean and std."""
+"""Inspect images of a source: format, size, channels, depth and damage; and measure mean and std."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.data.images.decode import UnreadableImage, decode, read_image
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image
 from dino_vit.data.images.pixels import MAX_PIXELS, Pixels, kind_of, unit_scale
-from dino_vit.data.sources.open import Source
-
-T = TypeVar("T")
+from dino_vit.data.sources.source import Source
 
 INSPECTED = 64
 MEASURED = 256
-# Decoding holds no lock; more threads would hold more large images at a time.
-_THREADS = min(4, os.cpu_count() or 1)
+_THREADS = min(8, os.cpu_count() or 1)  # decoding releases the GIL; each thread holds an image
 
 
-class ImageInfo(NamedTuple):
-    """What one image is, before any conversion."""
+@dataclass(frozen=True, kw_only=True)
+class ImageInfo:
+    """One image before any conversion."""
 
+    index: int
+    format: str
+    file_bytes: int  # 0 for an array
+    digest: bytes
     height: int
     width: int
-    channels: int  # without transparency
+    channels: int  # without alpha
     alpha: bool
     kind: str  # uint8, float32, ...
+    low: float
+    high: float
+    moments: Tensor | None  # (2, C): mean and mean square of values in [0, 1]; None if they are not
 
     @property
     def deep(self) -> bool:
-        """Tell whether 8 bits are too few."""
+        """Tell whether 8 bits are not enough."""
         return self.kind not in ("uint8", "bool")
 
     def fits(self, channels: int) -> bool:
-        """Tell whether so many channels can be made of it without making anything up."""
-        made = {self.channels, self.channels + self.alpha} if channels in (2, 4) else {self.channels}
-        return channels in made or (channels == 3 and self.channels == 1)
+        """Tell whether the image can be converted to this number of channels."""
+        possible = {self.channels, self.channels + self.alpha} if channels in (2, 4) else {self.channels}
+        return channels in possible or (channels == 3 and self.channels == 1)
+
+    def describe(self) -> str:
+        color = {1: "grey", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
+        return f"{color}{' with alpha' if self.alpha else ''} ({self.kind})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSummary:
-    """What some images of a source are, and which of them cannot be read."""
+    """The inspected images of a source, and those that cannot be read."""
 
-    sights: tuple[ImageInfo, ...]
-    unreadable: tuple[UnreadableImage, ...]
+    images: list[ImageInfo]
+    unreadable: list[UnreadableImage]
 
     @property
     def image_size(self) -> int:
         """Return the shorter side of a typical image."""
-        return int(median(min(sight.height, sight.width) for sight in self.sights))
+        return int(median(min(image.height, image.width) for image in self.images))
 
     @property
     def channels(self) -> int:
-        """Return the channels that all images have, or can be given; most images' where there is none."""
-        found = Counter(sight.channels for sight in self.sights)
-        return 3 if found.keys() == {1, 3} else found.most_common(1)[0][0]
+        """Return the channels that all images have or can be converted to, else the most frequent ones."""
+        counts = Counter(image.channels for image in self.images)
+        return 3 if counts.keys() == {1, 3} else counts.most_common(1)[0][0]
 
     @property
     def bits(self) -> int:
-        return 16 if any(sight.deep for sight in self.sights) else 8
+        return 16 if any(image.deep for image in self.images) else 8
+
+    def count(self, key: Callable[[ImageInfo], str]) -> dict[str, int]:
+        """Count images by a property, most frequent first."""
+        return dict(Counter(map(key, self.images)).most_common())
 
     def describe(self, pixels: Pixels) -> str:
-        """Say what the images are and what is done to them, with counts."""
-        parts = [f"{count} {what}" for what, count in Counter(map(name_of, self.sights)).most_common()]
-        said = f"{len(self.sights)} images looked at: {', '.join(parts)}"
-        done: Counter[str] = Counter()
-        for sight in self.sights:
-            done.update(_conversions(sight, pixels))
+        """Describe the images and their conversion to `pixels`, with counts."""
+        kinds = [f"{count} {kind}" for kind, count in self.count(ImageInfo.describe).items()]
+        steps = Counter(step for image in self.images for step in _conversions(image, pixels))
         if self.unreadable:
-            done[f"cannot be read, first {self.unreadable[0]}"] = len(self.unreadable)
-        return "; ".join([said, *(f"{count} {what}" for what, count in done.most_common())])
+            steps[f"unreadable, first {self.unreadable[0]}"] = len(self.unreadable)
+        text = f"{len(self.images)} images inspected: {', '.join(kinds)}"
+        return "; ".join([text, *(f"{count} {step}" for step, count in steps.most_common())])
+
+    def mean_and_std(self) -> tuple[list[float], list[float]] | None:
+        """Return mean and std for the most frequent number of channels; grey counts as RGB beside RGB."""
+        counts = Counter(image.channels for image in self.images)
+        if not counts:
+            return None
+        channels = 3 if counts[3] else counts.most_common(1)[0][0]
+        usable = {3, 1} if channels == 3 else {channels}
+        of_usable = [image.moments for image in self.images if image.channels in usable]
+        moments = [m[:, :channels].expand(2, channels) for m in of_usable if m is not None]
+        if not moments:
+            return None
+        mean, square = torch.stack(moments).mean(dim=0)
+        return mean.tolist(), (square - mean**2).clamp_min(0).sqrt().tolist()
+
+    def identical(self) -> list[list[int]]:
+        """Return groups of indices of images that are the same byte for byte."""
+        groups: defaultdict[bytes, list[int]] = defaultdict(list)
+        for image in self.images:
+            groups[image.digest].append(image.index)
+        return [group for group in groups.values() if len(group) > 1]
 
 
-def name_of(sight: ImageInfo) -> str:
-    """Say what an image is."""
-    named = {1: "grey", 3: "RGB"}.get(sight.channels, f"of {sight.channels} channels")
-    return f"{named}{' with transparency' if sight.alpha else ''} ({sight.kind})"
-
-
-def _conversions(sight: ImageInfo, pixels: Pixels) -> Iterable[str]:
-    """Yield what an image goes through on its way to the pixels that are wanted."""
-    if not sight.fits(pixels.channels):
-        yield f"cannot become data.channels={pixels.channels} and count as unreadable"
+def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
+    if not image.fits(pixels.channels):
+        yield f"cannot be converted to data.channels={pixels.channels} and count as unreadable"
         return
-    if sight.alpha and not pixels.keeps_alpha:
-        yield "lose their transparency"
-    if sight.channels == 1 and pixels.channels == 3:
-        yield "are made RGB by repetition"
-    if sight.deep and pixels.bits == 8:
-        yield "are scaled down to 8 bits, as data.bits=8 says"
+    if image.alpha and not pixels.keeps_alpha:
+        yield "lose their alpha channel"
+    if image.channels == 1 and pixels.channels == 3:
+        yield "repeated from grey to RGB"
+    if image.deep and pixels.bits == 8:
+        yield "scaled down to 8 bits, as data.bits=8"
 
 
 def sample(source: Source, seed: int, count: int) -> list[int]:
-    """Return up to `count` places all over a source, a function of the seed; few may coincide."""
+    """Return up to `count` random indices, a function of the seed; duplicates are dropped."""
     if len(source) <= count:
         return list(range(len(source)))
     drawn = random_bits(seed, RngPurpose.LOOK, np.arange(count)) % np.uint64(len(source))
     return [int(index) for index in np.unique(drawn)]
 
 
-def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
-    """Look at some images as they are."""
-    found = _in_threads(partial(_see, source, max_pixels=max_pixels), indices)
-    sights = tuple(one for one in found if isinstance(one, ImageInfo))
-    unreadable = tuple(one for one in found if isinstance(one, UnreadableImage))
-    if not sights:
-        raise ValueError(
-            f"none of the {len(indices)} images that were tried can be read; the last: {unreadable[-1]}"
-        )
-    return ImageSummary(sights=sights, unreadable=unreadable)
+def inspect_images(
+    source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS, allow_none: bool = False
+) -> ImageSummary:
+    """Inspect images without conversion; unless `allow_none`, one of them must be readable."""
+    summary = ImageSummary(images=[], unreadable=[])
+    inspect = partial(_inspect, source, max_pixels=max_pixels)
+    with progress("Inspecting images", len(indices)) as advance, ThreadPoolExecutor(_THREADS) as pool:
+        for result in pool.map(inspect, indices):
+            advance(1)
+            if isinstance(result, ImageInfo):
+                summary.images.append(result)
+            else:
+                summary.unreadable.append(result)
+    if not summary.images and not allow_none:
+        raise ValueError(f"none of {len(indices)} images can be read; the last: {summary.unreadable[-1]}")
+    return summary
 
 
-def _see(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
+def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
-        return inspect_image(source.read(index), name, max_pixels=max_pixels)[0]
+        item = source.read(index)
+        image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
+        color = len(image)
+        if not isinstance(item, Tensor) and color in (2, 4):
+            color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     except UnreadableImage as error:
         return error
     except OSError as error:
         return UnreadableImage(name, error.strerror or str(error))
+    values = image.numpy().real  # NumPy has min and max of more types than torch
+    data = values.tobytes() if isinstance(item, Tensor) else item
+    return ImageInfo(
+        index=index,
+        format="array" if isinstance(item, Tensor) else format_of(item),
+        file_bytes=0 if isinstance(item, Tensor) else len(item),
+        digest=hashlib.blake2b(data, digest_size=16).digest(),
+        height=image.shape[1],
+        width=image.shape[2],
+        channels=color,
+        alpha=color < len(image),
+        kind=kind_of(image),
+        low=float(values.min()),
+        high=float(values.max()),
+        moments=_unit_moments(image),
+    )
 
 
-def inspect_image(
-    item: bytes | Tensor, name: str, *, max_pixels: int = MAX_PIXELS
-) -> tuple[ImageInfo, Tensor]:
-    """Decode an item of a source as it is, and say what it is."""
-    opaque = 0
-    if isinstance(item, Tensor):
-        image = item
-    else:
-        image = decode(item, name, max_pixels=max_pixels)
-        if len(image) in (2, 4):
-            opaque = len(decode(item, name, alpha=False, max_pixels=max_pixels))
-    channels, height, width = image.shape
-    sight = ImageInfo(height, width, opaque or channels, bool(opaque) and opaque != channels, kind_of(image))
-    return sight, image
+def _unit_moments(image: Tensor) -> Tensor | None:
+    try:
+        return _moments(Pixels(channels=len(image), bits=16).conform(image))
+    except ValueError:
+        return None
 
 
 class Statistics(NamedTuple):
-    """Mean and standard deviation per channel of pixels from 0 to 1, each image counting the same."""
+    """Mean and std per channel of pixels in [0, 1]; each image has the same weight."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -157,35 +201,29 @@ class Statistics(NamedTuple):
 
 
 def measure(source: Source, indices: Sequence[int], pixels: Pixels) -> Statistics:
-    """Measure mean and std over some images as they are trained on."""
-    found = _in_threads(partial(_moments, source, pixels), indices)
-    moments = [one for one in found if isinstance(one, Tensor)]
+    """Measure mean and std of images as they are trained on."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        results = list(pool.map(partial(_measure_image, source, pixels), indices))
+    moments = [result for result in results if isinstance(result, Tensor)]
     if not moments:
-        failure = next(one for one in found if isinstance(one, UnreadableImage))
-        raise ValueError(
-            f"none of the {len(indices)} images that were tried can be used; the first: {failure}"
-        )
-    together = torch.stack(moments)
-    mean, square, _ = together.mean(dim=0)
+        failure = next(result for result in results if isinstance(result, UnreadableImage))
+        raise ValueError(f"none of {len(indices)} images can be used; the first: {failure}")
+    stacked = torch.stack(moments)
+    mean, square, _ = stacked.mean(dim=0)
     std = (square - mean**2).clamp_min(0).sqrt()
-    return Statistics(tuple(mean.tolist()), tuple(std.tolist()), float(together[:, 2].max()), len(moments))
+    return Statistics(tuple(mean.tolist()), tuple(std.tolist()), float(stacked[:, 2].max()), len(moments))
 
 
-def _moments(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
+def _measure_image(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     try:
         image = unit_scale(read_image(source, index, pixels))
     except UnreadableImage as error:
         return error
-    return torch.cat((moments(image), image.amax(dim=(1, 2))[None].double()))
+    return torch.cat((_moments(image), image.amax(dim=(1, 2))[None].double()))
 
 
-def moments(image: Tensor) -> Tensor:
+def _moments(image: Tensor) -> Tensor:
     """Return the mean and the mean square of each channel of an image (C, H, W): (2, C), in float64."""
     variance, mean = torch.var_mean(image, dim=(1, 2), correction=0)
     return torch.stack((mean.double(), variance.double() + mean.double() ** 2))
-
-
-def _in_threads(function: Callable[[int], T], indices: Sequence[int]) -> list[T]:
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(function, indices))

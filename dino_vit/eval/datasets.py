@@ -15,8 +15,7 @@ from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
-from dino_vit.data.sources.subset import Subset
+from dino_vit.data.sources.source import Source, Subset
 from dino_vit.eval.features.extraction import CLS, FeatureSpec
 from dino_vit.eval.features.frozen import FrozenBackbone
 from dino_vit.views.geometry import View

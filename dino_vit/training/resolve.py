@@ -138,7 +138,7 @@ def image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) ->
 
 
 def _check_channels(config: PretrainConfig, images: ImageSummary) -> None:
-    if not any(image.fits(config.data.channels) for image in images.sights):
+    if not any(image.fits(config.data.channels) for image in images.images):
         text = (
             f"data.channels={config.data.channels}, but the images of {config.data.source} have "
             f"{images.channels} channels; set data.channels, data.mean and data.std (null: measured)"

@@ -9,7 +9,7 @@ from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.survey import survey
+from dino_vit.data.statistics import inspect_images
 from dino_vit.views.build import make_views
 
 
@@ -42,7 +42,7 @@ def test_facts_as_json(mixed, capsys):
     assert facts["labels"] == {"cat": 5, "dog": 4}
     assert facts["formats"] == {"PNG": 6, "BMP": 1, "WebP": 1}
     assert facts["pixels"]["RGB (uint8)"] == 5
-    assert facts["pixels"]["RGB with transparency (uint8)"] == 1
+    assert facts["pixels"]["RGB with alpha (uint8)"] == 1
     assert facts["pixels"]["grey (uint8)"] == facts["pixels"]["grey (uint16)"] == 1
     assert facts["height"] == {"least": 20, "median": 21.5, "most": 60}
     assert facts["values"][0] == 0
@@ -66,8 +66,8 @@ def test_mean_and_std_are_those_of_the_pixels(tmp_path):
     generator = np.random.default_rng(1)
     arrays = generator.integers(0, 200, (5, 6, 7, 3), dtype=np.uint8)
     np.save(tmp_path / "a.npy", arrays)
-    found = survey(open_source(str(tmp_path / "a.npy")), range(5))
-    mean, std = found.normalisation()
+    found = inspect_images(open_source(str(tmp_path / "a.npy")), range(5))
+    mean, std = found.mean_and_std()
     for channel in range(3):
         values = [float(value) / 255 for value in arrays[..., channel].flatten()]
         average = sum(values) / len(values)
@@ -82,12 +82,12 @@ def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "grey (float32) 4" in said
     assert "from -500 to 3000" in said
-    assert "give data.range" in said
+    assert "set data.range" in said
 
 
 def test_only_some_are_looked_at(capsys):
     assert main(["inspect-data", "synthetic:500:16", "count=20", "sheet=null"]) == 0
-    assert "20 of them, from all over, were looked at" in capsys.readouterr().out
+    assert "20 of them were inspected" in capsys.readouterr().out
 
 
 def test_views_are_those_of_the_training():
@@ -109,8 +109,8 @@ def test_mistakes_are_said(tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, said in (
-        ([str(tmp_path / "bad")], "none of the 1 images that were looked at can be read"),
-        ([str(tmp_path / "none")], "is no source"),
+        ([str(tmp_path / "bad")], "none of the 1 inspected images can be read"),
+        ([str(tmp_path / "none")], "does not exist"),
         ([], "source is needed"),
     ):
         assert main(["inspect-data", f"sheet={tmp_path / 'sheet.png'}", *arguments]) == 2

@@ -30,7 +30,7 @@ def items(source):
 
 def test_shards_hold_the_same_images_in_the_same_order(photos, tmp_path, capsys):
     assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
-    assert "5 images in 1 shards" in capsys.readouterr().out
+    assert "5 images in 1 shard," in capsys.readouterr().out
     packed = open_source(str(tmp_path / "out"))
     assert items(packed) == items(open_source(str(photos)))
     assert packed.name(1) == "cat/a-b.jpg", "its label is found by what stands before the first dot"
@@ -55,7 +55,7 @@ def test_digests_are_what_sha256sum_takes(photos, tmp_path):
 def test_unreadable_images_are_left_out_and_named(photos, tmp_path, caplog):
     (photos / "dog" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     assert main(["pack", str(photos), str(tmp_path / "out")]) == 0
-    assert "left out 1 images" in caplog.text
+    assert "unreadable images left out: 1" in caplog.text
     assert "dog/0.png" in caplog.text
     assert len(open_source(str(tmp_path / "out"))) == 5
     assert main(["pack", str(photos), str(tmp_path / "all"), "check=false"]) == 0
@@ -95,9 +95,9 @@ def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, said in (
-        ([photos, tmp_path / "full"], "exists already"),
-        ([tmp_path / "bad", tmp_path / "out"], "none of the 1 images can be read"),
-        ([tmp_path / "none", tmp_path / "out"], "is no source"),
+        ([photos, tmp_path / "full"], "already exists"),
+        ([tmp_path / "bad", tmp_path / "out"], "none of 1 images can be read"),
+        ([tmp_path / "none", tmp_path / "out"], "does not exist"),
         ([photos], "output is needed"),
     ):
         assert main(["pack", *map(str, arguments)]) == 2

@@ -94,7 +94,7 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
     assert [source.label(index) for index in range(3)] == [None, 1, 0]
     assert source.classes == ["4", "30"]
     assert "no label for 1 of 3 images, such as 'cat/é.jpg'" in caplog.text
-    assert "1 labels are for names that are not in the source, such as 'missing.png'" in caplog.text
+    assert "1 label(s) for names not in the source, such as 'missing.png'" in caplog.text
     plain = open_source(str(root))
     assert (source.fingerprint, source.name(1), source.read(1)) == (
         plain.fingerprint,
@@ -114,13 +114,13 @@ def test_labels_join_to_any_source(tmp_path):
 
 def test_labels_for_other_names_are_refused(tmp_path):
     (tmp_path / "labels.csv").write_text("a.jpg,1\n")
-    with pytest.raises(ValueError, match=r"labels for none of the images: it speaks of 'a\.jpg'"):
+    with pytest.raises(ValueError, match=r"labels for none of the images: its names are like 'a\.jpg'"):
         open_source("synthetic:3", labels=tmp_path / "labels.csv")
     (tmp_path / "labels.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match="must be one object"):
         open_source("synthetic:3", labels=tmp_path / "labels.json")
     (tmp_path / "labels.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         open_source("synthetic:3", labels=tmp_path / "labels.json")
     with pytest.raises(OSError, match="No such file"):
         open_source("synthetic:3", labels=tmp_path / "none.csv")

@@ -53,7 +53,7 @@ def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
     weights = dict.fromkeys(NAMES, 0.5) | {"b/none": 1, "a/none": 1}
     with caplog.at_level(logging.WARNING, "dino_vit"):
         assert (read_weights(SOURCE, written(tmp_path / "w.csv", weights)) == 0.5).all()
-    assert "2 weights are for names that are not in the source, such as 'a/none'" in caplog.text
+    assert "2 weight(s) for names not in the source, such as 'a/none'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
         ({NAMES[3]: "nan"}, "the weight 'nan'"),
         ({NAMES[3]: "inf"}, "the weight 'inf'"),
         ({NAMES[3]: "often"}, "the weight 'often'"),
-        (dict.fromkeys(NAMES, 0), "add up to 0.0, so none can be drawn"),
+        (dict.fromkeys(NAMES, 0), "add up to 0.0, so no image can be drawn"),
         (dict.fromkeys(NAMES, 1e308), "add up to inf"),
         (dict.fromkeys(NAMES, 5e-324), "add up to 3.16e-322"),
     ],
@@ -80,13 +80,13 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"no weight for 1 of 64 images, such as '{NAMES[0]}'"):
         read_weights(SOURCE, path)
     path.write_text(path.read_text() + f"{NAMES[0]},1\n{NAMES[0]},2\n")
-    with pytest.raises(ValueError, match=f"two things of '{NAMES[0]}': '1' and '2'"):
+    with pytest.raises(ValueError, match=f"two values for '{NAMES[0]}': '1' and '2'"):
         read_weights(SOURCE, path)
 
 
 def test_how_uneven_weights_are_is_said_in_images():
-    assert describe(np.ones(1000)) == "drawn by weight, which is as if 1,000 of 1,000 were drawn equally"
-    assert "as if 2 of 4 were drawn equally; 2 are never drawn" in describe(np.array([0.0, 3, 3, 0]))
+    assert describe(np.ones(1000)) == "sampling weights: 1,000 of 1,000 images effectively"
+    assert "2 of 4 images effectively; 2 are never drawn" in describe(np.array([0.0, 3, 3, 0]))
 
 
 def test_a_fingerprint_tells_weights_apart():
@@ -102,7 +102,7 @@ def kill_before_step_8():
 def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     settings = {**SHORT, "data.weights": of_classes(tmp_path / "w.csv")}
     said = run(tmp_path / "whole", settings)
-    assert "drawn by weight, which is as if 15 of 64 were drawn equally; 46 are never drawn" in said
+    assert "sampling weights: 15 of 64 images effectively; 46 are never drawn" in said
     run(tmp_path / "run", settings, code=-signal.SIGKILL, before=kill_before_step_8)
     wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
     for other in (wrong, SHORT):

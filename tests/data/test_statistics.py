@@ -1,12 +1,13 @@
+from operator import attrgetter
+
 import numpy as np
 import pytest
 import torch
 
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.data.statistics import ImageInfo, inspect_images, measure, sample
-from tests.data.images.test_decode import smooth
-from tests.support.images import npy, saved, tiff
+from dino_vit.data.statistics import inspect_images, measure, sample
+from tests.support.images import npy, saved, smooth, tiff
 
 
 class Items:
@@ -37,25 +38,26 @@ def test_images_are_seen_as_they_are():
         b"",
     )
     seen = inspect_images(source, range(7))
-    assert seen.sights == (
-        ImageInfo(20, 30, 1, False, "uint8"),
-        ImageInfo(20, 30, 3, True, "uint8"),
-        ImageInfo(20, 30, 1, True, "uint8"),
-        ImageInfo(9, 7, 4, False, "uint8"),  # the fourth is no transparency
-        ImageInfo(4, 5, 1, False, "uint16"),
-        ImageInfo(6, 8, 2, False, "float32"),
-    )
+    fields = attrgetter("height", "width", "channels", "alpha", "kind", "format")
+    assert [fields(image) for image in seen.images] == [
+        (20, 30, 1, False, "uint8", "PNG"),
+        (20, 30, 3, True, "uint8", "PNG"),
+        (20, 30, 1, True, "uint8", "PNG"),
+        (9, 7, 4, False, "uint8", "TIFF"),  # the fourth is not alpha
+        (4, 5, 1, False, "uint16", "npy"),
+        (6, 8, 2, False, "float32", "array"),
+    ]
     assert [str(image) for image in seen.unreadable] == ["6.png: the file is empty"]
     assert (seen.bits, seen.image_size) == (16, 13)
     said = seen.describe(RGB)
     for part in (
-        "6 images looked at: ",
-        "1 RGB with transparency (uint8)",
-        "2 lose their transparency",
-        "3 are made RGB by repetition",
-        "1 are scaled down to 8 bits, as data.bits=8 says",
-        "2 cannot become data.channels=3 and count as unreadable",
-        "1 cannot be read, first 6.png: the file is empty",
+        "6 images inspected: ",
+        "1 RGB with alpha (uint8)",
+        "2 lose their alpha channel",
+        "3 repeated from grey to RGB",
+        "1 scaled down to 8 bits, as data.bits=8",
+        "2 cannot be converted to data.channels=3 and count as unreadable",
+        "1 unreadable, first 6.png: the file is empty",
     ):
         assert part in said
     kept = seen.describe(Pixels(channels=4, bits=16))
@@ -73,17 +75,17 @@ def test_the_channels_are_those_that_all_images_can_be_given_or_most_have(channe
 
 
 def test_what_fits_is_what_can_be_converted():
-    """`Sight.fits` foretells what `Pixels.conform` does."""
+    """`ImageInfo.fits` predicts what `Pixels.conform` does."""
     files = {mode: saved(smooth(mode), "PNG") for mode in ("L", "LA", "RGB", "RGBA")}
     for mode, data in files.items():
         for channels in range(1, 6):
-            (sight,) = inspect_images(Items(data), [0]).sights
+            (image,) = inspect_images(Items(data), [0]).images
             usable = True
             try:
                 measure(Items(data), [0], Pixels(channels=channels))
             except ValueError:
                 usable = False
-            assert sight.fits(channels) == usable, (mode, channels)
+            assert image.fits(channels) == usable, (mode, channels)
 
 
 def test_a_sample_is_a_function_of_the_seed_all_over_the_source():
@@ -117,7 +119,7 @@ def test_what_cannot_be_used_is_left_out_unless_it_is_all():
     found = measure(Items(grey, torch.zeros(5, 4, 4), b""), range(3), RGB)
     assert found.mean == pytest.approx((0.2,) * 3)
     assert found.images == 1
-    with pytest.raises(ValueError, match=r"none of the 1 images .* 0.png: it has 5 channels where 3 are"):
+    with pytest.raises(ValueError, match=r"none of 1 images .* 0.png: the number of channels is 5"):
         measure(Items(torch.zeros(5, 4, 4)), [0], RGB)
-    with pytest.raises(ValueError, match="none of the 1 images that were tried can be read"):
+    with pytest.raises(ValueError, match="none of 1 images can be read"):
         inspect_images(Items(b""), [0])

@@ -50,7 +50,7 @@ def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace(str(images), "/no/such/place"))
     page = write_report(folder)
-    assert page.text.count("'/no/such/place' is no source") >= 3
+    assert page.text.count("'/no/such/place' does not exist") >= 3
     assert "say where with source=..." in page.text
     assert page.data["explorer"] is None
     assert page.data["charts"]

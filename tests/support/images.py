@@ -6,9 +6,32 @@ import zlib
 
 import numpy as np
 import tifffile
+import torch
+from einops import rearrange
 from PIL import Image
 
 from dino_vit.data.sources.synthetic import SyntheticSource
+
+CLEAR = ("LA", "RGBA")
+RANDOM = np.random.default_rng(0)
+
+
+def picture(*shape, dtype=np.uint8):
+    high = 2 if dtype is bool else np.iinfo(dtype).max + 1
+    return RANDOM.integers(0, high, shape).astype(dtype)
+
+
+def smooth(mode="RGB", size=(30, 20)):
+    small = Image.fromarray(picture(4, 5, 3))
+    image = small.resize(size, Image.Resampling.BICUBIC).convert(mode)
+    if mode in CLEAR:
+        image.putalpha(image.getchannel(0))
+    return image
+
+
+def tensor(array):
+    array = np.asarray(array)
+    return torch.from_numpy(rearrange(array.reshape(*array.shape[:2], -1), "h w c -> c h w").copy())
 
 
 def saved(image, kind, **options):

@@ -110,7 +110,7 @@ def test_sixteen_bit_grey_keeps_its_bits_from_the_file_to_the_weights(tmp_path, 
     folder = fill(tmp_path / "images", planes, sixteen_bits)
     settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": 1}
     said = run(tmp_path / "run", {**settings, "data.range": "[0, 4095]"})
-    assert f"{LENGTH} images looked at: {LENGTH} grey (uint16)" in said
+    assert f"{LENGTH} images inspected: {LENGTH} grey (uint16)" in said
     assert "data.bits=16: as the images have" in said
     values = np.stack(list(planes.values())).astype(np.float64) * 16 + 7
     metadata = described(tmp_path / "run")
@@ -127,7 +127,7 @@ def test_a_resumed_run_keeps_what_it_measured(tmp_path, planes):
     folder = fill(tmp_path / "images", planes, sixteen_bits)
     settings = {**SETTINGS, **MEASURED, "data.source": folder, "run.checkpoint_every": 1}
     said = run(tmp_path / "run", settings)
-    assert "are made RGB by repetition" in said
+    assert "repeated from grey to RGB" in said
     assert "no value is above 6" in said
     assert "data.range=[low, high]" in said
     before = described(tmp_path / "run")["mean"]
@@ -163,7 +163,7 @@ def test_five_channels_are_not_taken_for_three(tmp_path, planes):
 def test_palettes_cmyk_grey_and_transparency_in_one_set(tmp_path, planes):
     folder = fill(tmp_path / "images", planes, mixed)
     said = run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.bits": 8})
-    assert "are made RGB by repetition" in said
+    assert "repeated from grey to RGB" in said
     assert "unreadable" not in said
     assert not (tmp_path / "run" / "unreadable.txt").exists()
     assert readings(tmp_path / "run")[-1]["knn"] is not None
@@ -186,6 +186,6 @@ def test_float_images_beyond_one_say_what_to_do(tmp_path, planes):
 
     folder = fill(tmp_path / "images", planes, write)
     said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
-    assert "none of the 32 images that were tried can be used" in said
+    assert "none of 32 images can be used" in said
     assert "say which become 0 and 1 with data.range=[low, high]" in said
     run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.range": "[0, 255]"})

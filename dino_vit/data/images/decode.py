@@ -1,4 +1,4 @@
-"""From the bytes of an image file to a tensor, and from an item of a source to the pixels that are wanted."""
+"""Decode image files, and read items of a source as pixels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
-from dino_vit.data.images.png import read_png
 from dino_vit.data.images.tiff import read_tiff
 from dino_vit.data.sources.open import Source
 
 Reader = Callable[[bytes, bool, int], Tensor]
-_PLACE = re.compile(r"^\S+, \S+:\d+, ")
+_LOCATION = re.compile(r"^\S+, \S+:\d+, ")
 
 _BY_START: dict[bytes, tuple[str, Reader]] = {
     b"\xff\xd8\xff": ("JPEG", formats.read_jpeg),
-    b"\x89PNG\r\n\x1a\n": ("PNG", read_png),
+    b"\x89PNG\r\n\x1a\n": ("PNG", formats.read_png),
     b"RIFF": ("WebP", formats.read_webp),
     b"GIF8": ("GIF", formats.read_gif),
     b"BM": ("BMP", formats.read_bmp),
@@ -32,7 +31,7 @@ _BY_START: dict[bytes, tuple[str, Reader]] = {
 
 
 class UnreadableImage(Exception):
-    """An image that cannot be read, with its name and the reason."""
+    """An image that cannot be read, and why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -44,7 +43,7 @@ class UnreadableImage(Exception):
 
 
 def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
-    """Return item `index` of a source, decoded and converted as `pixels` says."""
+    """Return item `index` of a source, decoded and converted to `pixels`."""
     name = source.name(index)
     try:
         item = source.read(index)
@@ -58,25 +57,25 @@ def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
 
 
 def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """Decode an image file as it is: turned upright as EXIF says, of an animation the first frame.
+    """Decode an image file without conversion: upright by its EXIF tag, the first frame of an animation.
 
-    Palettes, CMYK and Lab become RGB. Without `alpha`, a channel of transparency is left out.
+    Palettes, CMYK and Lab become RGB. Without `alpha`, an alpha channel is dropped.
     """
     if not data:
         raise UnreadableImage(name, "the file is empty")
     known = _known(data)
     if known is None:
-        raise UnreadableImage(name, "it is no JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
+        raise UnreadableImage(name, "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
     try:
         return known[1](data, alpha, max_pixels)
     except formats.Refused as error:
         raise UnreadableImage(name, str(error)) from error
-    except Exception as error:  # on damaged files decoders raise whatever comes
+    except Exception as error:  # decoders raise anything on damaged files
         raise UnreadableImage(name, f"it cannot be decoded: {_reason(error)}") from error
 
 
 def format_of(data: bytes) -> str:
-    """Return the name of a file's format, going by its first bytes."""
+    """Return the name of a file's format by its first bytes."""
     known = _known(data)
     return known[0] if known else "unknown"
 
@@ -86,8 +85,8 @@ def _known(data: bytes) -> tuple[str, Reader] | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error says, in a line, without the place in torchvision's sources."""
-    if isinstance(error.__cause__ or error, struct.error):  # a reader asked for more bytes than there are
+    """Return an error's message as one line, without the location in torchvision's source code."""
+    if isinstance(error.__cause__ or error, struct.error):  # unpacking beyond the end
         return "it is truncated"
-    said = _PLACE.sub("", str(error).partition("\n")[0])
-    return said if " " in said else f"{type(error).__name__} {said}".strip()
+    message = _LOCATION.sub("", str(error).partition("\n")[0])
+    return message if " " in message else f"{type(error).__name__} {message}".strip()

@@ -1,4 +1,4 @@
-"""What the pixels of a set are brought to, so that all images have the same channels and the same scale."""
+"""Convert images to the same channels, depth and scale."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ IMAGENET_NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean 
 
 @dataclass(frozen=True, kw_only=True)
 class Pixels:
-    """The channels, depth and scale that images are converted to, and the largest that is decoded at all.
+    """The channels, depth and scale that images are converted to, and the largest size to decode.
 
-    - Channels: grey becomes RGB by repetition; an alpha channel is dropped (what it hides is kept), unless
-      `channels` are 2 or 4 and so count it. All else is refused, as is a number that no rule leads to.
-    - Depth: `bits` 8 gives uint8, 16 gives float32 in [0, 1] for whatever is deeper than 8 bits.
-    - Scale: `range` are the values that become 0 and 1, and what lies beyond them is clipped. Without it they
-      are 0 and the largest value of the type (1 for floating point), and what lies beyond is refused.
+    - Channels: grey is repeated to RGB; an alpha channel is dropped unless `channels` is 2 or 4. Any other
+      conversion is an error.
+    - Depth: `bits` 8 gives uint8, 16 gives float32 in [0, 1].
+    - Scale: `range` holds the values that become 0 and 1; values beyond are clipped. The default is 0 and the
+      largest value of the type (1 for floating point); values beyond are an error.
 
-    Palettes, CMYK and Lab are ways to write down RGB, and are decoded to it. A conversion refused is a
-    ValueError that says why; in reading, it makes an image unreadable.
+    An error is a ValueError, and makes an image unreadable.
     """
 
     channels: int = 3
@@ -34,14 +33,14 @@ class Pixels:
     def __post_init__(self) -> None:
         if self.channels < 1 or self.bits not in (8, 16) or self.max_pixels < 1:
             raise ValueError(
-                f"pixels have 1 channel or more, 8 or 16 bits and a limit of 1 or more; got {self}"
+                f"pixels need 1 channel or more, 8 or 16 bits and max_pixels of 1 or more; got {self}"
             )
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"range must be a pair low < high, but is {self.range}")
 
     @property
     def keeps_alpha(self) -> bool:
-        """Tell whether an alpha channel counts as one of the channels."""
+        """Tell whether an alpha channel is one of the channels."""
         return self.channels in (2, 4)
 
     def conform(self, image: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ class Pixels:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of what is converted."""
+        """Return the dtype of converted images."""
         return torch.uint8 if self.bits == 8 else torch.float32
 
     def blank(self) -> Tensor:
@@ -63,31 +62,33 @@ class Pixels:
 
     def _with_channels(self, image: Tensor) -> Tensor:
         if image.ndim != 3 or not image.numel():
-            raise ValueError(f"an array of shape {tuple(image.shape)} is no image (channels, height, width)")
+            raise ValueError(
+                f"an array of shape {tuple(image.shape)} is not an image (channels, height, width)"
+            )
         if len(image) == 1 and self.channels == 3:
             return image.expand(3, -1, -1).contiguous()
         if len(image) != self.channels:
-            raise ValueError(f"it has {len(image)} channels where {self.channels} are wanted")
+            raise ValueError(f"the number of channels is {len(image)}, but must be {self.channels}")
         return image
 
     def _scaled(self, image: Tensor) -> Tensor:
         """Return floating-point values from 0 to 1."""
         if image.dtype.is_complex:
-            raise ValueError(f"{kind_of(image)} values have no brightness")
+            raise ValueError(f"{kind_of(image)} values cannot be converted to brightness")
         low, high = self.range or (0.0, largest_value(image.dtype))
         if image.dtype == torch.uint8 and high > 255:
             raise ValueError(
-                f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; keep images of one depth in a set"
+                f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; use images of one depth"
             )
         exact = torch.float32 if image.dtype.itemsize <= 2 or image.dtype == torch.float32 else torch.float64
         values = image.to(exact, copy=True)
         least, most = (float(value) for value in values.aminmax())
         if not -float("inf") < least <= most < float("inf"):
-            raise ValueError("it holds values that are infinite or no numbers; fill them first")
+            raise ValueError("it contains infinite or NaN values; replace them first")
         if self.range is None and (least < low or most > high):
             raise ValueError(
-                f"its {kind_of(image)} values go from {least:g} to {most:g}, beyond {low:g} to {high:g}; say "
-                "which become 0 and 1 with data.range=[low, high]"
+                f"its {kind_of(image)} values go from {least:g} to {most:g}, beyond {low:g} to {high:g}; set "
+                "data.range=[low, high], the values that become 0 and 1"
             )
         return values.sub_(low).div_(high - low).clamp_(0, 1)
 
@@ -96,17 +97,17 @@ RGB = Pixels()
 
 
 def largest_value(dtype: torch.dtype) -> float:
-    """Return the value that stands for full brightness in a type."""
+    """Return the value of full brightness."""
     if dtype.is_floating_point or dtype == torch.bool:
         return 1.0
     return float(torch.iinfo(dtype).max)
 
 
 def kind_of(image: Tensor) -> str:
-    """Return the name of an image's type."""
+    """Return the name of an image's dtype."""
     return str(image.dtype).removeprefix("torch.")
 
 
 def unit_scale(images: Tensor) -> Tensor:
-    """Return what `conform` gave, uint8 or floating point, as new float32 values from 0 to 1."""
+    """Return the output of `conform` as new float32 values in [0, 1]."""
     return images / 255 if images.dtype == torch.uint8 else images.to(torch.float32, copy=True)

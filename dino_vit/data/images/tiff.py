@@ -1,8 +1,8 @@
-"""TIFF, which can hold anything: what Pillow reads as it is written goes to Pillow, the rest to tifffile.
+"""TIFF: Pillow reads what it reads without loss, tifffile the rest.
 
-Pillow knows all compressions, but turns 16-bit RGB into 8 bits and leaves out channels beyond the fourth
-without a word. Channels are the samples of a pixel, an axis named so, or grey pages of one size. Of pages in
-colour the first is read, as of an animation; a stack along depth or time is refused.
+Pillow knows all compressions, but silently reduces 16-bit RGB to 8 bits and drops channels beyond the fourth.
+Channels are the samples of a pixel, an axis named so, or grey pages of one size. Of several color pages the
+first is read; a stack along depth or time is refused.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dino_vit.data.images.formats import Refused, by_pillow, check_size, to_tens
 if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
 
-# What the tags of a file say by number.
+# Values of tags.
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
-_UNSPECIFIED = 0  # the use of a further sample; others are transparency
+_UNSPECIFIED = 0  # use of an extra sample; others are alpha
 _ORIENTATION = 274
-_ELSEWHERE = logging.NullHandler()  # what is wrong with a file is told once, in its exception
-_PAGES = "QI"  # the names of an axis of which nothing is known
+_SILENT = logging.NullHandler()  # an unreadable file is reported by its exception
+_PAGES = "QI"  # axes of unknown meaning
 
 
 def read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     from tifffile import TiffFile, TiffPage
 
-    logging.getLogger("tifffile").addHandler(_ELSEWHERE)
+    logging.getLogger("tifffile").addHandler(_SILENT)
     _check_chain(data)
     with TiffFile(BytesIO(data)) as file:
         series, page = file.series[0], file.pages[0]
@@ -49,26 +49,26 @@ def read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
 
 
 def _check_chain(data: bytes) -> None:
-    """Refuse pages of which one is followed by an earlier one: tifffile would read them for ever."""
+    """Refuse pages that form a circle. tifffile (2026.3) finds only some and reads others for ever."""
     order = "<" if data[:2] == b"II" else ">"
     big = data[2:4] in (b"+\0", b"\0+")
     count, offset, entry, first = ("Q", "Q", 20, 8) if big else ("H", "I", 12, 4)
-    seen: set[int] = set()
+    visited: set[int] = set()
     try:
-        (place,) = struct.unpack_from(order + offset, data, first)
-        while place:
-            if place in seen:
+        (position,) = struct.unpack_from(order + offset, data, first)
+        while position:
+            if position in visited:
                 raise Refused("its pages form a circle")
-            seen.add(place)
-            (entries,) = struct.unpack_from(order + count, data, place)
-            end = place + struct.calcsize(order + count) + entry * entries
-            (place,) = struct.unpack_from(order + offset, data, end)
+            visited.add(position)
+            (entries,) = struct.unpack_from(order + count, data, position)
+            end = position + struct.calcsize(order + count) + entry * entries
+            (position,) = struct.unpack_from(order + offset, data, end)
     except struct.error:
-        return  # a page beyond the end of the file, which the readers are prepared for
+        return  # a page beyond the end of the file, which the readers handle
 
 
 def _pillow_reads_all(page: TiffPage, series: TiffPageSeries) -> bool:
-    """Tell whether Pillow has a mode for the first page, and the other pages are no channels."""
+    """Tell whether Pillow has a mode for the first page, and the other pages are not channels."""
     if page.axes == "YX" and series.axes != "YX":
         return False
     if page.bitspersample <= 8 and page.dtype is not None and page.dtype.kind in "ub":
@@ -78,15 +78,15 @@ def _pillow_reads_all(page: TiffPage, series: TiffPageSeries) -> bool:
 
 
 def _by_tifffile(page: TiffPage, series: TiffPageSeries, max_pixels: int) -> NDArray[Any]:
-    """Return the channels, as they stand in the samples or the pages of a file, as (H, W, C)."""
+    """Return the channels, which may be samples or pages, as (H, W, C)."""
     if page.photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB):
-        raise Refused(f"TIFF of this colour space is read with 8 bits only, not {page.dtype}")
+        raise Refused(f"TIFF of this color space is supported with 8 bits only, not {page.dtype}")
     lengths = dict(zip(series.axes, series.shape, strict=True))
     stacked = [axis for axis in lengths if axis not in "YXS" and ("S" in lengths or axis not in "C" + _PAGES)]
     if "S" in lengths and len(stacked) == 1 and stacked[0] in _PAGES:
         lengths, stacked = dict(zip(page.axes, page.shape, strict=True)), []
     if stacked or len(lengths) > 3 or len(lengths) < len(page.axes):
-        raise Refused(f"a stack along {' and '.join(lengths)} is no image; save its planes as files")
+        raise Refused(f"a stack along {' and '.join(lengths)} is not an image; save its planes as files")
     channels = next((axis for axis in lengths if axis not in "YX"), None)
     check_size(lengths["X"], lengths["Y"], lengths[channels] if channels else 1, max_pixels)
     array = np.asarray(page.asarray() if "S" in lengths else series.asarray())
@@ -99,7 +99,7 @@ def _by_tifffile(page: TiffPage, series: TiffPageSeries, max_pixels: int) -> NDA
 
 
 def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """Turn (H, W, C) as the tag of EXIF says, whose first column and row may be any side of the picture."""
+    """Turn (H, W, C) by the orientation tag of EXIF."""
     if orientation >= 5:
         array = rearrange(array, "h w c -> w h c")
     down = orientation in (3, 4, 7, 8)

@@ -1,4 +1,4 @@
-"""Images in tar shards and zip archives, read in place: an index says where each one's bytes are."""
+"""Images in tar shards and zip archives, read in place: the index holds where each image's bytes are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections import Counter, defaultdict
@@ -19,36 +20,41 @@ from numpy.typing import NDArray
 from dino_vit.core.progress import progress
 from dino_vit.data.labels import folder_labels, number_labels
 from dino_vit.data.sources.files import Ranges, in_threads, open_file, stamps
-from dino_vit.data.sources.index import Draft, Sink, open_index
-from dino_vit.data.sources.indexed import IndexedSource, by_name, draft_items
+from dino_vit.data.sources.index import (
+    Draft,
+    IndexedSource,
+    WriteImages,
+    draft_items,
+    open_index,
+    order_by_name,
+)
 from dino_vit.data.sources.source import is_image
-from dino_vit.data.sources.tarfiles import Member, read_members
 
 log = logging.getLogger("dino_vit")
 
-COLUMNS = ("file", "start", "stored", "size", "method", "crc")
 LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .json
-LABEL_BYTES = 2**20  # of a .cls or .json; a larger one is no label
+LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
 
-class Item(NamedTuple):
-    """An image in an archive."""
+class Member(NamedTuple):
+    """A file in an archive."""
 
     name: bytes
     start: int
     stored: int  # bytes in the archive
-    size: int  # bytes of the image file
+    size: int  # bytes when decompressed
     method: int = zipfile.ZIP_STORED
-    crc: int = -1  # of the image file, where the archive has one
+    crc: int = -1  # -1: the archive has no checksum
     label: object = None
 
 
 class ArchiveSource(IndexedSource):
-    """Images in archives; their names are data, and nothing is ever written where they point.
+    """Images in archives. Their names are never used as paths.
 
-    Labels are those of the archive, or else the first-level folders of the names. Where several archives have
-    the same name in them, all names begin with the archive's own.
+    Labels are those in the archive, or else the first-level folders of the names. If several archives contain
+    the same name, all names are prefixed with the archive's own.
     """
 
     kind: str
@@ -56,103 +62,161 @@ class ArchiveSource(IndexedSource):
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         self._spec, self._files = spec, list(files)
         super().__init__(open_index(self.kind, spec, self._build, self._files))
-        self._ranges = Ranges(self._files, self.index["stamps"])
+        self._ranges = Ranges(self._files, self.index.stamps)
 
     def read(self, index: int) -> bytes:
-        row = self._row(index)
-        file, start, stored, size, method, crc = (int(self.index[name][row]) for name in COLUMNS)
-        data = self._ranges.read(file, start, stored)
+        row, columns = self._row(index), self.index.columns
+        data = self._ranges.read(*(int(columns[name][row]) for name in ("file", "start", "stored")))
+        method, crc = int(columns["method"][row]), int(columns["crc"][row])
         if method != zipfile.ZIP_STORED:
-            data = _inflate(data, method, size)
+            data = _decompress(data, method, int(columns["size"][row]))
         if crc >= 0 and zlib.crc32(data) != crc:
-            raise OSError("its bytes do not have the checksum that the archive has for them")
+            raise OSError("its checksum in the archive is another")
         return data
 
     @staticmethod
-    def list_archive(path: str, length: int) -> list[Item]:
-        """Return the images of an archive."""
+    def list_images(path: str, length: int) -> list[Member]:
+        """Return the images in an archive of `length` bytes."""
         raise NotImplementedError
 
-    def _build(self, _: Sink) -> Draft:
+    def _build(self, _: WriteImages) -> Draft:
         before = stamps(self._files)
         pairs = [(path, int(length)) for path, length in zip(self._files, before[:, 0], strict=True)]
         with progress(f"Indexing {self._spec}") as advance:
             listed = in_threads(
-                lambda pair: self.list_archive(*pair), pairs, lambda found: advance(len(found))
+                lambda pair: self.list_images(*pair), pairs, lambda found: advance(len(found))
             )
-        items = [item for found in listed for item in found]
-        if not items:
-            raise ValueError(f"{self._spec} has no images in it, only other files or none.")
-        numbers = np.repeat(np.arange(len(listed), dtype=np.int32), [len(found) for found in listed])
-        names = _unique(items, [os.path.basename(path) for path in self._files], numbers)
-        order = by_name(names)
-        names = [names[place] for place in order]
-        labels = [items[place].label for place in order]
-        sizes = np.array([item.size for item in items], dtype=np.int64)[order]
+        images = [image for found in listed for image in found]
+        if not images:
+            raise ValueError(f"{self._spec} contains no images.")
+        file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(found) for found in listed])
+        names = _unique_names(images, self._files, file)
+        order = order_by_name(names)
+        names = [names[row] for row in order]
+        labels = [images[row].label for row in order]
+        columns = {
+            field: np.array([getattr(image, field) for image in images], dtype=np.int64)[order]
+            for field in ("start", "stored", "size", "method", "crc")
+        }
         return draft_items(
             names=names,
-            sizes=sizes,
-            labels=folder_labels(names) if not any(map(_given, labels)) else number_labels(labels),
-            columns={
-                "file": numbers[order],
-                "start": np.array([item.start for item in items], dtype=np.int64)[order],
-                "stored": np.array([item.stored for item in items], dtype=np.int64)[order],
-                "size": sizes,
-                "method": np.array([item.method for item in items], dtype=np.int16)[order],
-                "crc": np.array([item.crc for item in items], dtype=np.int64)[order],
-            },
+            sizes=columns["size"],
+            labels=folder_labels(names) if labels.count(None) == len(labels) else number_labels(labels),
+            columns={"file": file[order], **columns},
             watched=self._files,
             stamps=before,
         )
 
 
-def _given(label: object) -> bool:
-    return label is not None
-
-
-def _unique(items: Sequence[Item], archives: Sequence[str], numbers: NDArray[np.int32]) -> list[bytes]:
-    """Return names, with the archives' before them where a name is in several."""
-    names = [item.name for item in items]
+def _unique_names(images: Sequence[Member], archives: Sequence[str], file: NDArray[np.int32]) -> list[bytes]:
+    """Return the names, prefixed with those of the archives if several archives contain the same one."""
+    names = [image.name for image in images]
     if len(set(names)) == len(names) or len(archives) == 1:
         return names
-    tops = [os.fsencode(archive) for archive in archives]
-    return [tops[number] + b"/" + name for number, name in zip(numbers.tolist(), names, strict=True)]
+    prefixes = [os.fsencode(os.path.basename(archive)) for archive in archives]
+    return [prefixes[number] + b"/" + name for number, name in zip(file.tolist(), names, strict=True)]
 
 
-def _inflate(data: bytes, method: int, size: int) -> bytes:
-    """Decompress a member of a zip, and no further than to the size that it says it has."""
+def _decompress(data: bytes, method: int, size: int) -> bytes:
+    """Decompress a member of a zip, but not beyond its stated size, which a zip bomb exceeds."""
     try:
         if method == zipfile.ZIP_DEFLATED:
             data = zlib.decompressobj(-15).decompress(data, size + 1)
         elif method == zipfile.ZIP_BZIP2:
             data = bz2.BZ2Decompressor().decompress(data, size + 1)
         else:
-            raise OSError(f"compressed by method {method}, which is not read")
+            raise OSError(f"compression method {method} is not supported")
     except zlib.error as error:
         raise OSError(f"it cannot be decompressed: {error}") from error
     if len(data) != size:
-        raise OSError(f"the archive says that it has {size} bytes, which it has not")
+        raise OSError(f"it does not have the {size} bytes that the archive states")
     return data
 
 
 class TarSource(ArchiveSource):
-    """Tar shards in WebDataset's layout: `key.jpg` and perhaps its label in `key.cls` or `key.json`."""
+    """Tar shards in WebDataset's layout: `key.jpg` and possibly its label in `key.cls` or `key.json`."""
 
     kind = "tar"
 
     @staticmethod
-    def list_archive(path: str, length: int) -> list[Item]:
+    def list_images(path: str, length: int) -> list[Member]:
         with open_file(path) as file:
-            members = list(read_members(path, file, length))
+            members = list_members(path, file, length)
             images = [member for member in members if is_image(member.name)]
-            keys = {key_of(member.name)[0] for member in images}
-            labels = _read_labels(path, file, members, keys)
+            labels = _read_labels(path, file, members, {split_key(image.name)[0] for image in images})
         _warn_of_several(path, images)
-        return [Item(m.name, m.start, m.size, m.size, label=labels.get(key_of(m.name)[0])) for m in images]
+        return [image._replace(label=labels.get(split_key(image.name)[0])) for image in images]
 
 
-def key_of(name: bytes) -> tuple[bytes, bytes]:
-    """Split a member's name as WebDataset does, at the first dot of its last part."""
+def list_members(path: str, file: BinaryIO, length: int) -> list[Member]:
+    """Return the regular files and hard links of a tar, also of several tars one after another.
+
+    `tarfile` takes damage for the end of the archive, so each end is checked for its block of zeros.
+    """
+    start = file.read(6)
+    kind = next((kind for magic, kind in COMPRESSED.items() if start.startswith(magic)), None)
+    if kind:
+        raise ValueError(compressed_message(path, kind))
+    found: dict[bytes, Member] = {}
+    members: list[Member] = []
+    position = 0
+    try:
+        while position < length:
+            file.seek(position)
+            with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
+                for info in tar:
+                    member = _tar_member(info, found, length)
+                    if member is not None:
+                        found[member.name] = member
+                        members.append(member)
+            position = _skip_end(file, tar.offset)
+    except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
+        raise ValueError(
+            f"{path} is truncated or damaged: {error}. Copy or pack it again, or remove it from the source."
+        ) from error
+    return members
+
+
+def _tar_member(info: tarfile.TarInfo, found: dict[bytes, Member], length: int) -> Member | None:
+    name = _clean(info.name)
+    if info.sparse is not None:
+        raise ValueError(f"{info.name!r} is a sparse file, which cannot be read in place")
+    if info.size < 0 or (info.isreg() and info.offset_data + info.size > length):
+        raise ValueError(f"unexpected end in {info.name!r}")
+    if info.islnk():
+        target = found.get(_clean(info.linkname))
+        if target is None:
+            raise ValueError(f"{info.name!r} is a link to {info.linkname!r}, which does not come before it")
+        return target._replace(name=name)
+    return Member(name, info.offset_data, info.size, info.size) if info.isreg() else None
+
+
+def _skip_end(file: BinaryIO, position: int) -> int:
+    """Return the position after the blocks of zeros that end an archive."""
+    end = position
+    file.seek(position)
+    while (block := file.read(tarfile.BLOCKSIZE)) == bytes(tarfile.BLOCKSIZE):
+        end += tarfile.BLOCKSIZE
+    if end == position:
+        raise ValueError(f"no valid header at byte {position}" if block else "its end is missing")
+    return end
+
+
+def _clean(name: str) -> bytes:
+    while name.startswith("./"):
+        name = name[2:].lstrip("/")
+    return name.encode("utf-8", "surrogateescape")
+
+
+def compressed_message(path: str, kind: str) -> str:
+    return (
+        f"{path} is compressed ({kind}), so images in it cannot be read at random. "
+        f"Decompress it; image files hardly compress anyway."
+    )
+
+
+def split_key(name: bytes) -> tuple[bytes, bytes]:
+    """Split a name as WebDataset does, at the first dot of its last part."""
     folder, slash, last = name.rpartition(b"/")
     key, _, extension = last.partition(b".")
     return folder + slash + key, extension
@@ -161,10 +225,10 @@ def key_of(name: bytes) -> tuple[bytes, bytes]:
 def _read_labels(
     path: str, file: BinaryIO, members: Iterable[Member], keys: set[bytes]
 ) -> dict[bytes, object]:
-    """Return the labels by key; a .cls goes before a .json."""
+    """Return the labels by key; a .cls takes precedence over a .json."""
     labels: dict[bytes, object] = {}
     for member in members:
-        key, extension = key_of(member.name)
+        key, extension = split_key(member.name)
         if key not in keys or extension not in (b"cls", b"json") or member.size > LABEL_BYTES:
             continue
         file.seek(member.start)
@@ -173,28 +237,28 @@ def _read_labels(
             labels[key] = text
         elif key not in labels:
             labels[key] = _label_in_json(path, member.name, text)
-    return {key: label for key, label in labels.items() if label is not None}
+    return labels
 
 
 def _label_in_json(path: str, name: bytes, text: str) -> object:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path}: {os.fsdecode(name)!r} is no JSON: {error}") from error
+        raise ValueError(f"{path}: {os.fsdecode(name)!r} is not valid JSON: {error}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in LABEL_KEYS if key in content), None)
     return content if isinstance(content, (str, int, float)) else None
 
 
 def _warn_of_several(path: str, images: Iterable[Member]) -> None:
-    """Say where a sample has several images, which may be a mask beside a photograph."""
+    """Warn if samples have several images, which may be a mask beside a photograph."""
     extensions: dict[bytes, set[bytes]] = defaultdict(set)
-    for member in images:
-        key, extension = key_of(member.name)
+    for image in images:
+        key, extension = split_key(image.name)
         extensions[key].add(extension)
     several = Counter(b", ".join(sorted(found)) for found in extensions.values() if len(found) > 1)
     for found, count in several.most_common(1):
-        text = "%s: %d samples have several images (%s); each is taken for itself"
+        text = "%s: %d sample(s) with several images (%s); each counts as an image of its own"
         log.warning(text, path, count, os.fsdecode(found))
 
 
@@ -204,34 +268,27 @@ class ZipSource(ArchiveSource):
     kind = "zip"
 
     @staticmethod
-    def list_archive(path: str, length: int) -> list[Item]:
-        with open_file(path) as file:
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    infos = [info for info in archive.infolist() if is_image(info.filename)]
-            except (zipfile.BadZipFile, NotImplementedError) as error:
-                raise ValueError(
-                    f"{path} is broken or no zip archive: {error}. Copy or pack it again."
-                ) from error
-            if any(info.flag_bits & 1 for info in infos):
-                raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
-            return [_zip_item(path, file, info) for info in infos]
+    def list_images(path: str, length: int) -> list[Member]:
+        try:
+            with open_file(path) as file, zipfile.ZipFile(file) as archive:
+                infos = [info for info in archive.infolist() if is_image(info.filename)]
+                images = [_zip_member(file, info) for info in infos]
+        except (zipfile.BadZipFile, NotImplementedError) as error:
+            raise ValueError(
+                f"{path} is damaged or not a zip archive: {error}. Copy or pack it again."
+            ) from error
+        if any(info.flag_bits & 1 for info in infos):
+            raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
+        return images
 
 
-def _zip_item(path: str, file: BinaryIO, info: zipfile.ZipInfo) -> Item:
-    try:
-        start = member_start(file, info)
-    except ValueError as error:
-        raise ValueError(f"{path} is broken: {error}. Copy it again.") from error
-    name = os.fsencode(info.filename.removeprefix("./"))
-    return Item(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)
-
-
-def member_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Find where a member's bytes begin in a zip, behind a header of its own."""
+def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
+    """Find where a member's bytes begin, after a header of its own, which `zipfile` does not tell."""
     file.seek(info.header_offset)
     header = file.read(LOCAL_HEADER.size)
     if len(header) < LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-        raise ValueError(f"{info.filename!r} is not where it should be")
+        raise zipfile.BadZipFile(f"no header of {info.filename!r} at byte {info.header_offset}")
     *_, name_length, extra_length = LOCAL_HEADER.unpack(header)
-    return int(info.header_offset + LOCAL_HEADER.size + name_length + extra_length)
+    start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
+    name = os.fsencode(info.filename.removeprefix("./"))
+    return Member(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)

@@ -1,13 +1,15 @@
-"""Images in one array of a .npy or .npz file, mapped into memory: (N, H, W), (N, H, W, C) or (N, C, H, W)."""
+"""Images in one array of a .npy or .npz file: (N, H, W), (N, H, W, C) or (N, C, H, W).
+
+A .npy file is mapped into memory; the array of a .npz file is unpacked into the index, which is.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import zipfile
 from collections.abc import Mapping
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,163 +18,147 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.archives import member_start
 from dino_vit.data.sources.files import is_url, stamps
-from dino_vit.data.sources.index import Draft, Sink, open_index
-from dino_vit.data.sources.indexed import IndexedSource, draft_items
+from dino_vit.data.sources.index import (
+    Draft,
+    IndexedSource,
+    WriteImages,
+    binary_array,
+    draft_items,
+    open_index,
+)
 
 log = logging.getLogger("dino_vit")
 
-PIECE = 2**24  # bytes unpacked at a time
-INSPECTED = 64  # images whose pixels stand for all in the fingerprint
+BATCH = 256  # images
+FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
-class _Array(NamedTuple):
-    """An array in a file: what it holds, and where it begins unless it is compressed."""
-
+class _Header(NamedTuple):
     shape: tuple[int, ...]
     fortran: bool
     dtype: np.dtype[Any]
-    offset: int | None
 
 
 class ArraySource(IndexedSource):
-    """Images of one array, in its order; in a .npz an array of as many numbers or texts holds the labels."""
+    """The images of one array; another array of the same length in a .npz holds their labels."""
 
     def __init__(self, path: str, key: str | None = None) -> None:
         if is_url(path):
-            raise ValueError(f"{path} is remote, and arrays are mapped into memory: copy it here first.")
+            raise ValueError(f"{path} is remote, but arrays are mapped into memory: copy it here first.")
         self._path, self._key = path, key
         self._mapped: NDArray[Any] | None = None
         super().__init__(open_index("array", f"{path}:{key}" if key else path, self._build, [path]))
 
     def read(self, index: int) -> Tensor:
-        if self._mapped is None:
-            self._mapped = _map(self._path, self.index.metadata, self.index["data"])
-        image = self._mapped[self._row(index)]
+        image = self._image(self._row(index))
         if image.ndim == 2:
             image = image[None]
         elif self.index.metadata["channels_last"]:
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
 
+    def _image(self, row: int) -> NDArray[Any]:
+        if self.index.images is not None:
+            image = np.frombuffer(self.index.images[row].as_buffer(), self.index.metadata["dtype"])
+            return image.reshape(self.index.metadata["shape"])
+        if self._mapped is None:
+            self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        return self._mapped[row]
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": None}
 
-    def _build(self, sink: Sink) -> Draft:
+    def _build(self, write_images: WriteImages) -> Draft:
         before = stamps([self._path])
-        arrays = _arrays(self._path)
-        key, found = _images(self._path, arrays, self._key)
-        metadata = {
-            "shape": found.shape,
-            "fortran": found.fortran,
-            "dtype": found.dtype.str,
-            "offset": found.offset,
-            "channels_last": _channels_last(self._path, found),
-        }
-        if found.offset is None:
-            _unpack(self._path, key, sink)
-        count = found.shape[0]
-        size = int(np.prod(found.shape[1:])) * found.dtype.itemsize
+        headers = _read_headers(self._path)
+        name = _choose(self._path, headers, self._key)
+        header = headers[name]
+        channels_last = _channels_last(self._path, header.shape)
+        file = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        images = file[name] if name else file
+        if name:
+            for start in range(0, len(images), BATCH):
+                batch = [image.tobytes() for image in images[start : start + BATCH]]
+                write_images(binary_array(batch))
+        count = len(images)
         return draft_items(
             names=[b"%09d" % number for number in range(count)],
-            sizes=np.full(count, size, dtype=np.int64),
-            labels=_labels(self._path, key, arrays, count),
-            metadata={"fingerprint": _fingerprint(self._path, key, found), **metadata},
+            sizes=np.full(count, images[0].nbytes, dtype=np.int64),
+            labels=_labels(self._path, name, headers),
+            metadata={
+                "fingerprint": _fingerprint(images),
+                "shape": header.shape[1:],
+                "dtype": header.dtype.str,
+                "channels_last": channels_last,
+            },
             watched=[self._path],
             stamps=before,
         )
 
 
-def _map(path: str, metadata: Mapping[str, Any], data: NDArray[np.uint8]) -> NDArray[Any]:
-    shape = tuple(metadata["shape"])
-    order: Literal["C", "F"] = "F" if metadata["fortran"] else "C"
-    if metadata["offset"] is None:
-        return data.view(metadata["dtype"]).reshape(shape, order=order)
-    return np.memmap(path, np.dtype(metadata["dtype"]), "r", metadata["offset"], shape, order)
-
-
-def _arrays(path: str) -> dict[str, _Array]:
-    """Return what arrays a file holds, by name; the one of a .npy has none."""
+def _read_headers(path: str) -> dict[str, _Header]:
+    """Return the headers of the arrays in a file by name; the one of a .npy has none."""
     try:
-        with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):
-                file.seek(0)
-                return {"": _header(file, 0)}
-            with zipfile.ZipFile(file) as archive:
-                return {
-                    info.filename.removesuffix(".npy"): _member(archive, file, info)
-                    for info in archive.infolist()
-                }
+        if not zipfile.is_zipfile(path):
+            with open(path, "rb") as file:
+                return {"": _header(file)}
+        headers = {}
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as member:
+                    headers[name.removesuffix(".npy")] = _header(member)
+        return headers
     except (ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is broken or holds no plain arrays: {error}") from error
+        raise ValueError(f"{path} is damaged or holds no plain arrays: {error}") from error
 
 
-def _member(archive: zipfile.ZipFile, file: BinaryIO, info: zipfile.ZipInfo) -> _Array:
-    with archive.open(info) as member:
-        header = _header(member, 0)
-    if info.compress_type != zipfile.ZIP_STORED:
-        return header._replace(offset=None)
-    assert header.offset is not None
-    return header._replace(offset=member_start(file, info) + header.offset)
-
-
-def _header(file: Any, start: int) -> _Array:
+def _header(file: Any) -> _Header:
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran, dtype = read(file)
-    return _Array(shape, fortran, dtype, start + file.tell())
+    return _Header(*read(file))
 
 
-def _images(path: str, arrays: Mapping[str, _Array], key: str | None) -> tuple[str, _Array]:
-    """Choose the array of images: the one that is asked for, or the only one with three axes or four."""
-    candidates = [name for name, array in arrays.items() if len(array.shape) in (3, 4)]
-    if key is not None:
-        candidates = [name for name in candidates if name == key]
-    if len(candidates) != 1:
-        known = ", ".join(f"{name or 'one'} {array.shape}" for name, array in arrays.items())
-        ways = ", ".join(f"{path}:{name}" for name, array in arrays.items() if len(array.shape) in (3, 4))
+def _choose(path: str, headers: Mapping[str, _Header], key: str | None) -> str:
+    """Return the name of the array of images: the given one, or the only one with three or four axes."""
+    candidates = [name for name, header in headers.items() if len(header.shape) in (3, 4)]
+    chosen = candidates if key is None else [name for name in candidates if name == key]
+    if len(chosen) != 1:
+        known = ", ".join(f"{name or 'one'} {header.shape}" for name, header in headers.items())
+        ways = ", ".join(f"{path}:{name}" for name in candidates)
         raise ValueError(
             f"{path} must have one array of images, (N, H, W), (N, H, W, C) or (N, C, H, W), but has {known}."
-            + (f" Write which: {ways}." if ways and key is None else "")
+            + (f" Choose one of {ways}." if ways and key is None else "")
         )
-    (name,) = candidates
-    array = arrays[name]
-    if array.dtype.kind not in "uif" or 0 in array.shape:
+    (name,) = chosen
+    header = headers[name]
+    if header.dtype.kind not in "uif" or 0 in header.shape:
         raise ValueError(
-            f"{path}: the array of images has dtype {array.dtype} and shape {array.shape}; "
-            f"integers or floats are read."
+            f"{path}: the array of images has dtype {header.dtype} and shape {header.shape}; "
+            f"it must have integers or floats and must not be empty."
         )
-    return name, array
+    return name
 
 
-def _channels_last(path: str, array: _Array) -> bool:
-    """Tell where the channels are: on the axis at either end of an image that is shorter than the others."""
-    if len(array.shape) == 3:
+def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
+    """Tell where the channels are: on the shorter of the first and last axis of an image."""
+    if len(shape) == 3:
         return False
-    _, first, middle, last = array.shape
+    _, first, middle, last = shape
     if last < min(first, middle):
         return True
     if first < min(middle, last):
         return False
     raise ValueError(
-        f"{path}: which axis of {array.shape} has the channels? It must be shorter than height and width: "
+        f"{path}: cannot tell which axis of {shape} has the channels. It must be the shortest: "
         f"(N, H, W, C) or (N, C, H, W). Save images of one channel as (N, H, W)."
     )
 
 
-def _unpack(path: str, key: str, sink: Sink) -> None:
-    """Decompress the numbers of an array into the index, where they can be mapped."""
-    with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as member:
-        _header(member, 0)
-        while piece := member.read(PIECE):
-            sink(piece)
-
-
-def _labels(path: str, key: str, arrays: Mapping[str, _Array], count: int) -> Labels:
-    fitting = [
-        name for name, array in arrays.items() if name != key and array.shape in ((count,), (count, 1))
-    ]
+def _labels(path: str, key: str, headers: Mapping[str, _Header]) -> Labels:
+    count = headers[key].shape[0]
+    shapes = ((count,), (count, 1))
+    fitting = [name for name, header in headers.items() if name != key and header.shape in shapes]
     if len(fitting) > 1:
         log.warning("%s: no labels, as they could be any of %s", path, ", ".join(fitting))
     if len(fitting) != 1:
@@ -181,13 +167,8 @@ def _labels(path: str, key: str, arrays: Mapping[str, _Array], count: int) -> La
         return number_labels(file[fitting[0]].reshape(-1).tolist())
 
 
-def _fingerprint(path: str, key: str, array: _Array) -> str:
-    """Digest shape, type and, as sizes say nothing here, the pixels of some images from all over."""
-    digest = hashlib.sha256(f"{array.shape} {array.dtype.str}".encode())
-    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    images = loaded[key] if key else loaded
-    for place in np.linspace(0, len(images) - 1, min(INSPECTED, len(images))).astype(int):
-        digest.update(np.ascontiguousarray(images[place]).data)
-    if os.path.splitext(path)[1].lower() == ".npz":
-        loaded.close()
-    return f"array-{array.shape[0]}-{digest.hexdigest()[:16]}"
+def _fingerprint(images: NDArray[Any]) -> str:
+    digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
+    for index in np.linspace(0, len(images) - 1, min(FINGERPRINTED, len(images))).astype(int):
+        digest.update(np.ascontiguousarray(images[index]).data)
+    return f"array-{len(images)}-{digest.hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Bytes from wherever they lie: local paths by the system's own calls, URLs through fsspec."""
+"""Read files: local ones by the system's own calls, URLs through fsspec."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 R = TypeVar("R")
 
-OPEN_FILES = 128  # of a reader in each process, well below the system's usual limit of 1024
-THREADS = 16  # they wait for disks and networks more than they compute
+OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
+THREADS = 16  # they mostly wait for disks and networks
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -61,7 +61,7 @@ def is_folder(path: str) -> bool:
 
 
 def read_file(path: str) -> bytes:
-    """Return all of a file."""
+    """Return the content of a file."""
     if not is_url(path):
         with open(path, "rb", buffering=0) as file:
             return file.readall()
@@ -69,7 +69,7 @@ def read_file(path: str) -> bytes:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file to read here and there."""
+    """Open a file for random access."""
     if not is_url(path):
         return open(path, "rb")
     return _remotely(path, lambda system, inner: system.open(inner, "rb", block_size=8 * 2**20))
@@ -81,20 +81,14 @@ def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
         return work(system, inner)
     except OSError:
         raise
-    except (
-        Exception
-    ) as error:  # each filesystem has errors of its own; to us, all mean that bytes are missing
+    except Exception as error:  # each file system has errors of its own
         raise OSError(f"{url}: {error}") from error
 
 
 def in_threads(
     work: Callable[[T], R], items: Sequence[T], done: Callable[[R], object] = lambda _: None
 ) -> list[R]:
-    """Map items in threads, in order, telling of each result; the first error ends it."""
-    if len(items) == 1:
-        results = [work(items[0])]
-        done(results[0])
-        return results
+    """Map items in threads, in order, and call `done` with each result; the first error cancels the rest."""
     results = []
     with ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(work, item) for item in items]
@@ -107,25 +101,20 @@ def in_threads(
     return results
 
 
-def stamp(path: str) -> tuple[int, int, int]:
-    """Return a file's size, a number that changes when it is written, and when that was, if known (ns)."""
-    if not is_url(path):
-        status = os.stat(path)
-        return status.st_size, status.st_mtime_ns, status.st_mtime_ns
-    size, version = _remotely(path, lambda system, inner: (system.size(inner), system.ukey(inner)))
-    return size or 0, zlib.crc32(str(version).encode()), 0
-
-
 def stamps(paths: Sequence[str]) -> NDArray[np.int64]:
-    """Return the stamp of each path, of one that is not there −1."""
+    """Return size, version and time of change (ns, 0: unknown) of each path; size −1 if it does not exist."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
-    rows = in_threads(lambda chunk: [_stamp_or_none(path) for path in chunk], chunks)
+    rows = in_threads(lambda chunk: [_stamp(path) for path in chunk], chunks)
     return np.array(list(itertools.chain(*rows)), dtype=np.int64).reshape(-1, 3)
 
 
-def _stamp_or_none(path: str) -> tuple[int, int, int]:
+def _stamp(path: str) -> tuple[int, int, int]:
     try:
-        return stamp(path)
+        if not is_url(path):
+            status = os.stat(path)
+            return status.st_size, status.st_mtime_ns, status.st_mtime_ns
+        size, version = _remotely(path, lambda system, inner: (system.size(inner), system.ukey(inner)))
+        return size or 0, zlib.crc32(str(version).encode()), 0
     except OSError:
         return -1, -1, 0
 
@@ -135,7 +124,7 @@ def is_pattern(path: str) -> bool:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the paths that `{000..010}`, `{a,b}`, `*`, `?` and `[...]` stand for, sorted, each once."""
+    """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     found: set[str] = set()
     missing: list[str] = []
     for path in _expand_braces(pattern):
@@ -146,7 +135,7 @@ def expand(pattern: str) -> list[str]:
         else:
             missing.append(path)
     if missing:
-        raise ValueError(f"{pattern}: {len(missing)} of the files do not exist, the first is {missing[0]}.")
+        raise ValueError(f"{pattern}: {len(missing)} file(s) do not exist, such as {missing[0]}.")
     return sorted(found, key=os.fsencode)
 
 
@@ -157,11 +146,11 @@ def _expand_braces(pattern: str) -> list[str]:
     numbers = _RANGE.fullmatch(found[1])
     if numbers:
         first, last = numbers.groups()
-        words = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        choices = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     else:
-        words = found[1].split(",")
+        choices = found[1].split(",")
     start, end = pattern[: found.start()], pattern[found.end() :]
-    return [path for word in words for path in _expand_braces(f"{start}{word}{end}")]
+    return [path for choice in choices for path in _expand_braces(f"{start}{choice}{end}")]
 
 
 def _glob(path: str) -> list[str]:
@@ -171,21 +160,20 @@ def _glob(path: str) -> list[str]:
 
 
 class Ranges:
-    """Read pieces of files at any place, from several threads and processes at once."""
+    """Read ranges of bytes of files, from several threads and processes at once."""
 
     def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64]) -> None:
         self.paths, self.stamps = paths, stamps
         self._forget()
 
     def read(self, file: int, start: int, size: int) -> bytes:
-        """Return bytes of the file with that number."""
         path = self.paths[file]
         if is_url(path):
             data = _remotely(path, lambda system, inner: system.cat_file(inner, start, start + size))
         else:
             data = self._open(file, path).read(start, size)
         if len(data) != size:
-            raise OSError(f"{path} ends in the middle of it")
+            raise OSError(f"{path} is truncated")
         return data
 
     def _open(self, file: int, path: str) -> _Descriptor:
@@ -210,13 +198,13 @@ class Ranges:
 
 
 class _Descriptor:
-    """An open file, closed when nobody reads it any more; without a position, so that processes share it."""
+    """An open file without a position, so that processes can share it, closed when it is no longer used."""
 
     def __init__(self, path: str, size: int, version: int) -> None:
         self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.number)
         if (status.st_size, status.st_mtime_ns) != (size, version):
-            raise OSError(f"{path} was changed after it was indexed; start again to have it indexed anew")
+            raise OSError(f"{path} was changed after it was indexed; start again to rebuild its index")
 
     def read(self, start: int, size: int) -> bytes:
         data = os.pread(self.number, size, start)

@@ -1,18 +1,17 @@
-"""What is known of a source's items, as columns of numbers in one file that all processes map into memory.
+"""The index of a source: name and label of each item, in an Arrow file that all processes map into memory.
 
-The file is built once, in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache), and
-again when what it was built from has changed. It may be deleted at any time.
+It is built once, in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache), and again
+when what it was built from has changed. It may be deleted at any time. A source whose images cannot be read
+at random (Parquet, .npz) unpacks them into the same file:
 
-    magic | column data | other columns | footer: JSON | its length and checksum | magic
+    images: an Arrow file, or nothing | padding | items: an Arrow file | end of images, checksum of items
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
-import mmap
 import os
 import struct
 import time
@@ -21,211 +20,292 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from dino_vit.core.storage import StorageError, replacing, sync
+from dino_vit.data.labels import Labels
 from dino_vit.data.sources.files import stamps
-from dino_vit.data.sources.texts import Texts
 
 log = logging.getLogger("dino_vit")
 
-MAGIC = b"dino-vit index1\n"
-TAIL = struct.Struct("<QI")
-SETTLED = 2_000_000_000  # ns: what was written later than this before the index may be written again unseen
-MEMORY = 2**31  # bytes that an index may have where it cannot be written to a file
-Sink = Callable[[bytes | memoryview], object]
+TRAILER = struct.Struct("<QI")
+ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
+# A file written less than these ns before the index may be written again without a change of its time.
+SETTLED = 2_000_000_000
+MEMORY_LIMIT = 2**31  # bytes of images that are unpacked into memory where no file can be written
+IMAGES = pa.schema([("image", pa.large_binary())])
+WriteImages = Callable[[pa.Array], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What goes into an index: columns, facts, and the files and folders whose change makes it void.
+    """What goes into an index. It is rebuilt when a watched file or folder no longer has its stamp.
 
-    Without `watched`, the index is built anew each time.
+    Without watched files, it is rebuilt each time.
     """
 
-    columns: Mapping[str, NDArray[Any]]
+    items: pa.Table
     metadata: Mapping[str, Any]
-    watched: Sequence[str] = ()
+    watched: Sequence[str]
     stamps: NDArray[np.int64]
 
 
+Build = Callable[[WriteImages], Draft]
+
+
+def draft_items(
+    *,
+    names: Sequence[bytes],
+    sizes: NDArray[np.int64],
+    labels: Labels,
+    columns: Mapping[str, NDArray[Any]] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    watched: Sequence[str] = (),
+    stamps: NDArray[np.int64],
+) -> Draft:
+    """Return the draft of items in their final order; names and sizes make the fingerprint."""
+    ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+    digest = hashlib.sha256(b"".join(names))
+    digest.update(ends.tobytes())
+    digest.update(np.ascontiguousarray(sizes, dtype=np.int64).tobytes())
+    fingerprint = f"images-{len(names)}-{digest.hexdigest()[:16]}"
+    arrays = {"name": binary_array(names), "label": _to_arrow(labels.numbers)}
+    arrays |= {name: _to_arrow(column) for name, column in (columns or {}).items()}
+    return Draft(
+        items=pa.table(arrays),
+        metadata={"fingerprint": fingerprint, "classes": labels.classes, **(metadata or {})},
+        watched=watched,
+        stamps=stamps,
+    )
+
+
+# pyarrow's own conversions from and to NumPy import pandas where it is installed, which takes up to a second.
+
+
+def binary_array(values: Sequence[bytes]) -> pa.Array:
+    """Return bytes as an Arrow array."""
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
+    return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
+
+
+def _to_arrow(values: NDArray[Any]) -> pa.Array:
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _to_numpy(array: pa.Array) -> NDArray[Any]:
+    dtype = np.dtype(str(array.type))
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
+
+
 class Index:
-    """Columns and facts; pickled as the path of the file, so that no process has a copy."""
+    """The columns of the items, their metadata and unpacked images.
 
-    def __init__(
-        self, columns: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], file: tuple[Path, int] | None
-    ) -> None:
-        self.columns, self.metadata, self._file = columns, metadata, file
+    It is pickled as the path of its file, so that no process gets a copy.
+    """
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.columns[name]
+    def __init__(self, items: pa.Table, images: pa.Table | None, file: tuple[Path, int] | None) -> None:
+        self._items, self._images, self._file = items, images, file
+        self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
+        self.columns: dict[str, NDArray[Any]] = {
+            name: _to_numpy(items[name].chunk(0)) for name in items.column_names if name != "name"
+        }
+        self.names = items["name"].chunk(0)  # one chunk is written; combining would copy it
+        self.images: pa.ChunkedArray = None if images is None else images["image"]
 
-    def texts(self, name: str) -> Texts:
-        return Texts(self[f"{name}.letters"], self[f"{name}.ends"])
+    @property
+    def stamps(self) -> NDArray[np.int64]:
+        return np.array(self.metadata["stamps"], dtype=np.int64).reshape(-1, 3)
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[object, ...]]:
         if self._file:
             return _reopen, self._file
-        return Index, (self.columns, self.metadata, None)
+        return Index, (self._items, self._images, None)
 
 
-def _reopen(path: Path, checksum: int) -> Index:
-    index = _load(path)
-    if index is None or index._file != (path, checksum):
-        raise ValueError(f"{path} was built anew while a process was starting that reads it; start again")
-    return index
+class IndexedSource:
+    """A source with an index; subclasses read the items."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index.names)
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.index.names[self._row(index)].as_py())
+
+    def label(self, index: int) -> int | None:
+        label = int(self.index.columns["label"][self._row(index)])
+        return None if label < 0 else label
+
+    @property
+    def classes(self) -> list[str]:
+        return list(self.index.metadata["classes"])
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.index.metadata["fingerprint"])
+
+    def _row(self, index: int) -> int:
+        return range(len(self))[index]
+
+
+def order_by_name(names: Sequence[bytes]) -> list[int]:
+    """Return the order of items by the bytes of their names."""
+    return sorted(range(len(names)), key=names.__getitem__)
 
 
 def cache_folder() -> Path:
-    """Return where indices are kept."""
+    """Return the folder of indexes and other files that can be made again."""
     given = os.environ.get("DINO_VIT_CACHE")
     if given:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino-vit"
 
 
-def open_index(
-    kind: str, spec: str, build: Callable[[Sink], Draft], files: Sequence[str] | None = None
-) -> Index:
-    """Return the index of a source, built by the first process that asks, while the others wait.
+def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None = None) -> Index:
+    """Return the index of a source. The first process that asks builds it, and the others wait.
 
-    `build` gets a function that writes to the column `data`. `files` are those that the source has now, where
-    that can change without a change of what was watched.
+    `build` gets a function that writes images. `files` are those that the source has now, if they can change
+    without a change to what is watched.
     """
-    place = spec if "://" in spec else os.path.abspath(spec)
-    key = hashlib.sha256(os.fsencode(f"{kind}\0{place}")).hexdigest()[:24]
-    path = cache_folder() / f"{kind}-{key}.index"
+    location = spec if "://" in spec else os.path.abspath(spec)
+    key = hashlib.sha256(os.fsencode(f"{kind}\0{location}")).hexdigest()[:24]
+    path = cache_folder() / f"{kind}-{key}.arrow"
     index = _load_current(path, files)
     if index is not None:
         return index
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path, spec):
+        with _lock(path, spec):
             index = _load_current(path, files)
             if index is None:
                 _write(path, spec, build)
                 index = _load(path)
     except (StorageError, OSError) as error:
-        log.warning("%s: the index is kept in memory, as it cannot be in %s: %s", spec, path.parent, error)
+        log.warning("%s: the index is kept in memory, as it cannot be written to %s: %s", spec, path, error)
     return _build_in_memory(spec, build) if index is None else index
 
 
 def _load_current(path: Path, files: Sequence[str] | None) -> Index | None:
+    """Return the index in a file, unless something has changed since it was built."""
     index = _load(path)
-    if index is None or not len(index["watched.ends"]):
+    if index is None or not index.metadata["watched"]:
         return None
-    watched = list(index.texts("watched"))
+    watched = index.metadata["watched"]
     if files is not None and list(files) != watched:
         return None
-    then = index["stamps"]
-    settled = then[:, 2].max() < index.metadata["began"] - SETTLED
-    return index if settled and np.array_equal(then, stamps(watched)) else None
+    settled = index.stamps[:, 2].max() < index.metadata["began"] - SETTLED
+    return index if settled and np.array_equal(index.stamps, stamps(watched)) else None
 
 
 def _load(path: Path) -> Index | None:
-    """Map an index, unless it is not there, torn or damaged."""
+    """Map an index into memory, unless it is missing, truncated or damaged."""
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):  # ValueError: the file is empty
+        with pa.memory_map(str(path)) as file:
+            mapped = file.read_buffer()
+    except (OSError, ValueError):  # ValueError: an empty file
         return None
     try:
         return _parse(path, mapped)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        log.warning("%s is damaged and will be built anew: %s", path, error)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        log.warning("%s is damaged and will be rebuilt: %s", path, error)
         return None
 
 
-def _parse(path: Path, mapped: mmap.mmap) -> Index:
-    end = len(mapped) - len(MAGIC) - TAIL.size
-    if end < len(MAGIC) or mapped[: len(MAGIC)] != MAGIC or mapped[-len(MAGIC) :] != MAGIC:
-        raise ValueError("it is no whole index of this version")
-    length, checksum = TAIL.unpack(mapped[end : end + TAIL.size])
-    footer = mapped[max(end - length, 0) : end]
-    if zlib.crc32(footer) != checksum:
-        raise ValueError("its footer does not have the checksum that was written with it")
-    known = json.loads(footer)
-    columns: dict[str, NDArray[Any]] = {}
-    for name, (dtype, shape, offset, expected) in known["columns"].items():
-        count = int(np.prod(shape, dtype=np.int64))
-        column = np.frombuffer(mapped, dtype, count, offset) if count else np.empty(0, dtype)
-        if expected is not None and zlib.crc32(column.data) != expected:
-            raise ValueError(f"column {name} does not have the checksum that was written with it")
-        columns[name] = column.reshape(shape)
-    return Index(columns, known["about"], (path, checksum))
+def _parse(path: Path, mapped: pa.Buffer) -> Index:
+    end_of_items = mapped.size - TRAILER.size
+    end_of_images, checksum = TRAILER.unpack(mapped[max(end_of_items, 0) :])
+    start = end_of_images + -end_of_images % ALIGNMENT
+    if start > end_of_items:
+        raise ValueError("it is truncated")
+    items = mapped[start:end_of_items]
+    # The images may be terabytes, so they have no checksum.
+    if zlib.crc32(items) != checksum:
+        raise ValueError("its checksum is wrong")
+    images = pa.ipc.open_file(mapped[:end_of_images]).read_all() if end_of_images else None
+    return Index(pa.ipc.open_file(items).read_all(), images, (path, checksum))
 
 
-def _write(path: Path, spec: str, build: Callable[[Sink], Draft]) -> None:
+def _reopen(path: Path, checksum: int) -> Index:
+    index = _load(path)
+    if index is None or index._file != (path, checksum):
+        raise ValueError(f"{path} was rebuilt while a process that reads it was starting; start again")
+    return index
+
+
+def _write(path: Path, spec: str, build: Build) -> None:
     with replacing(path) as partial:
         with partial.open("wb") as file:
-            file.write(MAGIC)
-            draft, began = _build(spec, build, lambda data: _write_cache(file, data))
-            size = file.tell() - len(MAGIC)
-            # Of the data, which may be terabytes, the size must do.
-            table: dict[str, tuple[str, list[int], int, int | None]] = {
-                "data": ("|u1", [size], len(MAGIC), None)
-            }
-            for name, column in _all_columns(draft).items():
-                file.write(bytes(-file.tell() % 64))
-                whole = np.ascontiguousarray(column)
-                table[name] = (
-                    whole.dtype.str,
-                    list(whole.shape),
-                    file.tell(),
-                    zlib.crc32(whole.reshape(-1).data),
-                )
-                file.write(whole.reshape(-1).data)
-            footer = json.dumps({"columns": table, "about": {**draft.metadata, "began": began}}).encode()
-            file.write(footer + TAIL.pack(len(footer), zlib.crc32(footer)) + MAGIC)
+            writer = None
+
+            def write_images(images: pa.Array) -> None:
+                nonlocal writer
+                try:
+                    writer = writer or pa.ipc.new_file(file, IMAGES)
+                    writer.write_batch(pa.record_batch([images], schema=IMAGES))
+                except OSError as error:  # the cache is full; not an error of the source
+                    raise StorageError(str(error)) from error
+
+            items = _build_items(spec, build, write_images)
+            if writer is not None:
+                writer.close()
+            end_of_images = file.tell()
+            file.write(bytes(-end_of_images % ALIGNMENT))
+            with pa.BufferOutputStream() as stream:
+                with pa.ipc.new_file(stream, items.schema) as items_writer:
+                    columns = [column.chunk(0) for column in items.columns]
+                    items_writer.write_batch(pa.record_batch(columns, schema=items.schema))
+                content = stream.getvalue()
+            file.write(content)
+            file.write(TRAILER.pack(end_of_images, zlib.crc32(content)))
         sync(partial)
 
 
-def _write_cache(file: BinaryIO, data: bytes | memoryview) -> None:
-    try:
-        file.write(data)
-    except OSError as error:  # not to be taken for one of the source
-        raise StorageError(str(error)) from error
+def _build_in_memory(spec: str, build: Build) -> Index:
+    batches: list[pa.RecordBatch] = []
+
+    def keep_images(images: pa.Array) -> None:
+        batches.append(pa.record_batch([images], schema=IMAGES))
+        if sum(batch.nbytes for batch in batches) > MEMORY_LIMIT:
+            raise ValueError(
+                f"{spec} needs over {MEMORY_LIMIT >> 30} GiB in {cache_folder()}, which cannot be written. "
+                f"Free some space, or set DINO_VIT_CACHE to another folder."
+            )
+
+    items = _build_items(spec, build, keep_images)
+    return Index(items, pa.Table.from_batches(batches, IMAGES) if batches else None, None)
 
 
-def _build(spec: str, build: Callable[[Sink], Draft], sink: Sink) -> tuple[Draft, int]:
+def _build_items(spec: str, build: Build, write_images: WriteImages) -> pa.Table:
     began = time.time_ns()
     try:
-        return build(sink), began
+        draft = build(write_images)
     except StorageError:
         raise
     except OSError as error:
         raise ValueError(f"{spec} cannot be read: {error}") from error
-
-
-def _build_in_memory(spec: str, build: Callable[[Sink], Draft]) -> Index:
-    data = io.BytesIO()
-
-    def sink(piece: bytes | memoryview) -> None:
-        if data.tell() + len(piece) > MEMORY:
-            raise ValueError(
-                f"{spec} needs more than {MEMORY >> 30} GiB of {cache_folder()}, which cannot be written. "
-                f"Make room there, or set DINO_VIT_CACHE to a folder that has some."
-            )
-        data.write(piece)
-
-    draft, _ = _build(spec, build, sink)
-    columns = {"data": np.frombuffer(data.getbuffer(), np.uint8), **_all_columns(draft)}
-    return Index(columns, draft.metadata, None)
-
-
-def _all_columns(draft: Draft) -> dict[str, NDArray[Any]]:
-    return {**draft.columns, **Texts.of(draft.watched).columns("watched"), "stamps": draft.stamps}
+    metadata = {
+        **draft.metadata,
+        "began": began,
+        "watched": list(draft.watched),
+        "stamps": draft.stamps.tolist(),
+    }
+    return draft.items.replace_schema_metadata({"dino_vit": json.dumps(metadata)})
 
 
 @contextmanager
-def _alone(path: Path, spec: str) -> Iterator[None]:
-    """Keep other processes that build the same index waiting; the system lets go when a process dies."""
+def _lock(path: Path, spec: str) -> Iterator[None]:
+    """Let one process build an index at a time; the system releases the lock of a process that dies."""
     try:
         import fcntl
-    except ImportError:  # on Windows each builds, and the last one's file stays
+    except ImportError:  # on Windows each process builds, and the last one's file stays
         yield
         return
     with path.with_suffix(".lock").open("wb") as lock:
@@ -234,6 +314,6 @@ def _alone(path: Path, spec: str) -> Iterator[None]:
         except BlockingIOError:
             log.info("%s: waiting for another process that builds its index", spec)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a filesystem without locks: as on Windows
+        except OSError:  # a file system without locks
             pass
         yield

@@ -1,28 +1,29 @@
-"""Open a set of images wherever they are.
+"""Open a set of images of any kind.
 
-| what is given | what it is |
+| given | meaning |
 |---|---|
-| `photos` | a folder of images, at any depth; one that holds nothing but tar shards, or Parquet, or zips |
-| `photo.jpg`, `photos/*.jpg` | one image, or those that match |
-| `list.txt`, `list.csv`, `list.tsv` | paths, a line each, and perhaps labels |
+| `photos` | a folder of images at any depth, or one that contains only tar shards, Parquet files or zips |
+| `photo.jpg`, `photos/*.jpg` | an image, or all that match |
+| `list.txt`, `list.csv`, `list.tsv` | a path per line, possibly with a label |
 | `shards/{000..010}.tar`, `shards/*.tar` | tar shards, in WebDataset's layout if there are labels |
 | `photos.zip` | zip archives |
-| `train.parquet`, `data/train-*.parquet` | Parquet with a column of images |
+| `train.parquet`, `data/train-*.parquet` | Parquet files with a column of images |
 | `hf:OWNER/NAME`, `hf:OWNER/NAME:SPLIT` | a dataset of the Hugging Face hub |
 | `images.npy`, `images.npz`, `images.npz:KEY` | an array (N, H, W), (N, H, W, C) or (N, C, H, W) |
-| `synthetic`, `synthetic:LENGTH:SIZE` | textures made on the fly |
+| `synthetic`, `synthetic:LENGTH:SIZE` | generated textures |
 
-All but arrays may be URLs of anything that fsspec knows.
+All but arrays may be URLs that fsspec knows.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dino_vit.data.labels import join_labels
+from dino_vit.data.sources.archives import TarSource, ZipSource, compressed_message
 from dino_vit.data.sources.arrays import ArraySource
 from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, plain
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
@@ -41,7 +42,7 @@ _SPLIT = re.compile(r"(?<![a-z])(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?!
 
 
 def open_source(spec: str, labels: str | Path | None = None) -> Source:
-    """Open a set of images, see above; labels of its images may stand in a file, by name."""
+    """Open a set of images; `labels` is a file of labels by name that replace its own."""
     source = _open(spec)
     return source if labels is None else join_labels(source, labels)
 
@@ -51,7 +52,7 @@ def _open(spec: str) -> Source:
     if kind == "synthetic" and not os.path.exists(spec):
         return _open_synthetic(spec, rest)
     if kind == "hf" and not os.path.exists(spec):
-        from dino_vit.data.sources.hub import HubSource
+        from dino_vit.data.sources.tables import HubSource  # imports Parquet, which takes a moment
 
         return HubSource(rest)
     spec = plain(spec)
@@ -65,34 +66,34 @@ def _open(spec: str) -> Source:
     path, _, key = spec.rpartition(":")
     if path.lower().endswith(".npz") and os.path.exists(path):
         return ArraySource(path, key)
-    raise ValueError(f"{spec!r} is no source that exists: {ALLOWED}.")
+    raise ValueError(f"{spec!r} does not exist: {ALLOWED}.")
 
 
 def _open_synthetic(spec: str, rest: str) -> SyntheticSource:
     arguments = rest.split(":") if rest else []
     if len(arguments) > 2 or not all(argument.isdecimal() for argument in arguments):
         raise ValueError(
-            f"{spec!r} is not understood: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
+            f"{spec!r} is not valid: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
             f"for example synthetic:20000:32."
         )
     return SyntheticSource(**dict(zip(("length", "size"), map(int, arguments), strict=False)))
 
 
 def _open_folder(root: str) -> Source:
-    """Open a folder of images or, where it has none, the archives in it, unless it is unclear which."""
+    """Open a folder of images, or of archives if they are clearly one set."""
     try:
         return FolderSource(root)
     except NoImages as error:
         if not error.containers:
             raise
         names = error.containers
-    kinds = sorted({os.path.splitext(name)[1].lower() for name in names})
+    suffixes = sorted({os.path.splitext(name)[1].lower() for name in names})
     splits = {found[1].lower() for name in names if (found := _SPLIT.search(name))}
-    if len(kinds) > 1 or len(splits) > 1:
-        what = "several kinds of archives" if len(kinds) > 1 else f"splits ({', '.join(sorted(splits))})"
+    if len(suffixes) > 1 or len(splits) > 1:
+        what = "several kinds of archives" if len(suffixes) > 1 else f"splits ({', '.join(sorted(splits))})"
         raise ValueError(
-            f"{root} holds {what}, such as {names[0]} and {names[-1]}. Write which are meant, for example "
-            f"'{_pattern(root, names[0])}', or '{os.path.join(root, '**/*' + kinds[0])}' for all of a kind."
+            f"{root} contains {what}, such as {names[0]} and {names[-1]}. Choose some, for example "
+            f"'{_pattern(root, names[0])}', or '{os.path.join(root, '**/*' + suffixes[0])}' for all."
         )
     return _open_files(root, [os.path.join(root, name) for name in names])
 
@@ -112,27 +113,23 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     if len(suffixes) > 1:
         raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
-    if suffix in CONTAINERS:
-        return _openers()[suffix](spec, files)
+    if suffix == ".tar":
+        return TarSource(spec, files)
+    if suffix == ".zip":
+        return ZipSource(spec, files)
+    if suffix == ".parquet":
+        from dino_vit.data.sources.tables import ParquetSource  # as above
+
+        return ParquetSource(spec, files)
     if len(files) > 1:
         raise ValueError(
-            f"{spec!r} matches {len(files)} {suffix} files; patterns are for images and "
-            f"{', '.join(CONTAINERS)}. Give one of them."
+            f"{spec!r} matches {len(files)} {suffix} files. A pattern may match images, "
+            f"{', '.join(CONTAINERS)} files; give one file of any other kind."
         )
     if suffix in LISTS:
         return ListSource(files[0])
     if suffix in (".npy", ".npz"):
         return ArraySource(files[0])
     if suffix in (".gz", ".tgz", ".bz2", ".xz", ".zst"):
-        raise ValueError(
-            f"{spec!r} is compressed, so that nothing in it can be found without reading all before it. "
-            f"Decompress it: images hardly shrink."
-        )
-    raise ValueError(f"{spec!r} is of no kind that is read: {ALLOWED}.")
-
-
-def _openers() -> Mapping[str, Callable[[str, Sequence[str]], Source]]:
-    from dino_vit.data.sources.archives import TarSource, ZipSource
-    from dino_vit.data.sources.tables import ParquetSource  # pyarrow takes a moment to import
-
-    return {".tar": TarSource, ".zip": ZipSource, ".parquet": ParquetSource}
+        raise ValueError(compressed_message(spec, suffix))
+    raise ValueError(f"{spec!r} is of an unknown kind: {ALLOWED}.")

@@ -1,11 +1,15 @@
-"""What a set of images is to everything that reads one."""
+"""The interface of a set of images, and parts of one."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +21,8 @@ _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 class Source(Protocol):
     """What the loader and the evaluators need from a set of images.
 
-    Where items have names they come in the order of the names' bytes, so that the same images as folder,
-    list, tar, zip or Parquet are the same items; arrays, nameless tables and generated sets keep their own.
+    Items with names are sorted by the bytes of their names, so that the same images in a folder, list, tar,
+    zip or Parquet file are the same items. Arrays, tables without names and generated images keep theirs.
     """
 
     def __len__(self) -> int: ...
@@ -36,11 +40,39 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that differs for sets whose indices mean different images."""
+        """Return a text that differs for sources whose indices mean different images."""
+
+
+class Subset:
+    """The items of a source at the given indices."""
+
+    def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
+        self.source, self.indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int) -> bytes | Tensor:
+        return self.source.read(int(self.indices[index]))
+
+    def label(self, index: int) -> int | None:
+        return self.source.label(int(self.indices[index]))
+
+    def name(self, index: int) -> str:
+        return self.source.name(int(self.indices[index]))
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.source.classes
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(np.ascontiguousarray(self.indices, dtype="<i8").tobytes()).hexdigest()
+        return f"{self.source.fingerprint}-{len(self)}-{digest[:16]}"
 
 
 def is_image(name: str | bytes) -> bool:
-    """Tell whether a name is that of an image file which is not hidden, nor in a hidden folder."""
+    """Tell whether this is the name of an image file that is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)
     return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES and not _HIDDEN.search(text)
 

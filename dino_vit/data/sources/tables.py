@@ -1,215 +1,248 @@
-"""Images in Parquet, unpacked once into the index, where any of them is read without its row group."""
+"""Images in Parquet files and in datasets of the Hugging Face hub.
+
+Both are read from an Arrow file that is mapped into memory. The `datasets` library keeps its data that way. A
+Parquet file is unpacked into the index: reading one image of it would mean decompressing its whole row group.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import progress
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import open_file, stamps
-from dino_vit.data.sources.index import Draft, Sink, open_index
-from dino_vit.data.sources.indexed import IndexedSource, by_name, draft_items
+from dino_vit.data.sources.files import open_file, read_file, stamps
+from dino_vit.data.sources.index import (
+    Draft,
+    IndexedSource,
+    WriteImages,
+    draft_items,
+    open_index,
+    order_by_name,
+)
 
 log = logging.getLogger("dino_vit")
 
-IMAGE_WORDS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
-LABEL_WORDS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
-NAME_WORDS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
+IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
+LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
+NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
 BATCH = 256  # rows
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which columns of a table hold what."""
+class TableColumns:
+    """Which columns of a table hold the images, their names and their labels."""
 
     image: str
-    nested: bool  # bytes and path in one column, as Hugging Face has them
+    nested: bool  # bytes and path in one column, as in Hugging Face datasets
     name: str | None
     label: str | None
-    classes: tuple[str, ...] | None  # of a label that counts them
+    classes: tuple[str, ...] | None  # of integer labels
 
 
 @dataclass
 class Rows:
-    """What is said of some rows of a table."""
+    """Names, labels and sizes of the images in the rows of tables."""
 
     names: list[bytes | None] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
-    sizes: list[NDArray[np.int64]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
-    def take(self, batch: pa.RecordBatch, layout: Layout, sink: Sink) -> None:
-        """Note some rows more, and hand over their images end to end."""
-        images = batch.column(layout.image)
-        paths = batch.column(layout.name) if layout.name else None
-        if layout.nested:
-            parts = dict(zip([field.name for field in images.type], images.flatten(), strict=True))
-            images, paths = parts["bytes"], parts.get("path", paths)
-        images = images.cast(pa.large_binary())
-        _, ends, data = images.buffers()
-        offsets = np.frombuffer(ends, dtype=np.int64)[images.offset : images.offset + len(images) + 1]
-        if data is not None:
-            sink(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
-        self.sizes.append(np.diff(offsets))
+    def add(self, batch: pa.RecordBatch, columns: TableColumns) -> pa.Array:
+        """Add rows, and return their images."""
+        images = batch.column(columns.image)
+        paths = batch.column(columns.name) if columns.name else None
+        if columns.nested:
+            if "path" in images.type.names:
+                paths = pc.struct_field(images, "path")
+            images = pc.struct_field(images, "bytes")
         texts = [None] * len(images) if paths is None else paths.to_pylist()
         self.names += [None if text is None else os.fsencode(text) for text in texts]
-        self.labels += batch.column(layout.label).to_pylist() if layout.label else [None] * len(images)
+        self.labels += batch.column(columns.label).to_pylist() if columns.label else [None] * len(images)
+        images = images.cast(pa.large_binary())
+        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
+        return images
 
+    def draft(
+        self,
+        columns: TableColumns,
+        tables: Sequence[tuple[str, int]],
+        watched: Sequence[str],
+        stamps: NDArray[np.int64],
+    ) -> Draft:
+        """Return the draft of an index of tables, given by name and length."""
+        names, order = self._names(tables)
+        return draft_items(
+            names=names,
+            sizes=np.array(self.sizes, dtype=np.int64)[order],
+            labels=_number(columns, [self.labels[row] for row in order]),
+            columns={"row": np.array(order, dtype=np.int64)},
+            watched=watched,
+            stamps=stamps,
+        )
 
-def draft_rows(
-    rows: Rows,
-    layout: Layout,
-    *,
-    tables: Sequence[tuple[str, int]],
-    columns: Mapping[str, NDArray[Any]],
-    watched: Sequence[str],
-    stamps: NDArray[np.int64],
-) -> Draft:
-    """Return the draft of the rows of tables, given by name and length; in the order of the rows' names."""
-    names, order = _names(rows.names, tables)
-    return draft_items(
-        names=names,
-        sizes=np.concatenate([np.empty(0, dtype=np.int64), *rows.sizes])[order],
-        labels=_labels([rows.labels[place] for place in order], layout),
-        columns={name: column[order] for name, column in columns.items()},
-        watched=watched,
-        stamps=stamps,
-    )
+    def _names(self, tables: Sequence[tuple[str, int]]) -> tuple[list[bytes], list[int]]:
+        """Return the names and the order of rows: by name if all rows have a name of their own."""
+        known = [name for name in self.names if name is not None]
+        if len(known) == len(self.names) and len(set(known)) == len(known):
+            order = order_by_name(known)
+            return [known[row] for row in order], order
+        names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
+        return names, list(range(len(names)))
 
 
 class ParquetSource(IndexedSource):
-    """The images of a table, by name where all rows have one of their own, or else in their order."""
+    """The images in Parquet files, unpacked into the index."""
 
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         self._spec, self._files = spec, list(files)
         super().__init__(open_index("parquet", spec, self._build, self._files))
 
     def read(self, index: int) -> bytes:
-        row = self._row(index)
-        start, size = int(self.index["start"][row]), int(self.index["size"][row])
-        return self.index["data"][start : start + size].tobytes()
+        return self.index.images[int(self.index.columns["row"][self._row(index)])].as_py() or b""
 
-    def _build(self, sink: Sink) -> Draft:
+    def _build(self, write_images: WriteImages) -> Draft:
         before = stamps(self._files)
-        layout, rows, tables = None, Rows(), []
+        columns, rows, tables = None, Rows(), []
         with progress(f"Unpacking {self._spec}") as advance:
             for path in self._files:
-                table = _open(path)
-                found = find_layout(path, table.schema_arrow)
-                if layout is not None and found != layout:
-                    raise ValueError(
-                        f"{path} has other columns than {self._files[0]}. Open one kind of table at a time."
-                    )
-                layout = found
+                table = _open_parquet(path)
+                found = find_columns(path, table.schema_arrow)
+                if columns is not None and found != columns:
+                    raise ValueError(f"{path} has other columns than {self._files[0]}. Open them one by one.")
+                columns = found
                 tables.append((os.path.basename(path), table.metadata.num_rows))
-                for batch in _batches(path, table, layout):
-                    rows.take(batch, layout, sink)
+                for batch in _batches(path, table, columns):
+                    write_images(rows.add(batch, columns))
                     advance(batch.num_rows)
-        assert layout is not None
-        sizes = np.concatenate([np.empty(0, dtype=np.int64), *rows.sizes])
-        if not sizes.any():
+        assert columns is not None
+        if not any(rows.sizes):
             raise ValueError(
-                f"Column {layout.image} of {self._spec} has no bytes of images, perhaps paths only. "
+                f"Column {columns.image} of {self._spec} contains no image bytes, perhaps only paths. "
                 f"Write the images into the table, or give the folder that holds them."
             )
-        return draft_rows(
-            rows,
-            layout,
-            tables=tables,
-            columns={"start": np.cumsum(sizes) - sizes, "size": sizes},
-            watched=self._files,
-            stamps=before,
-        )
+        return rows.draft(columns, tables, self._files, before)
 
 
-def _open(path: str) -> pq.ParquetFile:
+def _open_parquet(path: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path if "://" not in path else open_file(path))
     except pa.ArrowException as error:
-        raise ValueError(f"{path} is broken or no Parquet file: {error}. Copy it again.") from error
+        raise ValueError(f"{path} is damaged or not a Parquet file: {error}. Copy it again.") from error
 
 
-def _batches(path: str, table: pq.ParquetFile, layout: Layout) -> Iterator[pa.RecordBatch]:
-    columns = [name for name in (layout.image, layout.name, layout.label) if name is not None]
+def _batches(path: str, table: pq.ParquetFile, columns: TableColumns) -> Iterator[pa.RecordBatch]:
+    names = [name for name in (columns.image, columns.name, columns.label) if name is not None]
     try:
-        yield from table.iter_batches(BATCH, columns=columns)
+        yield from table.iter_batches(BATCH, columns=names)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is broken: {error}. Copy it again, or take it out of the set.") from error
+        raise ValueError(
+            f"{path} is damaged: {error}. Copy it again, or remove it from the source."
+        ) from error
 
 
-def find_layout(path: str, schema: pa.Schema) -> Layout:
-    """Say which columns hold images, names and labels: as Hugging Face notes it, or as they are called."""
+class HubSource(IndexedSource):
+    """One split of a dataset of the Hugging Face hub: `OWNER/NAME` or `OWNER/NAME:SPLIT`."""
+
+    def __init__(self, name: str) -> None:
+        self._spec = f"hf:{name}"
+        self._dataset = _load_dataset(name)
+        self._columns = find_columns(self._spec, self._dataset.features.arrow_schema)
+        files = [str(file["filename"]) for file in self._dataset.cache_files]
+        super().__init__(open_index("hub", self._spec, lambda _: self._build(files), files))
+
+    def read(self, index: int) -> bytes:
+        row = int(self.index.columns["row"][self._row(index)])
+        image = self._dataset.data.column(self._columns.image)[row].as_py()
+        if self._columns.nested:
+            return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
+        return bytes(image)
+
+    def _build(self, files: list[str]) -> Draft:
+        rows = Rows()
+        for batch in self._dataset.data.table.to_batches():
+            rows.add(batch, self._columns)
+        tables = [(self._spec.rpartition("/")[2], len(self._dataset))]
+        return rows.draft(self._columns, tables, files, stamps(files))
+
+
+def _load_dataset(spec: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
+    name, _, split = spec.partition(":")
+    splits = datasets.load_dataset(name)
+    if not split and len(splits) == 1:
+        (split,) = splits
+    if split not in splits:
+        ways = ", ".join(f"hf:{name}:{known}" for known in splits)
+        raise ValueError(f"hf:{spec} names no split, or one that does not exist. Write one of {ways}.")
+    return splits[split]
+
+
+def find_columns(path: str, schema: pa.Schema) -> TableColumns:
+    """Find the columns of images, names and labels, by Hugging Face's metadata or by what they are called."""
     features = _features(schema)
     types = {field.name: field.type for field in schema}
-    nested = {name for name, kind in types.items() if pa.types.is_struct(kind) and "bytes" in kind.names}
-    binary = {name for name, kind in types.items() if _is_binary(kind)}
-    noted = [name for name in types if features.get(name, {}).get("_type") == "Image"]
-    image = _pick(path, "images", noted, IMAGE_WORDS) or _pick(
-        path, "images", [name for name in types if name in nested | binary], IMAGE_WORDS
+    nested = {name for name, type_ in types.items() if pa.types.is_struct(type_) and "bytes" in type_.names}
+    binary = {name for name, type_ in types.items() if type_ in (pa.binary(), pa.large_binary())}
+    marked = [name for name in types if features.get(name, {}).get("_type") == "Image"]
+    image = _pick_image(path, marked) or _pick_image(
+        path, [name for name in types if name in nested | binary]
     )
     if image is None:
-        columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        columns = ", ".join(f"{name} ({type_})" for name, type_ in types.items())
         raise ValueError(
             f"{path} has no column of images: none of {columns} is binary, or a struct with bytes in it."
         )
-    label = next((word for word in LABEL_WORDS if word in types and word != image), None)
+    label = next((name for name in LABEL_COLUMNS if name in types and name != image), None)
     if label is None:
-        noted = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
-        label = noted[0] if len(noted) == 1 else None
+        marked = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
+        label = marked[0] if len(marked) == 1 else None
     classes = features.get(label or "", {}).get("names")
-    name = next((word for word in NAME_WORDS if word in types and pa.types.is_string(types[word])), None)
-    return Layout(image, image in nested, name, label, tuple(classes) if classes else None)
+    name = next((name for name in NAME_COLUMNS if types.get(name) == pa.string()), None)
+    return TableColumns(image, image in nested, name, label, tuple(classes) if classes else None)
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Return what the Hugging Face libraries note of each column."""
     noted = (schema.metadata or {}).get(b"huggingface")
     try:
         return dict(json.loads(noted)["info"]["features"]) if noted else {}
-    except (ValueError, KeyError, TypeError):  # of some other make
+    except (ValueError, KeyError, TypeError):  # written by something else
         return {}
 
 
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _pick(path: str, what: str, names: list[str], words: Sequence[str]) -> str | None:
+def _pick_image(path: str, names: list[str]) -> str | None:
     if len(names) <= 1:
         return names[0] if names else None
-    for word in words:
-        if word in names:
-            log.info("%s: %s from column %s, not from %s", path, what, word, ", ".join({*names} - {word}))
-            return word
+    for name in IMAGE_COLUMNS:
+        if name in names:
+            others = [other for other in names if other != name]
+            log.info("%s: using images from column %s, not from %s", path, name, ", ".join(others))
+            return name
     raise ValueError(
-        f"{path} has several columns of {what}: {', '.join(names)}. Call one of them `{words[0]}`."
+        f"{path} has several columns of images: {', '.join(names)}. Rename one of them to `image`."
     )
 
 
-def _names(given: Sequence[bytes | None], tables: Sequence[tuple[str, int]]) -> tuple[list[bytes], list[int]]:
-    """Return names and the order of the rows: by the names that rows have, if these are all different."""
-    known = [name for name in given if name is not None]
-    if len(known) == len(given) and len(set(known)) == len(known):
-        order = by_name(known)
-        return [known[place] for place in order], order
-    names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
-    return names, list(range(len(names)))
-
-
-def _labels(values: list[Any], layout: Layout) -> Labels:
-    if layout.classes is None:
+def _number(columns: TableColumns, values: list[Any]) -> Labels:
+    if columns.classes is None:
         return number_labels(values)
-    known = len(layout.classes)
-    wrong = next((value for value in values if value is not None and not -1 <= value < known), None)
+    count = len(columns.classes)
+    wrong = next((value for value in values if value is not None and not -1 <= value < count), None)
     if wrong is not None:
-        raise ValueError(f"Column {layout.label} has label {wrong}, but names for 0 to {known - 1} only.")
+        raise ValueError(f"Column {columns.label} has label {wrong}, but only 0 to {count - 1} have names.")
     numbers = [-1 if value is None else value for value in values]
-    return Labels(np.array(numbers, dtype=np.int32), list(layout.classes))
+    return Labels(np.array(numbers, dtype=np.int32), list(columns.classes))

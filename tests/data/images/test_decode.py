@@ -1,10 +1,6 @@
 import io
 import struct
-import subprocess
-import sys
 import time
-import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,28 +12,19 @@ from PIL import Image, ImageOps
 from dino_vit.data.images.decode import UnreadableImage, decode, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
-from tests.support.images import broken_files, npy, png, png16, saved, tiff
-
-CLEAR = ("LA", "RGBA")
-RANDOM = np.random.default_rng(0)
-
-
-def picture(*shape, dtype=np.uint8):
-    high = 2 if dtype is bool else np.iinfo(dtype).max + 1
-    return RANDOM.integers(0, high, shape).astype(dtype)
-
-
-def smooth(mode="RGB", size=(30, 20)):
-    small = Image.fromarray(picture(4, 5, 3))
-    image = small.resize(size, Image.Resampling.BICUBIC).convert(mode)
-    if mode in CLEAR:
-        image.putalpha(image.getchannel(0))
-    return image
-
-
-def tensor(array):
-    array = np.asarray(array)
-    return torch.from_numpy(rearrange(array.reshape(*array.shape[:2], -1), "h w c -> c h w").copy())
+from tests.support.images import (
+    CLEAR,
+    RANDOM,
+    broken_files,
+    npy,
+    picture,
+    png,
+    png16,
+    saved,
+    smooth,
+    tensor,
+    tiff,
+)
 
 
 @pytest.mark.parametrize(
@@ -163,19 +150,19 @@ def test_a_tiff_of_several_pictures_gives_the_first_and_a_stack_is_refused():
     data = saved(pictures[0], "TIFF", save_all=True, append_images=pictures[1:])
     assert torch.equal(decode(data, "x"), tensor(pictures[0]))
     stack = tiff(picture(4, 20, 30), imagej=True, metadata={"axes": "ZYX"})
-    with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is no image"):
+    with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is not an image"):
         decode(stack, "x")
 
 
 @pytest.mark.parametrize("bigtiff", [False, True])
 @pytest.mark.parametrize("byteorder", ["<", ">"])
-def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff):
-    data = bytearray(tiff(picture(5, 20, 30), photometric="minisblack", byteorder=byteorder, bigtiff=bigtiff))
-    assert decode(bytes(data), "x").shape == (5, 20, 30)
+@pytest.mark.parametrize("pages", [5, 130])
+def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff, pages):
+    data = bytearray(tiff(picture(pages, 4, 6), metadata=None, byteorder=byteorder, bigtiff=bigtiff))
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         offsets = [page.offset for page in file.pages]
     kind = byteorder + ("Q" if bigtiff else "I")
-    place = data.rindex(struct.pack(kind, offsets[-1]))  # where the last page but one names the last
+    place = data.rindex(struct.pack(kind, offsets[-1]))  # in the last page but one
     data[place : place + struct.calcsize(kind)] = struct.pack(kind, offsets[1])
     with pytest.raises(UnreadableImage, match="its pages form a circle"):
         decode(bytes(data), "x")
@@ -242,12 +229,12 @@ def test_what_is_no_image_is_said_in_a_line():
     whole = saved(smooth(), "JPEG")
     broken = {
         "empty": (b"", "the file is empty"),
-        "text": (b"hello", "it is no JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
+        "text": (b"hello", "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
         "cut": (whole[: len(whole) // 2], "it cannot be decoded: .*([Tt]runcated)"),
         "png": (saved(smooth(), "PNG")[:60], "it cannot be decoded: "),
         "tiff": (tiff(picture(20, 30, 5), photometric="minisblack")[:300], "it cannot be decoded: "),
-        "words": (npy(np.array(["a", "b"])), r"an array of <U1 is no image"),
-        "cube": (npy(picture(4, 5, 4)), r"an array of shape \(4, 5, 4\) is no image"),
+        "words": (npy(np.array(["a", "b"])), r"an array of <U1 is not an image"),
+        "cube": (npy(picture(4, 5, 4)), r"an array of shape \(4, 5, 4\) is not an image"),
         "short": (npy(picture(20, 30))[:-1], "the file is truncated"),
         "none": (npy(picture(0, 30)), "the image has no pixels"),
     }
@@ -267,7 +254,7 @@ def test_bombs_are_refused_before_they_are_decoded():
         **{kind: (saved(whole, kind), "64 × 64") for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
     }
     for kind, (data, size) in bombs.items():
-        with pytest.raises(UnreadableImage, match=f"{size} pixels are more than data.max_pixels=4095"):
+        with pytest.raises(UnreadableImage, match=f"{size} pixels exceed data.max_pixels=4095"):
             decode(data, kind, max_pixels=4095)
         if kind != "png":
             assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
@@ -276,7 +263,7 @@ def test_bombs_are_refused_before_they_are_decoded():
 
 def test_many_channels_count_as_pixels():
     data = tiff(np.zeros((64, 64, 64), np.uint8), photometric="minisblack", planarconfig="contig")
-    with pytest.raises(UnreadableImage, match="64 × 64 pixels are more than"):
+    with pytest.raises(UnreadableImage, match="64 × 64 pixels exceed"):
         decode(data, "x", max_pixels=16 * 4096 - 1)
     assert decode(data, "x", max_pixels=16 * 4096).shape == (64, 64, 64)
 
@@ -287,104 +274,3 @@ def test_broken_files_of_every_kind_are_one_kind_of_error():
         source.read, source.name = lambda index, data=data: data, lambda index, name=name: name
         with pytest.raises(UnreadableImage, match=f"^{name}: ."):
             read_image(source, 0, pixels)
-
-
-@pytest.mark.parametrize("channels", [2, 3, 4])
-def test_deep_png_that_would_end_the_process_is_refused(channels):
-    """Whatever libpng stumbles over in rows, torchvision's decoder does not survive."""
-    rows = [b"\0" + RANDOM.bytes(2 * channels * 30) for _ in range(20)]
-    packed, kind = zlib.compress(b"".join(rows)), {2: 4, 3: 2, 4: 6}[channels]
-    for damaged in (
-        png(30, 20, b"".join(rows[:-1]), depth=16, kind=kind),
-        png(30, 20, b"".join([*rows[:-1], b"\7" + rows[-1][1:]]), depth=16, kind=kind),
-        png(30, 20, b"", depth=16, kind=kind, packed=packed[:-4] + bytes(4)),
-        png(30, 20, b"", depth=16, kind=kind, packed=packed[:100] + bytes(9) + packed[109:]),
-        png(30, 20, b"", depth=16, kind=kind, packed=packed[:-9]),
-        png(30, 20, b"".join(rows), depth=16, kind=kind)[:-30],
-        png(30, 20, b"".join(rows), depth=16, kind=kind).replace(packed[50:60], bytes(10)),
-    ):
-        with pytest.raises(UnreadableImage):
-            decode(damaged, "x")
-    assert decode(png(30, 20, b"".join(rows), depth=16, kind=kind), "x").shape == (channels, 20, 30)
-
-
-def test_deep_png_may_be_interlaced():
-    array = picture(13, 11, 3, dtype=np.uint16)
-    starts = ((0, 0), (4, 0), (0, 4), (2, 0), (0, 2), (1, 0), (0, 1))
-    passes = zip(starts, ((8, 8), (8, 8), (4, 8), (4, 4), (2, 4), (2, 2), (1, 2)), strict=True)
-    parts = [array[y::down, x::right] for (x, y), (right, down) in passes]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for part in parts for row in part if row.size)
-    image = decode(png(11, 13, rows, depth=16, kind=2, interlaced=1), "x")
-    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
-
-
-FUZZ = """
-import random, sys, warnings, logging, time
-sys.path.insert(0, {tests!r})
-warnings.simplefilter("ignore")
-from tests.data.images.test_decode import fuzzed
-from dino_vit.data.images.decode import UnreadableImage, decode
-import torch
-torch.set_num_threads(1)
-read = refused = 0
-for name, data in fuzzed(random.Random(0)):
-    start = time.monotonic()
-    try:
-        image = decode(data, name, max_pixels=1 << 20)
-        assert image.ndim == 3 and image.numel() and image.shape[1] * image.shape[2] <= 1 << 20
-        int(image.flatten()[:1].float().isnan())
-        read += 1
-    except UnreadableImage as error:
-        assert str(error).startswith(name + ": ") and len(str(error)) > len(name) + 2
-        refused += 1
-    assert time.monotonic() - start < 5, name
-print(read, refused)
-"""
-
-
-def fuzzed(random):
-    """Yield whole files of every format, cut off and with flipped bits and bytes."""
-    small, deep = smooth(size=(24, 16)), picture(16, 24, 3, dtype=np.uint16)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    files = {
-        "grey.jpg": saved(small.convert("L"), "JPEG"),
-        "colour.jpg": saved(small, "JPEG", exif=exif),
-        "progressive.jpg": saved(small, "JPEG", progressive=True),
-        "cmyk.jpg": saved(small.convert("CMYK"), "JPEG"),
-        "colour.png": saved(small, "PNG", exif=exif),
-        "palette.png": saved(small.quantize(16), "PNG", transparency=3),
-        "deep.png": png16(deep),
-        "deep-grey.png": png16(deep[..., :1]),
-        "lossy.webp": saved(small, "WEBP"),
-        "lossless.webp": saved(smooth("RGBA", size=(24, 16)), "WEBP", lossless=True),
-        "two.gif": saved(small.quantize(16), "GIF", save_all=True, append_images=[small.quantize(8)]),
-        "plain.bmp": saved(small, "BMP"),
-        "palette.bmp": saved(small.quantize(16), "BMP"),
-        "plain.tif": saved(small, "TIFF"),
-        "lzw.tif": saved(small, "TIFF", compression="tiff_lzw"),
-        "jpeg.tif": saved(small, "TIFF", compression="jpeg"),
-        "deep.tif": tiff(deep, photometric="rgb", compression="zlib"),
-        "pages.tif": tiff(picture(5, 16, 24), photometric="minisblack"),
-        "ome.tif": tiff(picture(5, 16, 24), ome=True, metadata={"axes": "CYX"}, photometric="minisblack"),
-        "array.npy": npy(deep),
-    }
-    for name, data in files.items():
-        yield name, data
-        for _ in range(30):
-            cut = data[: random.randrange(len(data))]
-            flipped = bytearray(data)
-            for _ in range(random.choice([1, 1, 2, 8, 50])):
-                at = random.randrange(len(data) if random.random() < 0.5 else min(len(data), 200))
-                flipped[at] = flipped[at] ^ (1 << random.randrange(8)) if random.random() < 0.7 else 255
-            yield name, cut
-            yield name, bytes(flipped)
-
-
-def test_damaged_files_of_every_format_give_an_image_or_an_error_and_never_a_crash():
-    code = FUZZ.format(tests=str(Path(__file__).parents[3]))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    read, refused = map(int, done.stdout.split())
-    assert read > 100
-    assert refused > 500

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import dino_vit.data.sources.folder
-from dino_vit.data.sources.index import Draft, cache_folder, open_index
+from dino_vit.data.labels import number_labels
+from dino_vit.data.sources.index import cache_folder, draft_items, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
-from dino_vit.data.sources.texts import Texts
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
 
 
@@ -91,7 +91,7 @@ def test_torn_and_damaged_indices_are_built_anew(tmp_path, cache, built, caplog)
     write_folder(tmp_path)
     age(tmp_path)
     FolderSource(tmp_path)
-    (path,) = cache.glob("*.index")
+    (path,) = cache.glob("*.arrow")
     whole = path.read_bytes()
     rng = np.random.default_rng(0)
     damaged = [b"", b"?", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"?", b"x" * len(whole)]
@@ -106,8 +106,8 @@ def test_torn_and_damaged_indices_are_built_anew(tmp_path, cache, built, caplog)
         assert [source.name(index) for index in range(5)] == names
         assert source.read(2) == FILES[names[2]]
     assert len(built) > 30  # a flip in the padding between columns changes nothing
-    assert "is damaged and will be built anew" in caplog.text
-    assert sorted(p.suffix for p in cache.iterdir()) == [".index", ".lock"]
+    assert "is damaged and will be rebuilt" in caplog.text
+    assert sorted(p.suffix for p in cache.iterdir()) == [".arrow", ".lock"]
 
 
 @pytest.mark.parametrize("blocked", ["file", "read-only"])
@@ -133,16 +133,16 @@ def deny(path):
 def test_too_much_for_memory_is_refused(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("DINO_VIT_CACHE", str(cache / "file"))
     (cache / "file").write_text("")
-    monkeypatch.setattr("dino_vit.data.sources.index.MEMORY", 100)
-    with pytest.raises(ValueError, match="set DINO_VIT_CACHE to a folder"):
+    monkeypatch.setattr("dino_vit.data.sources.index.MEMORY_LIMIT", 100)
+    with pytest.raises(ValueError, match="set DINO_VIT_CACHE to another folder"):
         open_source(str(write_parquet(tmp_path / "a.parquet")))
 
 
 def test_an_error_in_the_source_leaves_no_index(tmp_path, cache):
     (tmp_path / "a.tar").write_bytes(b"no tar" * 1000)
-    with pytest.raises(ValueError, match="broken"):
+    with pytest.raises(ValueError, match="truncated or damaged"):
         open_source(str(tmp_path / "a.tar"))
-    assert not list(cache.glob("*.index"))
+    assert not list(cache.glob("*.arrow"))
     assert not list(cache.glob(".*"))
 
 
@@ -161,7 +161,7 @@ def test_pickles_are_small_and_refuse_another_index(tmp_path):
     assert pickle.loads(pickled).name(299) == "299.png"
     (tmp_path / "new.png").write_bytes(b"x")
     FolderSource(tmp_path)
-    with pytest.raises(ValueError, match=r"built anew while .* start again"):
+    with pytest.raises(ValueError, match=r"was rebuilt while .* start again"):
         pickle.loads(pickled)
 
 
@@ -175,14 +175,15 @@ def until(condition, seconds=30):
 def open_slowly(folder):
     """Build an index until there is a file `go`; said by files, as what is killed may hold a queue."""
 
-    def build(sink):
+    def build(write_images):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
         stamps = np.array([[-1, -1, 0]], dtype=np.int64)
         watched = [str(folder / "missing")]
-        return Draft(columns=Texts.of(["a"]).columns("names"), metadata={}, watched=watched, stamps=stamps)
+        sizes, labels = np.ones(1, dtype=np.int64), number_labels([None])
+        return draft_items(names=[b"a"], sizes=sizes, labels=labels, watched=watched, stamps=stamps)
 
-    assert list(open_index("test", str(folder), build).texts("names")) == ["a"]
+    assert open_index("test", str(folder), build).names.to_pylist() == [b"a"]
 
 
 def builders(folder):
@@ -215,16 +216,6 @@ def test_a_builder_that_is_killed_holds_nobody_up(tmp_path):
     (tmp_path / "go").touch()
     second.join(30)
     assert second.exitcode == 0
-
-
-def test_texts_are_two_arrays_and_any_bytes():
-    words = ["a", "", "é\n", os.fsdecode(b"\xff\xfe")]
-    texts = Texts.of(words)
-    assert (len(texts), list(texts), [texts[place] for place in range(4)]) == (4, words, words)
-    assert texts[-1] == words[-1]
-    with pytest.raises(IndexError):
-        texts[4]
-    assert list(Texts.of([])) == []
 
 
 def test_long_work_is_said(tmp_path, monkeypatch, caplog):

@@ -139,7 +139,7 @@ def test_a_folder_of_archives_must_be_of_one_kind_and_split(tmp_path):
     write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
     assert len(open_source(str(tmp_path))) == 5
     write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"holds splits \(test, train\).*Write which are meant") as caught:
+    with pytest.raises(ValueError, match=r"contains splits \(test, train\).*Choose some") as caught:
         open_source(str(tmp_path))
     suggested = str(caught.value).split("'")[1]
     assert Path(suggested).name == "test*.parquet"
@@ -153,22 +153,22 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
     write_folder(tmp_path)
     write_tar(tmp_path / "a.tar")
     assert len(open_source(str(tmp_path))) == 5
-    assert "1 archives in it are passed over, such as a.tar" in caplog.text
+    assert "1 archive(s) in it are ignored, such as a.tar" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("missing", "is no source that exists: give a folder"),
+        ("missing", "does not exist: give a folder"),
         ("*.zip", "matches no file"),
-        ("{1..3}.tar", r"2 of the files do not exist, the first is .*2\.tar"),
+        ("{1..3}.tar", r"2 file\(s\) do not exist, such as .*2\.tar"),
         ("*", "files of several kinds"),
         ("*.[jd]*", "files of several kinds"),
-        ("a.docx", "is of no kind that is read"),
-        ("a.parquet", r"a\.parquet is broken or no Parquet file"),
-        ("a.npy", "is broken or holds no plain arrays"),
+        ("a.docx", "is of an unknown kind"),
+        ("a.parquet", r"a\.parquet is damaged or not a Parquet file"),
+        ("a.npy", "is damaged or holds no plain arrays"),
         ("empty.txt", "lists no images"),
-        ("wrong.txt", r"None of the 1 files that .* lists exist"),
+        ("wrong.txt", r"None of the 1 file\(s\) in .* exist"),
     ],
 )
 def test_what_is_no_source_is_told_what_to_do(tmp_path, spec, said):
@@ -184,7 +184,7 @@ def test_some_files_of_a_list_may_be_missing(tmp_path, caplog):
     (tmp_path / "list.txt").write_text("cat/é.jpg\nnowhere.png\n")
     source = open_source(str(tmp_path / "list.txt"))
     assert (len(source), source.read(0), source.label(0)) == (2, FILES["cat/é.jpg"], None)
-    assert "lists 1 files that do not exist" in caplog.text
+    assert "lists 1 file(s) that do not exist" in caplog.text
     with pytest.raises(FileNotFoundError):
         source.read(1)
 
@@ -220,7 +220,7 @@ def test_remote_changes_are_seen_and_losses_are_errors():
     memory.rm("/changing/b.png")
     with pytest.raises(OSError, match=r"b\.png"):
         source.read(1)
-    with pytest.raises(ValueError, match="is no source that exists"):
+    with pytest.raises(ValueError, match="does not exist"):
         open_source("memory://nowhere")
     with pytest.raises(ValueError, match="cannot be reached"):
         open_source("nonsense://nowhere")
@@ -253,11 +253,11 @@ def test_tables_that_do_not_say_which_column(tmp_path):
 
     with pytest.raises(ValueError, match=r"no column of images: none of x \(int64\), y \(string\)"):
         open_source(write(x=[1], y=["text"]))
-    with pytest.raises(ValueError, match=r"several columns of images: front, back. Call one of them `image`"):
+    with pytest.raises(ValueError, match=r"several columns of images: front, back. Rename one"):
         open_source(write(front=[b"1"], back=[b"2"]))
     assert open_source(write(depth=[b"1"], image=[b"2"])).read(0) == b"2"
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    with pytest.raises(ValueError, match=r"no bytes of images, perhaps paths only"):
+    with pytest.raises(ValueError, match=r"no image bytes, perhaps only paths"):
         open_source(write(image=pa.array([{"bytes": None, "path": "a.png"}], kind)))
     pq.write_table(pa.table({"image": [b"1"]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"img": [b"1"]}), tmp_path / "2.parquet")
@@ -272,75 +272,8 @@ def test_labels_without_a_name_are_refused(tmp_path):
         table.schema.metadata
     )
     pq.write_table(table, path)
-    with pytest.raises(ValueError, match="has label 3, but names for 0 to 2 only"):
+    with pytest.raises(ValueError, match="has label 3, but only 0 to 2 have names"):
         open_source(str(path))
-
-
-ARRAYS = {
-    "grey": ((7, 12, 9), (1, 12, 9)),
-    "last": ((7, 12, 9, 3), (3, 12, 9)),
-    "first": ((7, 5, 12, 9), (5, 12, 9)),
-    "flat": ((7, 12, 1, 3), None),
-}
-
-
-@pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
-@pytest.mark.parametrize("name", ["grey", "last", "first"])
-@pytest.mark.parametrize("kind", ["npy", "npz", "compressed", "fortran"])
-def test_arrays_are_images_of_any_dtype(tmp_path, name, dtype, kind):
-    shape, expected = ARRAYS[name]
-    array = (np.random.default_rng(0).random(shape) * 250).astype(dtype)
-    path = tmp_path / ("a.npy" if kind in ("npy", "fortran") else "a.npz")
-    labels = [5, 5, 6, 5, 9, 9, 6]
-    if path.suffix == ".npy":
-        np.save(path, np.asfortranarray(array) if kind == "fortran" else array)
-    else:
-        (np.savez_compressed if kind == "compressed" else np.savez)(path, x=array, y=np.array(labels))
-    source = open_source(str(path))
-    for one in (source, pickle.loads(pickle.dumps(source))):
-        image = one.read(3)
-        assert (image.shape, len(one), one.name(3)) == (expected, 7, "000000003")
-        planes = np.moveaxis(array[3], -1, 0) if name == "last" else array[3].reshape(expected)
-        assert np.array_equal(image.numpy(), planes)
-        assert image.is_contiguous()
-        image.fill_(0)
-        assert one.read(3).any()
-    if path.suffix == ".npz":
-        assert [source.classes[source.label(index)] for index in range(7)] == list(map(str, labels))
-    other = array.copy()
-    other[4] = 1
-    np.save(tmp_path / "b.npy", other)
-    assert open_source(str(tmp_path / "b.npy")).fingerprint != source.fingerprint
-
-
-def test_arrays_of_uint8_are_read_by_everything(tmp_path):
-    np.save(tmp_path / "a.npy", np.full((2, 8, 8, 3), 7, dtype=np.uint8))
-    assert torch.equal(read_image(open_source(str(tmp_path / "a.npy")), 0), torch.full((3, 8, 8), 7).byte())
-
-
-def test_arrays_that_do_not_say_what_they_are(tmp_path):
-    images = np.zeros((4, 8, 8), dtype=np.uint8)
-    path = tmp_path / "a.npz"
-    np.savez(path, x_train=images, x_test=images[:2], y_train=np.arange(4), y_test=np.array(["a", "b"]))
-    with pytest.raises(ValueError, match=r"Write which: .*a\.npz:x_train, .*a\.npz:x_test"):
-        open_source(str(path))
-    source = open_source(f"{path}:x_test")
-    assert (len(source), source.label(1), source.classes) == (2, 1, ["a", "b"])
-    with pytest.raises(ValueError, match="must have one array of images"):
-        open_source(f"{path}:z")
-    np.save(tmp_path / "cube.npy", np.zeros((2, 8, 8, 8)))
-    with pytest.raises(ValueError, match=r"which axis of \(2, 8, 8, 8\) has the channels"):
-        open_source(str(tmp_path / "cube.npy"))
-    for wrong in (np.zeros((2, 8, 8), dtype=complex), np.zeros((0, 8, 8)), np.zeros((2, 8, 8), dtype=bool)):
-        np.save(tmp_path / "wrong.npy", wrong)
-        with pytest.raises(ValueError, match="integers or floats"):
-            open_source(str(tmp_path / "wrong.npy"))
-    np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="must have one array of images"):
-        open_source(str(tmp_path / "object.npy"))
-    fsspec.filesystem("memory").pipe("/a.npy", b"")
-    with pytest.raises(ValueError, match="copy it here first"):
-        open_source("memory://a.npy")
 
 
 def test_datasets_of_the_hub(tmp_path, monkeypatch):
@@ -350,7 +283,7 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch):
         write_parquet(tmp_path / "set" / f"{split}-0.parquet", parts(number))
     datasets.disable_progress_bars()
     spec = f"hf:{tmp_path / 'set'}"
-    with pytest.raises(ValueError, match=r"Write hf:.*set:train, hf:.*set:test"):
+    with pytest.raises(ValueError, match=r"Write one of hf:.*set:train, hf:.*set:test"):
         open_source(spec)
     source = open_source(f"{spec}:test")
     expected = [(name, FILES[name], name.split("/")[0]) for name in ORDER if name in parts(1)]

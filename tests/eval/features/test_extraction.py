@@ -73,7 +73,7 @@ def test_images_of_other_channels_are_left_out():
     source.read = lambda index: torch.zeros(2 + index, 32, 32, dtype=torch.uint8)
     features = extract_features(backbone(), source, [0, 1], **SETTINGS)
     assert features.indices.tolist() == [1]
-    assert [image.reason for image in features.unreadable] == ["it has 2 channels where 3 are wanted"]
+    assert [image.reason for image in features.unreadable] == ["the number of channels is 2, but must be 3"]
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():

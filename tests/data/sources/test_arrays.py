@@ -1,0 +1,75 @@
+import pickle
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.data.images.decode import read_image
+from dino_vit.data.sources.open import open_source
+
+ARRAYS = {
+    "grey": ((7, 12, 9), (1, 12, 9)),
+    "last": ((7, 12, 9, 3), (3, 12, 9)),
+    "first": ((7, 5, 12, 9), (5, 12, 9)),
+    "flat": ((7, 12, 1, 3), None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
+@pytest.mark.parametrize("name", ["grey", "last", "first"])
+@pytest.mark.parametrize("kind", ["npy", "npz", "compressed", "fortran"])
+def test_arrays_are_images_of_any_dtype(tmp_path, name, dtype, kind):
+    shape, expected = ARRAYS[name]
+    array = (np.random.default_rng(0).random(shape) * 250).astype(dtype)
+    path = tmp_path / ("a.npy" if kind in ("npy", "fortran") else "a.npz")
+    labels = [5, 5, 6, 5, 9, 9, 6]
+    if path.suffix == ".npy":
+        np.save(path, np.asfortranarray(array) if kind == "fortran" else array)
+    else:
+        (np.savez_compressed if kind == "compressed" else np.savez)(path, x=array, y=np.array(labels))
+    source = open_source(str(path))
+    for one in (source, pickle.loads(pickle.dumps(source))):
+        image = one.read(3)
+        assert (image.shape, len(one), one.name(3)) == (expected, 7, "000000003")
+        planes = np.moveaxis(array[3], -1, 0) if name == "last" else array[3].reshape(expected)
+        assert np.array_equal(image.numpy(), planes)
+        assert image.is_contiguous()
+        image.fill_(0)
+        assert one.read(3).any()
+    if path.suffix == ".npz":
+        assert [source.classes[source.label(index)] for index in range(7)] == list(map(str, labels))
+    other = array.copy()
+    other[4] = 1
+    np.save(tmp_path / "b.npy", other)
+    assert open_source(str(tmp_path / "b.npy")).fingerprint != source.fingerprint
+
+
+def test_arrays_of_uint8_are_read_by_everything(tmp_path):
+    np.save(tmp_path / "a.npy", np.full((2, 8, 8, 3), 7, dtype=np.uint8))
+    assert torch.equal(read_image(open_source(str(tmp_path / "a.npy")), 0), torch.full((3, 8, 8), 7).byte())
+
+
+def test_arrays_that_do_not_say_what_they_are(tmp_path):
+    images = np.zeros((4, 8, 8), dtype=np.uint8)
+    path = tmp_path / "a.npz"
+    np.savez(path, x_train=images, x_test=images[:2], y_train=np.arange(4), y_test=np.array(["a", "b"]))
+    with pytest.raises(ValueError, match=r"Choose one of .*a\.npz:x_train, .*a\.npz:x_test"):
+        open_source(str(path))
+    source = open_source(f"{path}:x_test")
+    assert (len(source), source.label(1), source.classes) == (2, 1, ["a", "b"])
+    with pytest.raises(ValueError, match="must have one array of images"):
+        open_source(f"{path}:z")
+    np.save(tmp_path / "cube.npy", np.zeros((2, 8, 8, 8)))
+    with pytest.raises(ValueError, match=r"which axis of \(2, 8, 8, 8\) has the channels"):
+        open_source(str(tmp_path / "cube.npy"))
+    for wrong in (np.zeros((2, 8, 8), dtype=complex), np.zeros((0, 8, 8)), np.zeros((2, 8, 8), dtype=bool)):
+        np.save(tmp_path / "wrong.npy", wrong)
+        with pytest.raises(ValueError, match="integers or floats"):
+            open_source(str(tmp_path / "wrong.npy"))
+    np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="must have one array of images"):
+        open_source(str(tmp_path / "object.npy"))
+    fsspec.filesystem("memory").pipe("/a.npy", b"")
+    with pytest.raises(ValueError, match="copy it here first"):
+        open_source("memory://a.npy")
