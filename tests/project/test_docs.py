@@ -233,7 +233,7 @@ def test_features_and_embeddings_hold_what_the_page_says(trained):
     (folder,) = (trained / "features").iterdir()
     assert (
         {path.name for path in folder.iterdir()}
-        == {"values.npy", "indices.npy", "about.json"}
+        == {"values.npy", "features.safetensors"}
         <= set(quoted(page))
     )
     schema = pq.read_schema(trained / "photos.parquet")

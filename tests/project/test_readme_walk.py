@@ -18,7 +18,7 @@ from PIL import Image
 
 from dino_vit import VisionTransformer, export_backbone
 from dino_vit.cli import main
-from tests.project.test_readme import COMMANDS, README, ROOT
+from tests.support.documents import README, ROOT, commands
 from tests.support.runs import TINY
 
 OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
@@ -29,7 +29,7 @@ SMALLER = {
     "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
     "report": ["images=20"],
 }
-WALKED = [parts for parts in COMMANDS if parts[0] not in ("make", "sbatch")]
+WALKED = [parts for parts in commands(README) if parts[0] not in ("make", "sbatch")]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,11 @@
-"""What is to be checked in Markdown: its commands, its code, its tables, what stands in backticks."""
+"""What is checked in Markdown: its commands, code, tables and words in backticks; the README itself."""
 
 import re
 import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def commands(text: str) -> list[list[str]]:
@@ -23,5 +27,5 @@ def rows(text: str) -> list[list[str]]:
 
 
 def quoted(text: str) -> list[str]:
-    """Return what stands in backticks, code blocks left out."""
+    """Return what is in backticks, code blocks left out."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
