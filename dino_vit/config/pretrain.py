@@ -89,7 +89,7 @@ class PretrainConfig(Settings):
         "dino", "dino: the defaults of 2021; auto: choose what is not given from the images"
     )
     seed: CountOrZero = setting(0, "seed of every random number")
-    output: str = setting("runs/pretrain", "folder of the run; it resumes there", resumable=True)
+    output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
     data: Data = Data()
     model: Model = Model()
     head: Head = Head()

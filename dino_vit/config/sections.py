@@ -52,10 +52,10 @@ class Data(Settings):
         None, "values that become 0 and 1; null: 0 and the largest of the type, 1 for floats"
     )
     mean: tuple[float, ...] | None = setting(
-        (0.485, 0.456, 0.406), "per channel, of pixels from 0 to 1; null: measured"
+        (0.485, 0.456, 0.406), "mean per channel, of pixels from 0 to 1; null: measured"
     )
     std: tuple[Positive, ...] | None = setting(
-        (0.229, 0.224, 0.225), "per channel, of pixels from 0 to 1; null: measured"
+        (0.229, 0.224, 0.225), "std per channel, of pixels from 0 to 1; null: measured"
     )
     photometry: Literal["auto", "worker", "device"] = setting(
         "auto", "where colours are changed; auto: where a measurement finds it faster"
@@ -113,10 +113,10 @@ class Views(Settings):
     """The views of an image: the teacher gets the global ones, the student all."""
 
     global_count: Count = setting(2, "global views of an image")
-    global_size: Side = setting(224, "pixels: side, or [height, width]")
+    global_size: Side = setting(224, "in pixels: side, or [height, width]")
     global_scale: Share = setting((0.4, 1.0), "share of the image's area, from and to")
     local_count: CountOrZero = setting(8, "local views of an image")
-    local_size: Side = setting(96, "pixels: side, or [height, width]")
+    local_size: Side = setting(96, "in pixels: side, or [height, width]")
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
     ratio: tuple[Positive, Positive] = setting((3 / 4, 4 / 3), "width : height of a view, from and to")
 
@@ -142,11 +142,11 @@ class Photometry(Settings):
     hue: Annotated[float, Field(ge=0, le=0.5)] = setting(0.1, "shift by up to this part of the colour circle")
     grey: Probability = setting(0.2, "probability of conversion to grey")
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
-    blur_sigma: tuple[Positive, Positive] = setting((0.1, 2.0), "in pixels, from and to")
+    blur_sigma: tuple[Positive, Positive] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
     noise: Probability = setting(0.0, "probability of noise in every pixel and channel, added last")
     noise_std: tuple[PositiveShare, PositiveShare] = setting(
-        (0.01, 0.1), "of values from 0 to 1, from and to"
+        (0.01, 0.1), "standard deviation of the noise for values from 0 to 1, from and to"
     )
 
 
@@ -170,10 +170,10 @@ class Optim(Settings):
     )
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(10.0, "epochs of linear warm-up")
-    weight_decay: NonNegative = setting(0.04, "at the start")
-    weight_decay_end: NonNegative = setting(0.4, "at the end, after a cosine")
+    weight_decay: NonNegative = setting(0.04, "weight decay at the start")
+    weight_decay_end: NonNegative = setting(0.4, "weight decay at the end, after a cosine")
     clip: Positive = setting(3.0, "largest norm of a gradient")
-    clip_mode: Literal["tensor", "module", "global", "none"] = setting("tensor", "whose norm is clipped")
+    clip_mode: Literal["tensor", "module", "global", "none"] = setting("tensor", "what the norm is over")
     freeze_last_layer_epochs: NonNegative = setting(1.0, "epochs before the prototypes learn")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = setting(
         None, "factor on lr per block towards the input; null: none"
@@ -184,8 +184,8 @@ class Optim(Settings):
 class Teacher(Settings):
     """The exponential moving average of the student."""
 
-    momentum: Probability = setting(0.996, "of the average, at the start; nearer 1 is slower")
-    momentum_end: Probability = setting(1.0, "at the end, after a cosine")
+    momentum: Probability = setting(0.996, "EMA momentum at the start; nearer to 1 is slower")
+    momentum_end: Probability = setting(1.0, "EMA momentum at the end, after a cosine")
 
 
 class Budget(Settings):
@@ -206,7 +206,7 @@ class Run(Settings):
     eval_every: Count | None = setting(10, "epochs between online evaluations; null: never", resumable=True)
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(
-        None, "keep the checkpoint of every so many steps for good", resumable=True
+        None, "steps between checkpoints that are never deleted; null: none", resumable=True
     )
     trackers: tuple[str, ...] = setting(("tensorboard",), "Accelerate trackers", resumable=True)
     max_nonfinite_steps: Count = setting(
@@ -218,7 +218,7 @@ class Run(Settings):
 
 
 class Init(Settings):
-    """Start from trained weights; `auto.init_choices` lowers the rates so that they stay good."""
+    """Start from trained weights, with lower learning rates unless they are given."""
 
     weights: str = Field(description="run folder or weights file to start from")
     head_epochs: NonNegative = setting(1.0, "epochs in which only the heads learn")

@@ -21,7 +21,7 @@ from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_ten
 
 log = logging.getLogger("dino_vit")
 
-NAME = re.compile(r"step-(\d{8,})\.safetensors")
+NAME = re.compile(r"step-\d{8,}\.safetensors")
 LAST = 2  # newest checkpoints to keep: if the last one is damaged, there is another before it
 
 
@@ -79,21 +79,22 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Return the checkpoint files, unverified, the oldest step first."""
-        return list(self._by_step().values())
-
-    def _by_step(self) -> dict[int, Path]:
-        found = ((NAME.fullmatch(path.name), path) for path in self.folder.glob("*.safetensors"))
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        found = [path for path in self.folder.glob("*.safetensors") if NAME.fullmatch(path.name)]
+        return sorted(found, key=_step)
 
     def _prune(self, newest: int, best: Mapping[str, Any] | None) -> None:
         """Keep the last ones, the best one and every `keep_every`-th; later steps are of an abandoned run."""
-        steps = [step for step in self._by_step() if step <= newest]
+        steps = [step for path in self.paths() if (step := _step(path)) <= newest]
         kept = {*steps[-LAST:], best["step"] if best else None}
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
-        for step, path in self._by_step().items():
-            if step not in kept:
+        for path in self.paths():
+            if _step(path) not in kept:
                 path.unlink(missing_ok=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def collect(modules: Mapping[str, nn.Module], optimizer: Optimizer, names: list[str]) -> dict[str, Tensor]:

@@ -75,3 +75,8 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{h}h{m:02}"
     return f"{m}m{s:02}" if m else f"{s}s"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun, in the singular or the plural."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

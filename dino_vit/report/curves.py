@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from dino_vit.report.record import RunRecord, finite
-from dino_vit.training.diagnosis import Reading
+from dino_vit.training.readings import Reading
 
 BUCKETS = 300  # the lowest and the highest point of each are kept
 LONG_WAIT = 0.1  # share of the time spent waiting for data from which the caption says what to do

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.distributed import any_process
+from dino_vit.core.distributed import all_reduce_mean, any_process
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.core.storage import StorageError
-from dino_vit.method.loss import dino_loss
+from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.optim import (
     all_finite,
     clip_gradients,
@@ -25,8 +25,7 @@ from dino_vit.method.optim import (
     set_rates,
     step_if_finite,
 )
-from dino_vit.models.pair import first_rows
-from dino_vit.training.measures import measure_outputs
+from dino_vit.models.pair import embedding_std, first_rows
 from dino_vit.training.plan import Rates
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up
@@ -105,8 +104,10 @@ def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: 
         torch.autograd.backward(state.scaler.scale(loss / accumulate))
     loss = loss.detach()
     if last and state.plan.is_logged(state.step + 1):
-        center = state.center.center
-        state.outputs = measure_outputs(loss, cls, teacher_logits, center, rates.teacher_temp)
+        statistics = loss_statistics(
+            loss, teacher_logits, state.center.center, teacher_temperature=rates.teacher_temp
+        )
+        state.outputs = {**statistics._asdict(), "embedding_std": all_reduce_mean(embedding_std(cls))}
     state.center.accumulate(teacher_logits)
     return loss / accumulate
 
@@ -145,7 +146,7 @@ def freeze(state: TrainingState) -> None:
 
 def after_step(state: TrainingState, reporter: Reporter) -> None:
     """Log, evaluate and save what is due after a step."""
-    reporter.advance(state.step)
+    reporter.progress.advance(state.step)
     if state.plan.is_logged(state.step):
         reading = state.read_interval()
         if state.plan.is_evaluated(state.step):
@@ -166,6 +167,6 @@ def save(state: TrainingState, reporter: Reporter) -> None:
     try:
         state.save()
     except (NotFinite, StorageError) as error:
-        reporter.notice(f"step {state.step:,}: no checkpoint was written. {error}")
+        reporter.progress.notice(f"step {state.step:,}: no checkpoint was written. {error}")
     else:
-        reporter.saved(state.step)
+        reporter.progress.saved_step = state.step

@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dino_vit.core.distributed import all_gather, all_reduce_mean, world_size
-from dino_vit.method.loss import LossStatistics, loss_statistics
-from dino_vit.models.pair import embedding_std
+from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.views.loader import Batch
-
-T = TypeVar("T")
 
 # The share of unreadable images is taken of at least so many, or a few at the start would end a run.
 AT_LEAST = 1000
@@ -45,7 +41,7 @@ class Interval:
         self.loss, self.finite, self.skipped, self.norm = torch.zeros(4, device=self.device).unbind()
         self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
 
-    def wait(self, batches: Iterator[T]) -> T:
+    def wait(self, batches: Iterator[Batch]) -> Batch:
         """Return the next batch, and count the time that it took to arrive."""
         start = time.perf_counter()
         batch = next(batches)
@@ -72,24 +68,6 @@ class Interval:
         )
 
 
-class OutputStatistics(NamedTuple):
-    """The measures of a logged step that cost something: of the teacher's outputs and features."""
-
-    loss: LossStatistics
-    embedding_std: Tensor
-    rows: int  # teacher outputs, over all processes
-
-
-def measure_outputs(
-    loss: Tensor, cls: Tensor, teacher_logits: Tensor, center: Tensor, teacher_temp: float
-) -> OutputStatistics:
-    """Measure the teacher's outputs in one forward pass."""
-    statistics = loss_statistics(loss, teacher_logits, center, teacher_temperature=teacher_temp)
-    return OutputStatistics(
-        statistics, all_reduce_mean(embedding_std(cls)), len(teacher_logits) * world_size()
-    )
-
-
 class UnreadableImages:
     """Count unreadable images, list each once in `unreadable.txt`, and end the run if there are too many."""
 
@@ -105,26 +83,19 @@ class UnreadableImages:
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
         self.failure = self.failure or batch.failure
-        for line in map(str, batch.unreadable):
-            if line not in self.known:
-                self.known.add(line)
-                self._append(line)
-
-    def _append(self, line: str) -> None:
-        """Append a line, unless another process did in the meantime."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+") as file:
-            file.seek(0)
-            if line not in file.read().splitlines():
-                file.write(f"{line}\n")
+        new = [line for line in map(str, batch.unreadable) if line not in self.known]
+        self.known.update(new)
+        for line in new:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+") as file:
+                file.seek(0)
+                if line not in file.read().splitlines():  # another process may have listed it
+                    file.write(f"{line}\n")
 
     @property
     def too_many(self) -> bool:
         """Tell whether all processes should `check`, as far as this one knows."""
-        return self.failure is not None or self._exceeds(self.failed, self.tried)
-
-    def _exceeds(self, failed: int, tried: int) -> bool:
-        return failed > self.limit * max(tried, AT_LEAST)
+        return self.failure is not None or self.failed > self.limit * max(self.tried, AT_LEAST)
 
     def check(self, device: torch.device) -> None:
         """Raise in all processes, which must all call this, if there are too many over all of them."""
@@ -132,7 +103,7 @@ class UnreadableImages:
         failed, tried, failures = all_gather(counts).sum(dim=0).tolist()
         if failures:
             raise ValueError(self.failure or "another process could not read any image; see its output")
-        if self._exceeds(failed, tried):
+        if failed > self.limit * max(tried, AT_LEAST):
             raise ValueError(
                 f"{failed} of the {tried} images read so far cannot be read or used, more than "
                 f"data.max_unreadable={self.limit}; see {self.path}. Repair the images, or raise the "

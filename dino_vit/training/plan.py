@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dino_vit.config.checks import check_phases, check_scaled_lr, scaled_lr
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, Problem
+from dino_vit.core.progress import count
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
 
@@ -44,12 +45,8 @@ class Plan:
 
     def rates(self, step: int) -> Rates:
         """Return the values of the schedules at a step."""
-        optim, teacher, loss, total = (
-            self.config.optim,
-            self.config.teacher,
-            self.config.loss,
-            self.total_steps,
-        )
+        optim, teacher, loss = self.config.optim, self.config.teacher, self.config.loss
+        total = self.total_steps
         return Rates(
             lr=warmup_cosine(step, base=self.lr, final=optim.min_lr, total=total, warmup=self.warmup_steps),
             weight_decay=warmup_cosine(
@@ -80,11 +77,18 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
     """Plan the run; refuse a configuration that does not fit the number of images and processes."""
     optim, budget = config.optim, config.budget
     batch = config.data.batch_size * optim.accumulate * world_size
-    per_epoch = _steps_per_epoch(config, images, world_size)
+    if batch > images:
+        largest = images // (optim.accumulate * world_size)
+        raise ValueError(
+            f"{images} images do not fill a global batch of {batch} (data.batch_size="
+            f"{config.data.batch_size} x optim.accumulate={optim.accumulate} x "
+            f"{count(world_size, 'process', 'processes')}); "
+            + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
+        )
+    per_epoch = images // batch
     total = budget.steps or (budget.images or 0) // batch or (budget.epochs or 0) * per_epoch
     if not total:
-        text = f"budget.images={budget.images} is below the global batch of {batch}; raise it"
-        raise ConfigError([Problem(text, ("budget.images", "data.batch_size", "optim.accumulate"))])
+        raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
     unit = next(name for name in ("epochs", "steps", "images") if getattr(budget, name) is not None)
     problems = [
         *check_phases(optim, config.loss, config.init, total / per_epoch, f"budget.{unit}"),
@@ -106,18 +110,3 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
         head_steps=round(config.init.head_epochs * per_epoch) if config.init else 0,
         lr=lr,
     )
-
-
-def _steps_per_epoch(config: PretrainConfig, images: int, world_size: int) -> int:
-    size, accumulate = config.data.batch_size, config.optim.accumulate
-    batch = size * accumulate * world_size
-    if batch <= images:
-        return images // batch
-    largest = images // (accumulate * world_size)
-    advice = f"set data.batch_size to at most {largest}" if largest else "use fewer processes"
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    text = (
-        f"{images} images do not fill a global batch of {batch} "
-        f"(data.batch_size={size} x optim.accumulate={accumulate} x {processes})"
-    )
-    raise ConfigError([Problem(f"{text}; {advice}", ("data.batch_size", "optim.accumulate"))])

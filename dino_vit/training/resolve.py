@@ -21,9 +21,10 @@ from torch import Tensor
 from dino_vit.config.auto import Choice, auto_choices, init_choices
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import ConfigError, Problem, get, given_keys, result_changes
+from dino_vit.config.settings import get, given_keys, result_changes
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, all_reduce_mean
+from dino_vit.core.progress import count
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sampling_weights import fingerprint
@@ -52,54 +53,42 @@ class Facts:
     device: torch.device
 
 
-class Completed(NamedTuple):
-    """A configuration without open settings, the choices in it, and notes on the images."""
+def complete(config: PretrainConfig, facts: Facts) -> tuple[PretrainConfig, list[Choice], list[str]]:
+    """Return the config with every open setting filled in, the choices made, and notes on the images.
 
-    config: PretrainConfig
-    choices: list[Choice]
-    notes: list[str]
-
-
-class _Completion:
-    """A configuration that is being completed; of two choices for a setting the later one counts."""
-
-    def __init__(self, config: PretrainConfig) -> None:
-        self.config = config
-        self.choices: dict[str, Choice] = {}
-
-    def add(self, choices: Sequence[Choice]) -> None:
-        self.config = replace(self.config, {choice.key: choice.value for choice in choices})
-        self.choices |= {choice.key: choice for choice in choices}
-
-
-def complete(config: PretrainConfig, facts: Facts) -> Completed:
-    """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
+    A run that resumes keeps what was chosen at its start.
+    """
     source, resumed = facts.source, facts.resumed
     images = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=config.data.max_pixels)
-    completion = _Completion(config)
+    made: dict[str, Choice] = {}
+
+    def add(choices: Sequence[Choice]) -> None:
+        """Put choices into the config; a later one for the same setting counts."""
+        nonlocal config
+        config = replace(config, {choice.key: choice.value for choice in choices})
+        made.update({choice.key: choice for choice in choices})
+
     if facts.trained is not None:
-        completion.add(_architecture_choices(config, facts.trained))
-    completion.add(init_choices(completion.config))
-    completion.add(image_choices(completion.config, images, facts))
-    _check_channels(completion.config, images)
-    completion.add(_pixel_choices(completion.config, images, resumed))
-    measured, notes = _measure(completion.config, source, facts.device)
-    completion.add(measured)
-    completion.add(_photometry_choices(completion.config, facts))
-    config = completion.config
+        add(_architecture_choices(config, facts.trained))
+    add(init_choices(config))
+    add(_image_choices(config, images, facts))
+    if not any(image.fits(config.data.channels) for image in images.images):
+        raise ValueError(
+            f"data.channels={config.data.channels}, but the images of {config.data.source} have "
+            f"{images.channels} channels; set data.channels, data.mean and data.std (null: measured)"
+        )
+    add(_pixel_choices(config, images, resumed))
+    measured, notes = _measure(config, source, facts.device)
+    add(measured)
+    add(_photometry_choices(config, facts))
     if resumed:
-        _check_resumable(config, facts)
-        accumulate = resumed.metadata["global_batch"] // (config.data.batch_size * facts.processes)
+        _check_resumable(config, facts, resumed)
+        global_batch = resumed.metadata["global_batch"]
+        accumulate = global_batch // (config.data.batch_size * facts.processes)
         if accumulate and accumulate != config.optim.accumulate:
-            log.info(
-                "the run keeps its global batch of %d: optim.accumulate=%d",
-                resumed.metadata["global_batch"],
-                accumulate,
-            )
+            log.info("the run keeps its global batch of %d: optim.accumulate=%d", global_batch, accumulate)
             config = replace(config, {"optim.accumulate": accumulate})
-    return Completed(
-        config, list(completion.choices.values()), [images.describe(build_pixels(config)), *notes]
-    )
+    return config, list(made.values()), [images.describe(build_pixels(config)), *notes]
 
 
 def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) -> list[Choice]:
@@ -122,7 +111,7 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     return [Choice(key, value, "as the trained weights have") for key, value in known.items()]
 
 
-def image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) -> list[Choice]:
+def _image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) -> list[Choice]:
     """Return what `recipe=auto` chooses from the images."""
     processes, resumed = facts.processes, facts.resumed
     batch = config.data.batch_size * config.optim.accumulate * processes
@@ -135,15 +124,6 @@ def image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) ->
         # Only CUDA has the collectives for its statistics over several processes.
         batch_norm=facts.device.type == "cuda" or processes == 1,
     )
-
-
-def _check_channels(config: PretrainConfig, images: ImageSummary) -> None:
-    if not any(image.fits(config.data.channels) for image in images.images):
-        text = (
-            f"data.channels={config.data.channels}, but the images of {config.data.source} have "
-            f"{images.channels} channels; set data.channels, data.mean and data.std (null: measured)"
-        )
-        raise ConfigError([Problem(text, ("data.channels",))])
 
 
 def _pixel_choices(config: PretrainConfig, images: ImageSummary, resumed: Checkpoint | None) -> list[Choice]:
@@ -167,12 +147,11 @@ def _measure(config: PretrainConfig, source: Source, device: torch.device) -> tu
     pixels = build_pixels(config)
     measured = measure(source, sample(source, config.seed, MEASURED if open_names else INSPECTED), pixels)
     # Of rank 0, as others may sum in another order.
-    figures = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()
+    mean, std = all_gather(torch.tensor([measured.mean, measured.std], device=device))[:2].tolist()
+    figures = {"mean": mean, "std": std}
     choices = []
-    for name, figure in zip(("mean", "std"), figures, strict=True):
-        values = tuple(float(f"{value:.4g}") for value in figure)
-        if name not in open_names:
-            continue
+    for name in open_names:
+        values = tuple(float(f"{value:.4g}") for value in figures[name])
         choices.append(Choice(f"data.{name}", values, f"measured on {measured.images} images"))
         if name == "std" and min(values) <= 0:
             raise ValueError(
@@ -188,10 +167,8 @@ def _measure(config: PretrainConfig, source: Source, device: torch.device) -> tu
     return choices, notes
 
 
-def _check_resumable(config: PretrainConfig, facts: Facts) -> None:
+def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) -> None:
     """Check that a run resumes with the settings, images and precision that it started with."""
-    resumed = facts.resumed
-    assert resumed is not None
     before = PretrainConfig.model_validate(resumed.metadata["config"], strict=False)  # JSON has no tuples
     changes = [f"{key} was {old} and is {new}" for key, (old, new) in result_changes(config, before).items()]
     precision, wanted = choose_precision(config.run.precision, facts.device), config.run.precision
@@ -243,8 +220,7 @@ def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "de
     """
     on_device = max(costs.cut / workers, costs.colour_on_device)
     in_worker = (costs.cut + costs.colour) / workers
-    many = "1 worker" if workers == 1 else f"{workers} workers"
-    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {many}"
+    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {count(workers, 'worker')}"
     return "worker" if in_worker * CLEARLY < on_device else "device", reason
 
 

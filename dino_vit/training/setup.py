@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
-from dino_vit.core.distributed import all_gather
+from dino_vit.core.distributed import all_equal
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sampling_weights import describe, read_weights
@@ -40,76 +40,65 @@ class Run(NamedTuple):
 
 
 def set_up(config: PretrainConfig, accelerator: Accelerator) -> Run:
-    """Set up a new run, or one that resumes where its output folder stands."""
+    """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
     source = open_source(config.data.source, config.data.labels)
     weights = read_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     resumed = _find_checkpoint(checkpoints, config)
-    _check_same_step(resumed.step if resumed else 0, config, accelerator.device)
-    trained = None if resumed or not config.init else _load_trained(config)
+    trained: VisionTransformer | None = None
+    architecture: Mapping[str, Any] | None = None
+    if config.init and resumed:
+        architecture = resumed.metadata["architecture"]
+    elif config.init:
+        size, channels = config.views.global_shape, config.data.channels
+        trained = load_backbone(config.init.weights, image_size=size, channels=channels)
+        architecture = trained.architecture
     facts = Facts(
         source=source,
         weights=weights,
         resumed=resumed,
-        trained=_trained_architecture(config, resumed, trained),
+        trained=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
     )
-    completed = complete(config, facts)
-    state = _build_state(completed.config, facts, accelerator, checkpoints)
+    config, choices, notes = complete(config, facts)
+    state = _build_state(config, facts, accelerator, checkpoints)
     if trained:
         for network in (state.student, state.teacher):
             network.backbone.load_state_dict(trained.state_dict())
     if resumed:
         state.restore(resumed)
-    notes = completed.notes if weights is None else [*completed.notes, describe(weights)]
-    return Run(state, completed.choices, notes, resumed.path if resumed else None)
+    if weights is not None:
+        notes.append(describe(weights))
+    return Run(state, choices, notes, resumed.path if resumed else None)
 
 
 def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
-    if config.run.resume != "never":
-        return checkpoints.newest()
-    if checkpoints.paths():
+    """Return the checkpoint to resume from, which must be the same one in all processes."""
+    if config.run.resume == "never" and checkpoints.paths():
         raise ValueError(
             f"{config.output} already holds a run, and run.resume=never does not overwrite it; "
             "give another output, or move that folder away"
         )
-    return None
-
-
-def _check_same_step(step: int, config: PretrainConfig, device: torch.device) -> None:
-    """Check that all processes found the same checkpoint: a node with a disk of its own would start again."""
-    steps = sorted(set(all_gather(torch.tensor([step], device=device)).tolist()))
-    if len(steps) > 1:
+    resumed = checkpoints.newest()
+    if not all_equal(resumed.step if resumed else 0):
         raise ValueError(
-            f"the processes found this run at different steps ({', '.join(map(str, steps))}): "
-            f"{config.output} must be one folder that all nodes share"
+            f"the processes found this run at different steps; {config.output} must be one folder that "
+            "all nodes share"
         )
+    return resumed
 
 
-def _load_trained(config: PretrainConfig) -> VisionTransformer:
-    """Load the weights of `init` at the size and with the channels of the views."""
-    assert config.init is not None
-    size, channels = config.views.global_shape, config.data.channels
-    return load_backbone(config.init.weights, image_size=size, channels=channels)
+def build_untrained(
+    config: PretrainConfig, architecture: Mapping[str, Any] | None = None
+) -> tuple[Network, Network]:
+    """Build student and teacher as at the start of a run, their parameters drawn from the seed.
 
-
-def _trained_architecture(
-    config: PretrainConfig, resumed: Checkpoint | None, trained: VisionTransformer | None
-) -> Mapping[str, Any] | None:
-    """Return the architecture of a run from trained weights, which the settings may not fully describe."""
-    if config.init is None:
-        return None
-    if resumed:
-        architecture: Mapping[str, Any] = resumed.metadata["architecture"]
-        return architecture
-    return trained.architecture if trained else None
-
-
-def _architecture(config: PretrainConfig) -> dict[str, Any]:
-    """Return the backbone's keywords as the settings have them."""
+    `architecture` is that of trained weights, which the settings may not fully describe.
+    """
+    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
     width, depth, heads = config.model.shape
-    return {
+    from_settings = {
         "image_size": config.views.global_shape,
         "patch_size": config.model.patch_size,
         "channels": config.data.channels,
@@ -118,14 +107,7 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
         "heads": heads,
         "registers": config.model.registers,
     }
-
-
-def build_untrained(
-    config: PretrainConfig, architecture: Mapping[str, Any] | None = None
-) -> tuple[Network, Network]:
-    """Build student and teacher as at the start of a run, their parameters drawn from the seed."""
-    torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-    keywords = dict(architecture or _architecture(config))
+    keywords = dict(architecture or from_settings)
     keywords.pop("drop_path", None)
     return build_networks(backbone=keywords, drop_path=config.model.drop_path, head=config.head.model_dump())
 

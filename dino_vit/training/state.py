@@ -20,9 +20,9 @@ from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.loss import Center
 from dino_vit.models.pair import Network
-from dino_vit.training.diagnosis import Reading
-from dino_vit.training.measures import Interval, OutputStatistics, UnreadableImages
+from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
+from dino_vit.training.readings import Reading
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
 
@@ -48,7 +48,7 @@ class TrainingState:
     checkpoints: Checkpoints
     unreadable: UnreadableImages
     interval: Interval = field(init=False)
-    outputs: OutputStatistics | None = None  # of the last logged step
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # measures of the teacher at a logged step
     step: int = 0
     saved_step: int | None = None
     skipped_steps: int = 0
@@ -102,34 +102,25 @@ class TrainingState:
 
     def read_interval(self) -> Reading:
         """Return the numbers of a log line; the host waits for the device here."""
-        interval, outputs = self.interval.read(), self.outputs
-        assert outputs is not None, "the outputs of a logged step were not measured"
+        interval = self.interval.read()
+        outputs: dict[str, Any] = {name: value.item() for name, value in self.outputs.items()}
         # While float16's scale can still fall, skipped steps are how it is found.
         searching = self.scaler.get_scale() > 1
         self.skipped_in_a_row = 0 if searching else interval.skipped_in_a_row
         self.skipped_steps += interval.skipped
-        rates = self.plan.rates(self.step - 1)
         return Reading(
             step=self.step,
             total_steps=self.plan.total_steps,
             epoch=self.step / self.plan.steps_per_epoch,
-            loss=interval.loss,
             prototypes=self.config.head.prototypes,
-            mean_output_entropy=float(outputs.loss.mean_output_entropy),
-            output_entropy=float(outputs.loss.output_entropy),
-            entropy_gap=float(outputs.loss.entropy_gap),
-            student_divergence=float(outputs.loss.student_divergence),
-            prototypes_in_use=int(outputs.loss.prototypes_in_use),
-            rows=outputs.rows,
-            embedding_std=float(outputs.embedding_std),
+            rows=self.plan.global_batch // self.config.optim.accumulate * self.config.views.global_count,
+            loss=interval.loss,
             gradient_norm=interval.gradient_norm,
-            lr=rates.lr,
-            weight_decay=rates.weight_decay,
-            momentum=rates.momentum,
-            teacher_temp=rates.teacher_temp,
             images_per_second=interval.images_per_second,
             data_wait=interval.data_wait,
             nonfinite_steps=self.skipped_steps,
+            **self.plan.rates(self.step - 1)._asdict(),
+            **outputs,
         )
 
     def check_skipped(self) -> None:

@@ -13,7 +13,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.training.monitor import read_records
+from dino_vit.training.readings import read_records
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone

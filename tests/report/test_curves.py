@@ -8,8 +8,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.report.curves import charts, thin
 from dino_vit.report.page import live_data
 from dino_vit.report.record import read_run, state
-from dino_vit.training.diagnosis import UNIFORM
-from dino_vit.training.monitor import MetricsFile
+from dino_vit.training.readings import UNIFORM, append_record
 from tests.support.readings import HEALTHY
 
 
@@ -26,9 +25,8 @@ def test_a_long_curve_keeps_its_ends_and_its_peaks():
 
 def record_of(tmp_path, readings, baseline):
     """A run folder with these readings alone, and what is read from it."""
-    metrics = MetricsFile(tmp_path, step=0)
     for reading, name in readings:
-        metrics.append(reading, name)
+        append_record(tmp_path / "metrics.jsonl", reading.to_record(name))
     (tmp_path / "config.yaml").write_text(to_yaml(load(PretrainConfig)))
     (tmp_path / "baseline.json").write_text(json.dumps(baseline))
     return read_run(tmp_path)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dino_vit.training.diagnosis import LEARNING, STARTING, UNIFORM, Reading
+from dino_vit.training.readings import LEARNING, STARTING, UNIFORM, Reading
 
 HEALTHY = Reading(
     step=10_000,
@@ -42,7 +42,7 @@ def show_some(progress, clock):
         for n, diagnosis in enumerate([STARTING, LEARNING, UNIFORM, UNIFORM, LEARNING], start=1):
             clock.now += 50
             if n == 3:
-                progress.saved(1_120)
+                progress.saved_step = 1_120
             for step in range(951 + 50 * n, 1001 + 50 * n):
                 progress.advance(step)
             reading = replace(HEALTHY, step=1000 + 50 * n, epoch=n / 4, knn=47.5 if n == 2 else None)

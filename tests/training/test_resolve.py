@@ -57,9 +57,9 @@ def test_the_choice_is_measured_once_and_gives_way_to_the_user():
     facts = Facts(source=source, weights=None, resumed=None, trained=None, processes=1, device=CPU)
 
     def resolved(*settings):
-        found = complete(config(*settings), facts)
-        reasons = [choice.reason for choice in found.choices if choice.key == "data.photometry"]
-        return found.config.data.photometry, reasons
+        completed, choices, _ = complete(config(*settings), facts)
+        reasons = [choice.reason for choice in choices if choice.key == "data.photometry"]
+        return completed.data.photometry, reasons
 
     where, reasons = resolved("data.workers=1")
     assert where in ("worker", "device")

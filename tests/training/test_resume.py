@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dino_vit.training.monitor import read_records
+from dino_vit.training.readings import read_records
 from tests.support.runs import Run, before_step, readings, run, steps, tensors
 
 

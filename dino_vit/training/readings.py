@@ -1,11 +1,18 @@
-"""The numbers of a log line, and the state of the run that they show."""
+"""The readings of a run: lines of `metrics.jsonl`, and the state of the run that they show."""
 
+import json
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
-Record = dict[str, Any]  # a line of `metrics.jsonl`
+from dino_vit.core.storage import write_bytes
+
+Record = dict[str, Any]  # a line of `metrics.jsonl` or `starts.jsonl`
+
+log = logging.getLogger("dino_vit")
 
 # So many readings in a row must show a collapse before it is reported, all after the settled step.
 PATIENCE = 5
@@ -52,11 +59,13 @@ class Reading:
     @classmethod
     def from_record(cls, record: Record) -> Self:
         """Return the reading of a record, in which null means not finite."""
-        given: Record = {field.name: record.get(field.name) for field in fields(cls)}
-        for name, value in given.items():
-            if value is None and name not in ("knn", "rankme"):
-                given[name] = math.nan
-        return cls(**given)
+        absent: Record = {field.name: math.nan for field in fields(cls)} | {"knn": None, "rankme": None}
+        given = {name: record.get(name) for name in absent}
+        return cls(**{name: absent[name] if value is None else value for name, value in given.items()})
+
+    def to_record(self, state: str) -> Record:
+        """Return the record of a reading that shows a state."""
+        return {**asdict(self), "excess": self.excess, "state": state}
 
     @property
     def excess(self) -> float:
@@ -87,6 +96,45 @@ class Reading:
             "eval/rankme": self.rankme,
         }
         return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def append_record(path: Path, record: Record) -> None:
+    """Append a line; one that is torn because the process died is left out when the file is read."""
+    with path.open("ab") as file:
+        file.write(to_json(record) + b"\n")
+
+
+def to_json(record: Record) -> bytes:
+    """Return a record as JSON, null for what is not finite."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, allow_nan=False).encode()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a file, which may be growing; lines that are not whole are left out."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    records = []
+    for line in lines:
+        if not line.endswith(b"\n"):  # a torn line
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        else:
+            log.warning("%s has a damaged line, which is left out: %.60r", path.name, line)
+    return records
+
+
+def drop_later_records(path: Path, step: int) -> list[Record]:
+    """Drop the damaged lines of a file and those after `step`, which the run will write again."""
+    records = [record for record in read_records(path) if record["step"] <= step]
+    content = b"".join(to_json(record) + b"\n" for record in records)
+    if path.exists() and path.read_bytes() != content:
+        write_bytes(path, content)
+    return records
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,12 @@
 import math
-from dataclasses import replace
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,8 +17,16 @@ from dino_vit.method.optim import build_optimizer, clip_gradients, ema_update, p
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training.diagnosis import PATIENCE, diagnose
+from dino_vit.training.readings import (
+    PATIENCE,
+    Reading,
+    append_record,
+    diagnose,
+    drop_later_records,
+    read_records,
+)
 from tests.support.readings import HEALTHY
+from tests.support.runs import ROOT
 
 STEPS, LOG_EVERY, WARMUP = 100, 4, 20
 WIDTH, PROTOTYPES, BATCH, VIEWS = 32, 64, 24, 4
@@ -204,3 +219,99 @@ def test_lost_steps_are_named_even_before_it_has_settled():
     assert state([51] * 6) == "starting"  # long ago
     assert state([0] * 6, loss=math.nan) == "non-finite steps"
     assert diagnose([replace(HEALTHY, nonfinite_steps=9)], settled_step=0).state == "learning"
+
+
+def test_scalars_are_grouped_and_hold_every_number():
+    values = {field.name: 1000.0 + n for n, field in enumerate(fields(Reading))}
+    scalars = Reading(**values).scalars()
+    assert all(re.fullmatch(r"(loss|teacher|optim|speed|run|eval)/[a-z_]+", name) for name in scalars)
+    expected = {v for k, v in values.items() if k not in ("step", "total_steps", "prototypes", "rows")}
+    assert set(scalars.values()) == expected | {values["loss"] - math.log(values["prototypes"])}
+    assert not {"eval/knn", "eval/rankme"} & set(HEALTHY.scalars())
+
+
+def test_readings_come_back_from_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_records(path) == []
+    odd = replace(HEALTHY, step=10_050, loss=math.nan, gradient_norm=math.inf, knn=47.5)
+    append_record(path, HEALTHY.to_record("learning"))
+    append_record(path, odd.to_record("non-finite steps"))
+    first, second = read_records(path)
+    assert Reading.from_record(first) == HEALTHY
+    assert (first["state"], first["excess"]) == ("learning", HEALTHY.excess)
+    assert [second[key] for key in ("loss", "excess", "gradient_norm", "rankme")] == [None] * 4
+    back = Reading.from_record(second)
+    assert math.isnan(back.loss)
+    assert math.isnan(back.gradient_norm)
+    assert (back.knn, back.rankme) == (47.5, None)
+
+
+def append(path, steps):
+    for step in steps:
+        append_record(path, replace(HEALTHY, step=step).to_record("learning"))
+
+
+def test_a_resumed_run_writes_what_it_would_have_written(tmp_path):
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    append(whole, range(50, 501, 50))
+    append(path, range(50, 401, 50))
+    assert [record["step"] for record in drop_later_records(path, 220)] == [50, 100, 150, 200]
+    append(path, range(250, 501, 50))
+    assert path.read_bytes() == whole.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["resumed.jsonl", "whole.jsonl"]
+
+
+def test_a_file_that_needs_no_cut_is_left_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, [50, 100])
+    before = path.stat()
+    assert len(drop_later_records(path, 100)) == 2
+    assert path.stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("length", [1, 20, -1])
+def test_a_torn_last_line_is_dropped(tmp_path, length):
+    path = tmp_path / "metrics.jsonl"
+    append(path, [50, 100, 150])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:length])
+    assert [record["step"] for record in read_records(path)] == [50, 100]
+    drop_later_records(path, 1000)
+    assert path.read_bytes() == b"".join(lines[:2])
+    append(path, [150])
+    assert [record["step"] for record in read_records(path)] == [50, 100, 150]
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"[]\n", b'{"epoch": 1}\n', b"\xff\n"])
+def test_a_damaged_line_is_dropped_with_a_warning(tmp_path, caplog, damage):
+    path = tmp_path / "metrics.jsonl"
+    append(path, [50, 100])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + damage + second)
+    assert [record["step"] for record in drop_later_records(path, 100)] == [50, 100]
+    assert "left out" in caplog.text
+    assert path.read_bytes() == first + second
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = f"""
+        from dataclasses import replace
+        from pathlib import Path
+        from dino_vit.training.readings import append_record
+        from tests.support.readings import HEALTHY
+        for step in range(1, 10**9):
+            append_record(Path({str(path)!r}), replace(HEALTHY, step=step).to_record("learning"))
+    """
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(writer)], env=environ)
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.stat().st_size < 10**5:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    records = read_records(path)
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert len(records) > 100

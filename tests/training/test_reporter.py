@@ -1,121 +1,22 @@
 import fcntl
-import math
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
 import termios
 import textwrap
-import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 
 from dino_vit.core.progress import duration
-from dino_vit.training.diagnosis import LEARNING, UNIFORM, Reading
-from dino_vit.training.monitor import MetricsFile, RunProgress
+from dino_vit.training.readings import LEARNING, UNIFORM
+from dino_vit.training.reporter import RunProgress
 from tests.support.readings import HEALTHY, Clock, show_some
 from tests.support.runs import ROOT
-
-
-def test_scalars_are_grouped_and_hold_every_number():
-    values = {field.name: 1000.0 + n for n, field in enumerate(fields(Reading))}
-    scalars = Reading(**values).scalars()
-    assert all(re.fullmatch(r"(loss|teacher|optim|speed|run|eval)/[a-z_]+", name) for name in scalars)
-    expected = {v for k, v in values.items() if k not in ("step", "total_steps", "prototypes", "rows")}
-    assert set(scalars.values()) == expected | {values["loss"] - math.log(values["prototypes"])}
-    assert not {"eval/knn", "eval/rankme"} & set(HEALTHY.scalars())
-
-
-def test_readings_come_back_from_the_file(tmp_path):
-    metrics = MetricsFile(tmp_path / "run", step=0)
-    assert metrics.read() == []
-    odd = replace(HEALTHY, step=10_050, loss=math.nan, gradient_norm=math.inf, knn=47.5)
-    metrics.append(HEALTHY, "learning")
-    metrics.append(odd, "non-finite steps")
-    first, second = metrics.read()
-    assert Reading.from_record(first) == HEALTHY
-    assert (first["state"], first["excess"]) == ("learning", HEALTHY.excess)
-    assert [second[key] for key in ("loss", "excess", "gradient_norm", "rankme")] == [None] * 4
-    back = Reading.from_record(second)
-    assert math.isnan(back.loss)
-    assert math.isnan(back.gradient_norm)
-    assert (back.knn, back.rankme) == (47.5, None)
-
-
-def written(folder, steps):
-    metrics = MetricsFile(folder, step=0)
-    for step in steps:
-        metrics.append(replace(HEALTHY, step=step), "learning")
-    return metrics.path
-
-
-def test_a_resumed_run_writes_what_it_would_have_written(tmp_path):
-    whole = written(tmp_path / "whole", range(50, 501, 50)).read_bytes()
-    path = written(tmp_path / "resumed", range(50, 401, 50))
-    metrics = MetricsFile(path.parent, step=220)
-    assert [record["step"] for record in metrics.read()] == [50, 100, 150, 200]
-    for step in range(250, 501, 50):
-        metrics.append(replace(HEALTHY, step=step), "learning")
-    assert path.read_bytes() == whole
-    assert os.listdir(path.parent) == ["metrics.jsonl"]
-
-
-def test_a_file_that_needs_no_cut_is_left_alone(tmp_path):
-    path = written(tmp_path, [50, 100])
-    before = path.stat()
-    assert len(MetricsFile(tmp_path, step=100).read()) == 2
-    assert path.stat().st_ino == before.st_ino
-
-
-@pytest.mark.parametrize("length", [1, 20, -1])
-def test_a_torn_last_line_is_dropped(tmp_path, length):
-    path = written(tmp_path, [50, 100, 150])
-    reader = MetricsFile(tmp_path, step=150)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2]) + lines[2][:length])
-    assert [record["step"] for record in reader.read()] == [50, 100]
-    metrics = MetricsFile(tmp_path, step=1000)
-    assert path.read_bytes() == b"".join(lines[:2])
-    metrics.append(replace(HEALTHY, step=150), "learning")
-    assert [record["step"] for record in metrics.read()] == [50, 100, 150]
-
-
-@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"[]\n", b'{"epoch": 1}\n', b"\xff\n"])
-def test_a_damaged_line_is_dropped_with_a_warning(tmp_path, caplog, damage):
-    path = written(tmp_path, [50, 100])
-    first, second = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(first + damage + second)
-    assert [record["step"] for record in MetricsFile(tmp_path, step=100).read()] == [50, 100]
-    assert "left out" in caplog.text
-
-
-def test_a_killed_writer_leaves_whole_lines(tmp_path):
-    writer = f"""
-        from dataclasses import replace
-        from pathlib import Path
-        from dino_vit.training.monitor import MetricsFile
-        from tests.support.readings import HEALTHY
-        metrics = MetricsFile(Path({str(tmp_path)!r}), step=0)
-        for step in range(1, 10**9):
-            metrics.append(replace(HEALTHY, step=step), "learning")
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(writer)], env=environment())
-    path = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not path.exists() or path.stat().st_size < 10**5:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    records = MetricsFile(tmp_path, step=10**9).read()
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    assert len(records) > 100
 
 
 def environment():
@@ -216,7 +117,7 @@ def screen(received):
 
 SHOW = """
     import sys
-    from dino_vit.training.monitor import RunProgress
+    from dino_vit.training.reporter import RunProgress
     from tests.support.readings import Clock, show_some
     clock = Clock()
     progress = RunProgress(total_steps=1250, step=1000, clock=clock)
@@ -244,7 +145,7 @@ def test_on_a_terminal_there_is_one_bar_below_the_notices(width):
 
 def test_the_bar_goes_on_between_readings_but_not_at_every_step():
     program = """
-        from dino_vit.training.monitor import RunProgress
+        from dino_vit.training.reporter import RunProgress
         from tests.support.readings import Clock
         clock = Clock()
         with RunProgress(total_steps=1000, clock=clock) as progress:
@@ -259,7 +160,7 @@ def test_the_bar_goes_on_between_readings_but_not_at_every_step():
 def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path):
     program = """
         import sys
-        from dino_vit.training.monitor import RunProgress
+        from dino_vit.training.reporter import RunProgress
         with RunProgress(total_steps=10) as progress:
             progress.advance(5)
             print("to stdout")
@@ -276,7 +177,7 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
 
 def test_an_error_gives_the_terminal_back():
     program = """
-        from dino_vit.training.monitor import RunProgress
+        from dino_vit.training.reporter import RunProgress
         try:
             with RunProgress(total_steps=10) as progress:
                 progress.advance(5)
