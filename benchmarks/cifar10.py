@@ -22,7 +22,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
-from dino_vit.eval.knn.voting import weighted_knn
+from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.report.record import read_run
 from dino_vit.training.loop import pretrain

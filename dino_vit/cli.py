@@ -55,9 +55,11 @@ COMMANDS = {
     ),
     "finetune": Command(
         "train a backbone and a classifier on labelled images",
-        "eval.finetuning:FinetuneConfig",
-        "commands.finetune:run",
-        ("finetune photos/val train=photos/train weights=runs/pretrain", "finetune photos arch=vit_small"),
+        "commands.finetune:FinetuneConfig",
+        examples=(
+            "finetune photos/val train=photos/train weights=runs/pretrain",
+            "finetune photos arch=vit_small",
+        ),
     ),
     "attention": Command(
         "draw the attention of the CLS token to the patches", "commands.attention:AttentionConfig"

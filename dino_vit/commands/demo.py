@@ -22,8 +22,7 @@ from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.features.extraction import extract_features, pixel_features
-from dino_vit.eval.linear.logistic import sweep
-from dino_vit.eval.linear.probes import count_correct
+from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.report.explorer import random_indices
 from dino_vit.report.record import read_run
 from dino_vit.training.loop import pretrain, take_step

@@ -1,15 +1,132 @@
-"""Fine-tune a whole network on labelled images, and write the network and its accuracies."""
+"""Fine-tune a whole network with a classifier on labelled images, from trained weights or from random ones.
+
+AdamW with a learning rate that decays from the classifier to the patch embedding, a cosine after a warm-up,
+label smoothing, and optionally mixup. The state is saved after every epoch, and training resumes from there.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from dino_vit.core.distributed import is_main_process
-from dino_vit.core.runtime import Interruption, start_processes
-from dino_vit.eval.accuracy import Accuracy, write_results
-from dino_vit.eval.finetuning import FinetuneConfig, Finetuning
-from dino_vit.eval.linear.probes import TOP_K
-from dino_vit.weights import save_backbone
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from pydantic import Field
+from torch import Tensor
+
+from dino_vit.commands import plural
+from dino_vit.config.sections import Arch
+from dino_vit.config.settings import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Probability,
+    Problem,
+    Settings,
+    setting,
+    settings_of,
+)
+from dino_vit.core.checkpoint import Checkpoints, collect, optimizer_names, restore
+from dino_vit.core.distributed import (
+    all_equal,
+    all_gather,
+    any_process,
+    is_main_process,
+    rank,
+    share,
+    world_size,
+)
+from dino_vit.core.progress import Advance, progress
+from dino_vit.core.randomness import RngPurpose, derive_seed
+from dino_vit.core.runtime import Interruption, choose_precision, start_processes
+from dino_vit.core.sizes import VIT_SIZES, height_width
+from dino_vit.eval.accuracy import Accuracy, top_k_accuracy, write_results
+from dino_vit.eval.datasets import SupervisedLoader, open_sets
+from dino_vit.eval.features.extraction import extract_features
+from dino_vit.eval.linear import TOP_K
+from dino_vit.method.optim import (
+    all_finite,
+    build_optimizer,
+    clip_gradients,
+    parameter_groups,
+    set_rates,
+    step_if_finite,
+)
+from dino_vit.method.schedules import warmup_cosine
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.geometry import View
+from dino_vit.views.photometry import ViewPhotometry
+from dino_vit.views.preparation import preparation_of
+from dino_vit.weights import load_backbone, save_backbone
+
+log = logging.getLogger("dino_vit")
+
+
+class FinetuneConfig(Settings):
+    """Train a whole network with a classifier on labelled images."""
+
+    source: str = Field(description="labelled images to evaluate on")
+    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
+    labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
+    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
+    weights: str | None = setting(None, "run folder or weights file to start from")
+    network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
+    arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
+    patch_size: Count | None = setting(None, "of a randomly initialised network; null: that of arch")
+    size: Count | tuple[Count, Count] | None = setting(
+        None, "pixels: side, or [height, width]; null: that of the weights, or 224"
+    )
+    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
+    seed: CountOrZero = setting(0, "of all random numbers")
+    batch_size: Count = setting(64, "images per process and step")
+    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    epochs: Count = setting(100, "passes over the images")
+    lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
+    min_lr: NonNegative = setting(1e-6, "learning rate at the end")
+    warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.75, "factor on lr per block towards the input; 1: none"
+    )
+    weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
+    clip: Positive = setting(1.0, "maximum norm of all gradients together")
+    drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
+    smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
+    mixup: NonNegative = setting(0.0, "alpha of the Beta distribution for mixing pairs of images; 0: none")
+    crop: tuple[Probability, Probability] = setting((0.08, 1.0), "share of the image's area, from and to")
+    flip: Probability = setting(0.5, "probability of a horizontal flip")
+    jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
+    precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
+
+    positional: ClassVar = ("source",)
+    also_known_as: ClassVar = {
+        "source": "images data data_path val",
+        "weights": "checkpoint model run pretrained init",
+        "size": "image_size img_size",
+        "batch_size": "batch_size_per_gpu",
+        "smoothing": "label_smoothing",
+        "layer_decay": "layerwise_decay",
+        "lr": "learning_rate base_lr",
+        "drop_path": "drop_path_rate",
+        "workers": "num_workers",
+    }
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield problems with the start and the length of the run."""
+        if (self.weights is None) == (self.arch is None):
+            text = "give either weights to start from, or arch for a randomly initialised network"
+            yield Problem(text, ("weights", "arch"))
+        if self.warmup_epochs >= self.epochs:
+            text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
+            yield Problem(text, ("warmup_epochs", "epochs"))
 
 
 def run(config: FinetuneConfig) -> int:
@@ -25,17 +142,209 @@ def run(config: FinetuneConfig) -> int:
     return 0 if finished else interruption.exit_code
 
 
+class Finetuning:
+    """A fine-tuning run: all that a step needs, and the results of every epoch so far."""
+
+    def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
+        self.config = config
+        self.device: torch.device = accelerator.device
+        self.sets = open_sets(
+            config.source,
+            labels=config.labels,
+            train=config.train,
+            train_labels=config.train_labels,
+            seed=config.seed,
+        )
+        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
+        self.model = build_model(config, len(self.sets.classes)).to(self.device)
+        self.preparation = preparation_of(self.model)
+        # What the steps call: in several processes the model inside DistributedDataParallel.
+        self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
+        groups = parameter_groups(self.model, layer_decay=config.layer_decay)
+        self.optimizer = build_optimizer("adamw", groups)
+        self.names = optimizer_names(self.optimizer, self.model)
+        bf16 = choose_precision(config.precision, self.device) == "bf16"
+        self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
+        photometry = ViewPhotometry(
+            flip=config.flip,
+            jitter=config.jitter,
+            brightness=0.4,
+            contrast=0.4,
+            saturation=0.2,
+            hue=0.1,
+        )
+        self.loader = SupervisedLoader(
+            self.sets.train,
+            view=View(size=self.preparation.size, scale=config.crop, photometry=photometry),
+            preparation=self.preparation,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            workers=config.workers,
+            device=self.device,
+        )
+        self.checkpoints = Checkpoints(Path(config.output) / "state")
+        self.history: list[dict[str, Any]] = []  # of each finished epoch
+        self._resume()
+
+    @property
+    def epoch(self) -> int:
+        return len(self.history)
+
+    @property
+    def step(self) -> int:
+        return self.epoch * self.loader.steps_per_epoch
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that the training depends on, for JSON."""
+        fixed = {key for key, info in settings_of(FinetuneConfig).items() if not info.resumable}
+        return {
+            "config": self.config.model_dump(mode="json", include=fixed),
+            "sets": [part.images.fingerprint for part in (self.sets.train, self.sets.val)],
+            "classes": list(self.sets.classes),
+            "global_batch": self.loader.global_batch,
+            "precision": str(self.autocast),
+        }
+
+    def train(self, interruption: Interruption) -> bool:
+        """Train to the last epoch, and evaluate and save after each; return False if interrupted."""
+        steps = self.config.epochs * self.loader.steps_per_epoch - self.step
+        with (
+            closing(self.loader.batches(self.step)) as batches,
+            progress("Fine-tuning, steps", steps) as advance,
+        ):
+            while self.epoch < self.config.epochs:
+                loss = self._train_epoch(batches, advance, interruption)
+                if loss is None:
+                    return False
+                self.history.append({"epoch": self.epoch + 1, "loss": loss, **self._evaluate()})
+                if is_main_process():
+                    tensors = collect({"model": self.model}, self.optimizer, self.names)
+                    metadata = {"facts": self.facts(), "history": self.history}
+                    self.checkpoints.save(self.epoch, tensors, metadata)
+        return True
+
+    def _train_epoch(
+        self, batches: Iterator[tuple[Tensor, Tensor]], advance: Advance, interruption: Interruption
+    ) -> float | None:
+        """Take the steps of an epoch and return their mean loss, or None if interrupted."""
+        steps = self.loader.steps_per_epoch
+        losses = torch.zeros((), device=self.device)
+        best = max((one["top1"]["percent"] for one in self.history), default=None)
+        note = f"epoch {self.epoch + 1}" + ("" if best is None else f", best top-1 {best:.1f} %")
+        self.wrapped.train()
+        for index, (images, targets) in enumerate(islice(batches, steps)):
+            losses += self.take_step(images, targets, self.step + index)
+            advance(1, note)
+            if any_process(interruption.asked):
+                return None
+        loss = float(all_gather(losses[None]).mean()) / steps
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss of epoch {self.epoch + 1} is not finite: lower lr or use precision=no"
+            )
+        return loss
+
+    def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
+        """Take one optimiser step and return its loss, without waiting for the device."""
+        config, steps = self.config, self.loader.steps_per_epoch
+        # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
+        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, step, rank()))
+        rate = warmup_cosine(
+            step,
+            base=config.lr * self.loader.global_batch / 256,
+            final=config.min_lr,
+            total=config.epochs * steps,
+            warmup=round(config.warmup_epochs * steps),
+        )
+        set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
+        images, shares = mix(
+            images,
+            targets,
+            classes=len(self.sets.classes),
+            alpha=config.mixup,
+            seed=derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1),
+        )
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            logits = self.wrapped(images)
+        loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)
+        torch.autograd.backward(loss)
+        norm = clip_gradients([self.model], mode="global", max_norm=config.clip)
+        step_if_finite(self.optimizer, all_finite(loss, norm))
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Return top-1 and top-5 on the evaluation images, which the processes share."""
+        val = self.sets.val
+        features = extract_features(
+            self.model,
+            val.images,
+            share(range(len(val))),
+            preparation=self.preparation,
+            batch_size=self.config.batch_size,
+            autocast=self.autocast,
+        )
+        with torch.no_grad():
+            ranked = self.model.head(features.values).topk(min(TOP_K, len(self.sets.classes))).indices
+        ranked, indices = all_gather(ranked), all_gather(features.indices)
+        targets = torch.from_numpy(val.targets).to(self.device)[indices]
+        return {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
+
+    def _resume(self) -> None:
+        """Restore the newest checkpoint of the output folder, if it is of the same run."""
+        output = self.config.output
+        if checkpoint := self.checkpoints.newest():
+            saved = checkpoint.metadata["facts"]
+            changed = sorted(key for key, value in self.facts().items() if value != saved[key])
+            if changed:
+                raise ValueError(
+                    f"{output} holds a run with another {' and '.join(changed)}; give another output, or "
+                    "move that folder away"
+                )
+            restore(checkpoint, {"model": self.model}, self.optimizer, self.names)
+            self.history = checkpoint.metadata["history"]
+            log.info("%s: resuming after epoch %d", output, self.epoch)
+        if not all_equal(self.epoch):
+            raise ValueError(
+                f"the processes found {output} at different epochs: all nodes must share one folder"
+            )
+
+
+def build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
+    """Return the network to start from, with a new classifier."""
+    size = None if config.size is None else height_width(config.size)
+    if config.weights is None:
+        assert config.arch is not None
+        shape: dict[str, Any] = {"image_size": size or 224, **VIT_SIZES[config.arch]}
+        if config.patch_size is not None:
+            shape["patch_size"] = config.patch_size
+        return VisionTransformer(**shape, num_classes=classes, drop_path=config.drop_path)
+    overrides: dict[str, Any] = {} if size is None else {"image_size": size}
+    model = load_backbone(config.weights, network=config.network, drop_path=config.drop_path, **overrides)
+    model.add_classifier(classes)
+    return model.train()
+
+
+def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Mixup: blend each image and its one-hot target with another's, by one share of Beta(alpha, alpha)."""
+    shares = F.one_hot(targets, classes).to(images.dtype)
+    if not alpha:
+        return images, shares
+    kept = float(np.random.Generator(np.random.PCG64(seed)).beta(alpha, alpha))
+    return torch.lerp(images.flip(0), images, kept), torch.lerp(shares.flip(0), shares, kept)
+
+
 def _write(tuning: Finetuning) -> None:
     """Write the network and the results, and print a summary."""
-    folder, last, pixels = Path(tuning.config.output), tuning.history[-1], tuning.preparation.pixels
+    folder, last, preparation = Path(tuning.config.output), tuning.history[-1], tuning.preparation
     facts = tuning.facts()
     save_backbone(
         tuning.model,
         folder / "backbone.safetensors",
-        mean=tuning.preparation.mean,
-        std=tuning.preparation.std,
-        bits=pixels.bits,
-        range=pixels.range,
+        mean=preparation.mean,
+        std=preparation.std,
+        bits=preparation.pixels.bits,
+        range=preparation.pixels.range,
         network="classifier",
         step=tuning.step,
         config={**facts["config"], "classes": facts["classes"]},
@@ -44,7 +353,7 @@ def _write(tuning: Finetuning) -> None:
     top1, top5 = (Accuracy(**last[f"top{k}"]) for k in (1, TOP_K))
     classes = len(facts["classes"])
     print(
-        f"after {tuning.epoch} {'epoch' if tuning.epoch == 1 else 'epochs'}: top-1 {top1}, top-5 {top5} of "
+        f"after {plural(tuning.epoch, 'epoch')}: top-1 {top1}, top-5 {top5} of "
         f"{top1.images:,} images of {classes} classes\n{folder / 'backbone.safetensors'}: the network, for "
         f"load_backbone({str(folder)!r}, num_classes={classes})"
     )

@@ -11,14 +11,21 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
+from dino_vit.commands import format_table
 from dino_vit.config.settings import Count, CountOrZero, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
-from dino_vit.eval.accuracy import Accuracy, per_class_accuracy, results_path, top_k_accuracy, write_results
+from dino_vit.eval.accuracy import (
+    Accuracy,
+    classification_results,
+    results_path,
+    top_k_accuracy,
+    write_results,
+)
 from dino_vit.eval.datasets import LabelledFeatures, labelled_features, open_sets, open_subset
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.knn.neighbours import Search
-from dino_vit.eval.knn.voting import few_shot_rows, weighted_knn
+from dino_vit.eval.knn import few_shot_rows, weighted_knn
+from dino_vit.eval.neighbours import Search
 
 _CLASSES_SHOWN = 20
 
@@ -67,7 +74,10 @@ def run(config: KnnConfig) -> int:
             "images": len(queries),
             "bank": len(bank) - (queries is bank),
             "classes": len(classes),
-            "results": [_figures(k, of_k, queries.targets, classes) for k, of_k in ranked.items()],
+            "results": [
+                {"k": k, **classification_results(of_k, queries.targets, classes)}
+                for k, of_k in ranked.items()
+            ],
             "few_shot": list(chain.from_iterable(few_shot)),
         }
         if is_main_process():
@@ -117,16 +127,6 @@ def _classify(
     return {k: all_gather(best).to(queries.targets.device) for k, best in ranked.items()}
 
 
-def _figures(k: int, ranked: Tensor, targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
-    per_class = per_class_accuracy(ranked, targets)
-    return {
-        "k": k,
-        "top1": top_k_accuracy(ranked, targets, 1)._asdict(),
-        "top5": top_k_accuracy(ranked, targets, 5)._asdict(),
-        "per_class": {classes[target]: one._asdict() for target, one in per_class.items()},
-    }
-
-
 def _few_shot(
     config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures, shots: int
 ) -> list[dict[str, Any]]:
@@ -161,34 +161,19 @@ def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
     bank = "the others" if config.train is None else f"{results['bank']:,} of {config.train}"
     tables = [f"{results['images']:,} images of {config.source} by their neighbours among {bank}"]
     rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in results["results"]]
-    tables.append(_table(["k", "top-1 %", "top-5 %"], rows))
+    tables.append(format_table(["k", "top-1 %", "top-5 %"], rows))
     if results["few_shot"]:
-        rows = [
-            [
-                str(one["shots"]),
-                str(one["k"]),
-                f"{one['mean']:.2f}",
-                "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}",
-            ]
-            for one in results["few_shot"]
-        ]
-        tables.append(_table(["shots", "k", "top-1 %", f"deviation of {config.repeats}"], rows))
+        rows = []
+        for one in results["few_shot"]:
+            deviation = "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}"
+            rows.append([str(one["shots"]), str(one["k"]), f"{one['mean']:.2f}", deviation])
+        tables.append(format_table(["shots", "k", "top-1 %", f"deviation of {config.repeats}"], rows))
     first = results["results"][0]
     classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])
     title = f"class, k={first['k']}" + (", the lowest" if len(classes) > _CLASSES_SHOWN else "")
     rows = [[name, _cell(one), f"{one['images']:,}"] for name, one in classes[:_CLASSES_SHOWN]]
-    return [*tables, _table([title, "top-1 %", "images"], rows)]
+    return [*tables, format_table([title, "top-1 %", "images"], rows)]
 
 
 def _cell(one: dict[str, Any]) -> str:
     return f"{one['percent']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    """Return aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for first, *others in [header, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join(lines)

@@ -15,15 +15,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from dino_vit.commands import format_table
 from dino_vit.config.settings import Count, CountOrZero, Positive, Settings, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
     Accuracy,
     accuracy,
-    per_class_accuracy,
+    classification_results,
     results_path,
-    top_k_accuracy,
     write_results,
 )
 from dino_vit.eval.datasets import (
@@ -34,11 +34,10 @@ from dino_vit.eval.datasets import (
     open_sets,
     open_subset,
 )
+from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_probe
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.linear.logistic import sweep
-from dino_vit.eval.linear.probes import TOP_K, LinearHeads, count_correct, top_classes, train_heads
-from dino_vit.eval.linear.published import Dino2021, probe_features, read_probe, train_probe
+from dino_vit.eval.linear import LinearHeads, count_correct, sweep, top_classes, train_heads
 
 log = logging.getLogger("dino_vit")
 
@@ -51,7 +50,7 @@ CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as
 Evaluated = tuple[dict[str, Any], str]  # results for JSON, and the text to print
 
 
-class Grid(Settings):
+class ProbeGrid(Settings):
     """method=grid: one head for each learning rate and input, all trained side by side."""
 
     rates: tuple[Positive, ...] = setting(RATES, "learning rates at a batch of 256")
@@ -83,7 +82,7 @@ class LinearConfig(EvaluationConfig):
     output: str | None = setting(
         None, "JSON file to write; null: eval/linear.json in the run folder, or beside the weights file"
     )
-    grid: Grid = Grid()
+    grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
 
@@ -181,7 +180,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     )
     text = [
         f"top-1 in %, trained on {len(train):,} images",
-        *_table(setting, values, inputs, top1, best),
+        _table(setting, values, inputs, top1, best),
         f"* best, {setting} {values[row]:.3g}, {_title(inputs[column])}: {line}",
         how_chosen,
         *notes,
@@ -237,11 +236,13 @@ def _fit_logistic(
     config: LinearConfig, train: LabelledFeatures, columns: slice, classes: int, device: torch.device
 ) -> tuple[list[LinearHeads], list[str]]:
     """Fit every C in every process: each fit starts from the previous one, so they cannot be shared."""
-    cs, iterations = config.logistic.cs, config.logistic.iterations
+    iterations = config.logistic.iterations
     features, targets = train.features[:, columns].to(device, torch.float32), train.targets.to(device)
     fits = []
-    with progress("Fitting logistic regressions", len(cs)) as advance:
-        for fit in sweep(features, targets, cs=cs, classes=classes, max_iterations=iterations):
+    with progress("Fitting logistic regressions", len(config.logistic.cs)) as advance:
+        for fit in sweep(
+            features, targets, cs=config.logistic.cs, classes=classes, max_iterations=iterations
+        ):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}: {fit.iterations} iterations")
     weight, bias = torch.cat([fit.head.weight for fit in fits]), torch.cat([fit.head.bias for fit in fits])
@@ -258,15 +259,12 @@ def _top1(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accura
 
 def _table(
     setting: str, values: Sequence[float], inputs: Sequence[FeatureSpec], top1: Sequence[Accuracy], best: int
-) -> list[str]:
-    """Return the lines of a table: a row for each rate or C, a column for each input."""
-    titles = [f"{_title(spec):>6}" for spec in inputs]
-    lines = ["  ".join([f"{setting:>8}", *titles])]
+) -> str:
+    """Return a table with a row for each rate or C and a column for each input."""
     cells = [f"{one.percent:.2f}{'*' if index == best else ' '}" for index, one in enumerate(top1)]
-    for start, value in zip(range(0, len(cells), len(inputs)), values, strict=True):
-        row = zip(cells[start : start + len(inputs)], titles, strict=True)
-        lines.append("  ".join([f"{value:>8.3g}", *(cell.rjust(len(title)) for cell, title in row)]))
-    return lines
+    width = len(inputs)
+    rows = [[f"{value:.3g}", *cells[row * width : (row + 1) * width]] for row, value in enumerate(values)]
+    return format_table([setting, *map(_title, inputs)], rows)
 
 
 def _title(spec: FeatureSpec) -> str:
@@ -280,9 +278,8 @@ def _evaluate_head(
     """Return the top-1, top-5 and per-class accuracy of one head."""
     ranked = top_classes(heads, val.features, head=head)
     targets = val.targets.to(ranked.device)
-    top1, top5 = top_k_accuracy(ranked, targets), top_k_accuracy(ranked, targets, TOP_K)
-    per_class = {classes[label]: one._asdict() for label, one in per_class_accuracy(ranked, targets).items()}
-    results = {"top1": top1._asdict(), "top5": top5._asdict(), "per_class": per_class}
+    results = classification_results(ranked, targets, classes)
+    top1, top5 = Accuracy(**results["top1"]), Accuracy(**results["top5"])
     return results, f"top-1 {top1}, top-5 {top5} of {len(val):,} images of {len(classes)} classes"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,19 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(correct: int, images: int) -> Accuracy:
-    """Return the accuracy of `correct` predictions out of `images`; NaN for none."""
-    percent = 100 * correct / images if images else math.nan
-    low, high = wilson_interval(correct, images)
-    return Accuracy(percent, 100 * low, 100 * high, correct, images)
+    """Return the accuracy of `correct` predictions out of `images`; NaN for none.
+
+    The interval is Wilson's (1927), which is valid for few or all correct too.
+    """
+    if not images:
+        return Accuracy(math.nan, 0.0, 100.0, correct, images)
+    share = correct / images
+    middle = (share + _Z * _Z / (2 * images)) / (1 + _Z * _Z / images)
+    reach = _Z / (1 + _Z * _Z / images) * math.sqrt(share * (1 - share) / images + (_Z / (2 * images)) ** 2)
+    # At the ends the bound is the share itself up to rounding.
+    low = 0.0 if correct == 0 else middle - reach
+    high = 1.0 if correct == images else middle + reach
+    return Accuracy(100 * correct / images, 100 * low, 100 * high, correct, images)
 
 
 def top_k_accuracy(ranked: Tensor, labels: Tensor, k: int = 1) -> Accuracy:
@@ -52,17 +61,14 @@ def per_class_accuracy(ranked: Tensor, labels: Tensor) -> dict[int, Accuracy]:
     return {label: accuracy(of_label, count) for label, of_label, count in rows}
 
 
-def wilson_interval(correct: int, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share by Wilson (1927), valid for few or all correct too."""
-    if count == 0:
-        return 0.0, 1.0
-    share = correct / count
-    middle = (share + _Z * _Z / (2 * count)) / (1 + _Z * _Z / count)
-    reach = _Z / (1 + _Z * _Z / count) * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
-    # At the ends the bound is the share itself up to rounding.
-    low = 0.0 if correct == 0 else middle - reach
-    high = 1.0 if correct == count else middle + reach
-    return low, high
+def classification_results(ranked: Tensor, targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the top-1, top-5 and per-class accuracy for a results file."""
+    per_class = per_class_accuracy(ranked, targets)
+    return {
+        "top1": top_k_accuracy(ranked, targets, 1)._asdict(),
+        "top5": top_k_accuracy(ranked, targets, 5)._asdict(),
+        "per_class": {classes[target]: one._asdict() for target, one in per_class.items()},
+    }
 
 
 def results_path(name: str, *, weights: str, output: str | None = None) -> Path:

@@ -110,23 +110,21 @@ def open_subset(spec: str, labels: str | None, *, setting: str = "labels") -> La
 
 
 def renumber(
-    targets: NDArray[np.integer], classes: Sequence[str], known: Sequence[str], *, name: str
+    targets: NDArray[np.int64], classes: Sequence[str], known: Sequence[str], *, name: str
 ) -> NDArray[np.int64]:
-    """Return targets in `classes` as indices into the `known` classes, matched by name; -1 stays -1.
+    """Return targets in `classes` as indices into the `known` classes, matched by name.
 
     Two folders need not have the same classes, so equal numbers need not be equal classes.
     """
     number = {of_class: index for index, of_class in enumerate(known)}
-    used = sorted(set(targets[targets >= 0].tolist()))
-    unknown = [classes[target] for target in used if classes[target] not in number]
+    unknown = [classes[target] for target in np.unique(targets) if classes[target] not in number]
     if unknown:
         more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         raise ValueError(
             f"{name} has classes that are not among the {len(known)} of the training set: "
             f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Classes of the two sets are matched by name."
         )
-    table = np.array([number.get(of_class, -1) for of_class in classes] + [-1], dtype=np.int64)
-    return table[targets]
+    return np.array([number.get(of_class, -1) for of_class in classes], dtype=np.int64)[targets]
 
 
 @dataclass(frozen=True)
@@ -158,13 +156,10 @@ def labelled_features(
     )
     values = torch.from_numpy(stored.values)
     targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, stored.indices)])
-    if _fits(values, frozen.device):
-        values, targets = values.to(frozen.device), targets.to(frozen.device)
+    device = frozen.device
+    if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
+        values, targets = values.to(device), targets.to(device)
     return LabelledFeatures(values, targets, stored.indices)
-
-
-def _fits(values: Tensor, device: torch.device) -> bool:
-    return device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:

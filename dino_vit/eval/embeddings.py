@@ -12,6 +12,7 @@ npy and safetensors are memory-mapped when read; Parquet is read into memory.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from dino_vit.core.storage import OWN_KEY, replacing, save_plain, sync, write_bytes
+from dino_vit.core.storage import OWN_KEY, replacing, save_plain, write_bytes
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.pictures import Panel, thumbnail
@@ -138,14 +139,13 @@ def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blo
     embedding = pa.list_(pa.from_numpy_dtype(dtype), width)
     fields = {"name": pa.string(), "label": pa.string(), "index": pa.int64(), "embedding": embedding}
     schema = pa.schema(fields, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
-    with replacing(path) as partial:
-        # Floating-point noise neither compresses nor repeats.
-        with parquet.ParquetWriter(partial, schema, compression="none", use_dictionary=["label"]) as writer:
-            for rows, block in blocks:
-                values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
-                columns = embeddings.names[rows], embeddings.labels[rows], embeddings.indices[rows], values
-                writer.write_table(pa.table(list(columns), schema=schema))
-        sync(partial)
+    # Floating-point noise neither compresses nor repeats.
+    options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
+    with replacing(path) as partial, parquet.ParquetWriter(partial, schema, **options) as writer:
+        for rows, block in blocks:
+            values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
+            columns = embeddings.names[rows], embeddings.labels[rows], embeddings.indices[rows], values
+            writer.write_table(pa.table(list(columns), schema=schema))
 
 
 def _read_parquet(path: Path) -> Embeddings:
@@ -165,20 +165,16 @@ def _read_parquet(path: Path) -> Embeddings:
 
 def _write_npy(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blocks: Blocks) -> None:
     header = {"descr": dtype.str, "fortran_order": False, "shape": embeddings.values.shape}
-    with replacing(path) as partial:
-        with partial.open("wb") as file:  # not a memory map, which crashes when the disk is full
-            np.lib.format.write_array_header_1_0(file, header)
-            for _, block in blocks:
-                file.write(block.data)
-        sync(partial)
-    with replacing(path.with_suffix(".csv")) as partial:
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("name", "label", "index"))
-            writer.writerows(
-                zip(embeddings.names, embeddings.labels, embeddings.indices.tolist(), strict=True)
-            )
-        sync(partial)
+    # Not a memory map, which crashes when the disk is full.
+    with replacing(path) as partial, partial.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for _, block in blocks:
+            file.write(block.data)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(("name", "label", "index"))
+    writer.writerows(zip(embeddings.names, embeddings.labels, embeddings.indices.tolist(), strict=True))
+    write_bytes(path.with_suffix(".csv"), text.getvalue().encode())
     write_bytes(path.with_suffix(".json"), json.dumps(embeddings.metadata, indent=1).encode())
 
 

@@ -13,7 +13,7 @@ from dino_vit.core.distributed import all_gather, share
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
-from dino_vit.eval.knn.voting import weighted_knn
+from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
 

@@ -37,9 +37,6 @@ class Panel(NamedTuple):
     caption: str = ""
 
 
-PanelRow = Sequence[Panel | None]
-
-
 def as_picture(image: Tensor) -> Tensor:
     """Convert an image (C, H, W), uint8 or float from 0 to 1: RGB as it is, otherwise its first channel."""
     picture = image if len(image) == 3 else image[:1].expand(3, -1, -1)
@@ -110,7 +107,11 @@ def write_png(picture: Tensor, path: Path) -> None:
 
 
 def write_sheet(
-    rows: Sequence[PanelRow], path: Path, *, names: Sequence[str] = (), titles: Sequence[str] = ()
+    rows: Sequence[Sequence[Panel | None]],
+    path: Path,
+    *,
+    names: Sequence[str] = (),
+    titles: Sequence[str] = (),
 ) -> None:
     """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top.
 

@@ -30,7 +30,7 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.attention import cls_attention
 from dino_vit.eval.features.extraction import evaluating, in_batches
-from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.pictures import as_picture, shorten
 from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer

@@ -108,7 +108,7 @@ def test_other_tokens(tmp_path, weights, suffix, tokens, blocks):
     output = tmp_path / f"e.{suffix}"
     embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")
     spec = FeatureSpec(tokens=tokens, blocks=blocks)
-    expected = features(load_backbone(weights), SyntheticSource(length=9), kind=spec)
+    expected = features(load_backbone(weights), SyntheticSource(length=9), spec=spec)
     assert np.array_equal(read_embeddings(output).values, expected)
 
 

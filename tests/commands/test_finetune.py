@@ -4,12 +4,14 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
+from dino_vit.commands.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
@@ -79,8 +81,6 @@ def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weig
 
 
 def terminate_in_the_second_epoch():
-    from dino_vit.eval.finetuning import Finetuning
-
     original = Finetuning.take_step
 
     def take_step(tuning, images, targets, step):
@@ -162,3 +162,28 @@ def test_mistakes_are_reported(tmp_path, weights, capsys):
         assert main(arguments(tmp_path / "run", *more)) == 2, more
         assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arch", "given", "size"), [("vit_huge", None, 14), ("vit_base", None, 16), ("vit_base", 8, 8)]
+)
+def test_patch_size_is_that_of_the_arch_unless_given(arch, given, size):
+    config = FinetuneConfig(source="photos", arch=arch, patch_size=given)
+    with torch.device("meta"):
+        assert build_model(config, classes=2).patch_size == (size, size)
+
+
+def test_mixup_blends_pairs_by_one_share():
+    images, targets = torch.randn(6, 3, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    mixed, shares = mix(images, targets, classes=3, alpha=0.4, seed=5)
+    kept = np.random.Generator(np.random.PCG64(5)).beta(0.4, 0.4)
+    for index in range(6):
+        other = 5 - index
+        torch.testing.assert_close(mixed[index], kept * images[index] + (1 - kept) * images[other])
+        expected = torch.zeros(3)
+        expected[targets[index]] += kept
+        expected[targets[other]] += 1 - kept
+        torch.testing.assert_close(shares[index], expected)
+    plain, shares = mix(images, targets, classes=3, alpha=0, seed=5)
+    assert plain is images
+    assert torch.equal(shares, F.one_hot(targets, 3).float())

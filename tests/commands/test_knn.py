@@ -14,7 +14,7 @@ from dino_vit.cli import main
 from dino_vit.data.sources.open import SyntheticSource, open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.features.extraction import extract_features
-from dino_vit.eval.knn.voting import few_shot_rows
+from dino_vit.eval.knn import few_shot_rows
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 from tests.support.processes import torchrun_environs

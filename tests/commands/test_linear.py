@@ -13,8 +13,8 @@ from dino_vit.cli import main
 from dino_vit.commands.linear import columns_of
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.eval.datasets import LabelledFeatures, hold_out, open_sets
+from dino_vit.eval.dino2021 import Dino2021
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
-from dino_vit.eval.linear.published import Dino2021
 from dino_vit.views.preparation import preparation_of
 from tests.support.processes import torchrun_environs
 from tests.support.runs import Command, command, program, run
@@ -162,15 +162,15 @@ def test_a_head_resumes_and_two_processes_train_the_same(weights):
 
 
 def die_after_the_first_epoch():
-    import dino_vit.eval.linear.published
+    import dino_vit.eval.dino2021
 
-    save = dino_vit.eval.linear.published._save
+    save = dino_vit.eval.dino2021._save
 
     def save_and_die(*arguments):
         save(*arguments)
         raise RuntimeError("killed")
 
-    dino_vit.eval.linear.published._save = save_and_die
+    dino_vit.eval.dino2021._save = save_and_die
 
 
 def test_interleaving_alternates_cls_and_mean_patch():

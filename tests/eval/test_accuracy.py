@@ -9,7 +9,6 @@ from dino_vit.eval.accuracy import (
     per_class_accuracy,
     results_path,
     top_k_accuracy,
-    wilson_interval,
     write_results,
 )
 
@@ -27,10 +26,9 @@ def test_the_ends_of_the_interval_are_where_the_score_test_turns(correct, count)
             outside, inside = (middle, inside) if excess(middle) > 0 else (outside, middle)
         return inside
 
-    low, high = wilson_interval(correct, count)
-    share = correct / count
-    assert low == pytest.approx(root(0.0, share) if correct else 0.0, abs=1e-9)
-    assert high == pytest.approx(root(1.0, share) if correct < count else 1.0, abs=1e-9)
+    found, share = accuracy(correct, count), correct / count
+    assert found.low == pytest.approx(100 * root(0.0, share) if correct else 0.0, abs=1e-7)
+    assert found.high == pytest.approx(100 * root(1.0, share) if correct < count else 100.0, abs=1e-7)
 
 
 def test_accuracy_counts_what_a_loop_counts():

@@ -9,7 +9,7 @@ import torch
 from dino_vit import VisionTransformer
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features.extraction import extract_features
-from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.eval.neighbours import nearest
 from dino_vit.views.photometry import Augment, Column
 from dino_vit.views.preparation import Preparation
 from tests.support.runs import run

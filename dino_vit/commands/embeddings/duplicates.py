@@ -21,7 +21,7 @@ from dino_vit.core.progress import progress
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.eval.embeddings import Array, EmbeddedImages, Embeddings, read_image_embeddings
-from dino_vit.eval.knn.neighbours import unit
+from dino_vit.eval.neighbours import unit
 from dino_vit.eval.pictures import Panel, write_sheet
 
 PAIRS_PRINTED = 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from dino_vit import __version__
 from dino_vit.config.settings import Count, setting
 from dino_vit.core.distributed import is_main_process
-from dino_vit.core.storage import replacing, sync
+from dino_vit.core.storage import replacing
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, printable, row_blocks, write_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec
@@ -65,7 +64,8 @@ def with_metadata(stored: StoredFeatures, backbone: FrozenBackbone, config: Embe
     """Return stored features with names, labels, and all that is needed to compute them again."""
     provenance = backbone.model.provenance
     assert provenance is not None
-    classes = stored.source.classes
+    source, indices = stored.source, stored.indices.tolist()
+    labels = [source.label(index) for index in indices]
     path = Path(config.source)
     metadata = {
         "format": 1,
@@ -80,7 +80,7 @@ def with_metadata(stored: StoredFeatures, backbone: FrozenBackbone, config: Embe
         "source": {
             "spec": str(path.absolute()) if path.exists() else config.source,
             "fingerprint": stored.metadata["source"],
-            "images": len(stored.source),
+            "images": len(source),
             "unreadable": len(stored.unreadable),
         },
         "preparation": asdict(backbone.preparation),
@@ -91,8 +91,8 @@ def with_metadata(stored: StoredFeatures, backbone: FrozenBackbone, config: Embe
     }
     return Embeddings(
         values=stored.values,
-        names=[printable(stored.name(row)) for row in range(len(stored))],
-        labels=[classes[label] if label >= 0 else None for label in stored.labels.tolist()],
+        names=[printable(source.name(index)) for index in indices],
+        labels=[None if label is None else source.classes[label] for label in labels],
         indices=stored.indices,
         metadata=metadata,
     )
@@ -107,7 +107,6 @@ def normalised(values: Array) -> NDArray[np.float32]:
 
 def write_index(path: Path, values: Array) -> None:
     """Write an exact FAISS index whose inner products are the cosines of the embeddings."""
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
     import faiss
 
     index = faiss.IndexFlatIP(values.shape[1])
@@ -115,4 +114,3 @@ def write_index(path: Path, values: Array) -> None:
         index.add(normalised(values[rows]))
     with replacing(path) as partial:
         faiss.write_index(index, str(partial))
-        sync(partial)

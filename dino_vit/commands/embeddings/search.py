@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
-from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.embeddings import EmbeddedImages, Embeddings, printable, read_image_embeddings
+from dino_vit.eval.embeddings import EmbeddedImages, printable, read_image_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import weights_digest
-from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.pictures import Panel, thumbnail, write_sheet
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights import load_backbone
@@ -54,7 +53,13 @@ def run(config: SearchConfig) -> int:
         panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
         found = []
         for cosine, row in zip(query_cosines, query_rows, strict=True):
-            one = describe(embeddings, cosine, row)
+            one = {
+                "name": embeddings.names[row],
+                "label": embeddings.labels[row],
+                "cosine": round(cosine, 6),
+                "index": int(embeddings.indices[row]),
+                "row": row,
+            }
             print(f"  {cosine:.4f}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
             panels.append(images.panel(row, f"{cosine:.3f}  {one['label'] or one['name']}"))
             found.append(one)
@@ -89,16 +94,6 @@ class ImageFiles:
         return self.paths[index]
 
 
-def describe(embeddings: Embeddings, cosine: float, row: int) -> dict[str, Any]:
-    return {
-        "name": embeddings.names[row],
-        "label": embeddings.labels[row],
-        "cosine": round(cosine, 6),
-        "index": int(embeddings.indices[row]),
-        "row": row,
-    }
-
-
 def query_features(config: SearchConfig, queries: Source, metadata: dict[str, Any]) -> Tensor:
     """Compute the features of the given images exactly as those in the file were computed."""
     recorded, tokens = metadata["weights"], metadata["tokens"]
@@ -120,7 +115,7 @@ def query_features(config: SearchConfig, queries: Source, metadata: dict[str, An
         model.to(start_processes(trackers=(), folder=Path()).device),
         queries,
         range(len(queries)),
-        preparation=recorded_preparation(metadata),
+        preparation=TypeAdapter(Preparation).validate_python(metadata["preparation"]),
         batch_size=32,
         spec=FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"]),
         autocast=None if precision == torch.float32 else precision,
@@ -128,9 +123,3 @@ def query_features(config: SearchConfig, queries: Source, metadata: dict[str, An
     if features.unreadable:
         raise ValueError(f"an image to search for cannot be read: {features.unreadable[0]}")
     return features.values
-
-
-def recorded_preparation(metadata: dict[str, Any]) -> Preparation:
-    known = metadata["preparation"]
-    tuples = {name: tuple(known[name]) for name in ("size", "mean", "std")}
-    return Preparation(**tuples, fit=known["fit"], pixels=Pixels(**known["pixels"]))

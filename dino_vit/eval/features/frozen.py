@@ -67,12 +67,7 @@ class FrozenBackbone:
         """Return where the weights come from, for a results file."""
         known = self.model.provenance
         assert known is not None, "load_backbone sets the provenance"
-        return {
-            "source": known.source,
-            "sha256": known.sha256,
-            "network": known.network,
-            "step": known.step,
-        }
+        return {name: getattr(known, name) for name in ("source", "sha256", "network", "step")}
 
     def features(
         self,

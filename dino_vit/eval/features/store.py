@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -36,7 +35,6 @@ from dino_vit.core.storage import (
     read_metadata,
     read_tensors,
     replacing,
-    sync,
     write_tensors,
 )
 from dino_vit.data.images.decode import UnreadableImage
@@ -62,18 +60,6 @@ class StoredFeatures:
     unreadable: tuple[UnreadableImage, ...]
     source: Source
     metadata: dict[str, Any]  # what the features are a function of
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @cached_property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each image, -1 where it has none."""
-        labels = (self.source.label(index) for index in self.indices.tolist())
-        return np.fromiter((-1 if label is None else label for label in labels), np.int64, len(self))
-
-    def name(self, row: int) -> str:
-        return self.source.name(int(self.indices[row]))
 
 
 def stored_features(
@@ -144,8 +130,8 @@ class _CacheEntry:
         if not self.description.exists():
             return None
         try:
-            tensors, description = _read(self.description)
-            indices = tensors["indices"].numpy()
+            tensors, written = read_tensors(self.description)
+            indices, description = tensors["indices"].numpy(), json.loads(written[OWN_KEY])
             if description["sha256"] != _sha256_of_file(self.values):
                 raise StorageError(f"{self.values} is damaged")
         except (OSError, StorageError) as error:
@@ -235,28 +221,18 @@ class _CacheEntry:
         header = {"descr": dtype, "fortran_order": False, "shape": (count, *self.shape)}
         indices = []
         complete = self.folder / "shards" / "values.npy"  # is removed with the shards after an interruption
-        with replacing(complete) as partial:
-            with partial.open("wb") as file:  # not a memory map, in which a full disk is a crash
-                np.lib.format.write_array_header_1_0(file, header)
-                for shard in self.shards:
-                    tensors, _ = _read(self._path(shard))
-                    file.write(tensors["values"].numpy().data)
-                    indices.append(tensors["indices"])
-            sync(partial)
+        # Not a memory map, in which a full disk is a crash.
+        with replacing(complete) as partial, partial.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for shard in self.shards:
+                tensors, _ = read_tensors(self._path(shard))
+                file.write(tensors["values"].numpy().data)
+                indices.append(tensors["indices"])
         os.replace(complete, self.values)
-        description = {
-            "metadata": self.metadata,
-            "sha256": _sha256_of_file(self.values),
-            "unreadable": unreadable,
-        }
+        sha256 = _sha256_of_file(self.values)
+        description = {"metadata": self.metadata, "sha256": sha256, "unreadable": unreadable}
         write_tensors(self.description, {"indices": torch.cat(indices)}, json.dumps(description))
         shutil.rmtree(self.folder / "shards", ignore_errors=True)
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the description of a file; a damaged one raises StorageError."""
-    tensors, metadata = read_tensors(path)
-    return tensors, json.loads(metadata[OWN_KEY])
 
 
 def weights_digest(model: VisionTransformer) -> str:

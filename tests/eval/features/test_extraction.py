@@ -128,7 +128,7 @@ def test_extraction_leaves_no_trace():
 def test_modes_come_back_after_an_error():
     model = backbone().train()
 
-    with pytest.raises(ValueError, match="takes images"), evaluating(model):
+    with pytest.raises(ValueError, match="expected images"), evaluating(model):
         model(torch.rand(1, 5, 32, 32))
     assert all(module.training for module in model.modules())
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.knn import neighbours, shortlist
-from dino_vit.eval.knn.neighbours import exact_cosines, nearest, unit
-from dino_vit.eval.knn.shortlist import Shortlist
+from dino_vit.eval import neighbours
+from dino_vit.eval.neighbours import Shortlist, exact_cosines, nearest, unit
 
 CASES = [(2000, 10, None), (2000, 20, 100), (300, 299, 0), (7, 10, 2), (1, 1, None)]  # rows, k, own
 
@@ -47,9 +46,9 @@ def _chunks(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(neighbours, "_BANK", 1)
         monkeypatch.setattr(neighbours, "_FEWEST_ROWS", 700)
-        monkeypatch.setattr(shortlist, "_COLUMNS", 64)
-        monkeypatch.setattr(shortlist, "_LISTED", 300)
-        monkeypatch.setattr(shortlist, "_SCORES", {"cpu": 9000})
+        monkeypatch.setattr(neighbours, "_COLUMNS", 64)
+        monkeypatch.setattr(neighbours, "_LISTED", 300)
+        monkeypatch.setattr(neighbours, "_SCORES", {"cpu": 9000})
 
 
 def bank_and_queries(kind, rows, own):
@@ -103,7 +102,7 @@ def test_without_faiss_installed_torch_searches():
 import sys
 sys.modules["faiss"] = None  # no import finds it
 import torch
-from dino_vit.eval.knn.neighbours import nearest
+from dino_vit.eval.neighbours import nearest
 rows = torch.eye(20)
 print(nearest(rows, rows, k=1)[1].flatten().tolist() == list(range(20)))
 """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.eval.knn.neighbours import Matrix, Search, nearest
+from dino_vit.eval.neighbours import Matrix, Search, nearest
 
 log = logging.getLogger("dino_vit")
 

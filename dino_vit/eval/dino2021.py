@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
 from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
-from dino_vit.core.storage import replacing, sync
+from dino_vit.core.storage import replacing
 from dino_vit.eval.datasets import (
     LabelledFeatures,
     LabelledSets,
@@ -32,7 +32,7 @@ from dino_vit.eval.datasets import (
 )
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating
 from dino_vit.eval.features.frozen import FrozenBackbone
-from dino_vit.eval.linear.probes import MOMENTUM, LinearHeads, count_correct, initial_weight
+from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry
@@ -120,7 +120,18 @@ def train_probe(
     probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
     parameters = tuple(probe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
-    facts = _facts(sets, frozen, settings, global_batch=loader.global_batch, seed=seed)
+    weights = frozen.describe_weights()
+    depends_on = {
+        "weights": weights["sha256"],
+        "network": weights["network"],
+        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
+        "classes": sets.classes,
+        "settings": settings.model_dump(exclude={"workers", "probe"}),
+        "preparation": asdict(frozen.preparation),
+        "global_batch": loader.global_batch,
+        "seed": seed,
+    }
+    facts = json.dumps(depends_on, sort_keys=True)
     percents: list[float] = []
     if path.exists():
         percents = _restore(path, probe, optimizer, facts, read_probe(str(path), frozen, settings))
@@ -151,24 +162,6 @@ def train_probe(
     return head, percents
 
 
-def _facts(
-    sets: LabelledSets, frozen: FrozenBackbone, settings: Dino2021, *, global_batch: int, seed: int
-) -> str:
-    """Return all that the training of a head depends on, as JSON."""
-    known = frozen.model.provenance
-    facts = {
-        "weights": known and known.sha256,
-        "network": known and known.network,
-        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
-        "classes": sets.classes,
-        "settings": settings.model_dump(exclude={"workers", "probe"}),
-        "preparation": asdict(frozen.preparation),
-        "global_batch": global_batch,
-        "seed": seed,
-    }
-    return json.dumps(facts, sort_keys=True)
-
-
 def _save(
     path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, percents: list[float], facts: str
 ) -> None:
@@ -183,7 +176,6 @@ def _save(
     }
     with replacing(path) as partial:
         torch.save(content, partial)
-        sync(partial)
 
 
 def _restore(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.knn import neighbours, voting
-from dino_vit.eval.knn.voting import NO_CLASS, few_shot_rows, weighted_knn
+from dino_vit.eval import knn, neighbours
+from dino_vit.eval.knn import NO_CLASS, few_shot_rows, weighted_knn
 
 
 def clustered(count, classes=7, width=16, seed=0):
@@ -37,8 +37,8 @@ def naive_ranking(bank, labels, query, k, excluded=None):
 
 @pytest.fixture
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(voting, "_QUERIES", 7 * 56)
-    monkeypatch.setattr(voting, "_VOTES", 30)
+    monkeypatch.setattr(knn, "_QUERIES", 7 * 56)
+    monkeypatch.setattr(knn, "_VOTES", 30)
     monkeypatch.setattr(neighbours, "_BANK", 1)
     monkeypatch.setattr(neighbours, "_FEWEST_ROWS", 11)
 

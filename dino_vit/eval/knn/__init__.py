@@ -1,1 +1,0 @@
-"""Exact nearest neighbours and the weighted k-NN classifier."""
