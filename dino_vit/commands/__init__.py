@@ -3,11 +3,6 @@
 from collections.abc import Sequence
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 image" or "2,000 images"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

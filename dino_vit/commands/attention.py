@@ -19,9 +19,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.commands import plural
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
+from dino_vit.core.progress import plural
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.sizes import Size
 from dino_vit.core.storage import replacing, sync, write_bytes

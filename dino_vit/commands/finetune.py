@@ -21,7 +21,6 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from dino_vit.commands import plural
 from dino_vit.config.sections import Arch
 from dino_vit.config.settings import (
     BelowOne,
@@ -45,7 +44,7 @@ from dino_vit.core.distributed import (
     share,
     world_size,
 )
-from dino_vit.core.progress import Advance, progress
+from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, choose_precision, start_processes
 from dino_vit.core.sizes import VIT_SIZES, height_width

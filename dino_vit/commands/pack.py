@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, uint8
 
 from dino_vit.config.settings import Count, Settings, setting
-from dino_vit.core.progress import progress
+from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of
 from dino_vit.data.sources.open import open_source
@@ -85,7 +85,7 @@ def run(config: PackConfig) -> int:
         examples = "\n  ".join(map(str, packed.unreadable[:10]))
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
     size = sum((output / shard.name).stat().st_size for shard in packed.shards) / 2**20
-    shards = f"{len(packed.shards)} {'shard' if len(packed.shards) == 1 else 'shards'}"
+    shards = plural(len(packed.shards), "shard")
     print(f"{output}: {packed.images:,} images in {shards}, {size:,.1f} MiB")
     print(f"verify a copy with: cd {output} && sha256sum --check {SUMS}")
     return 0

@@ -77,6 +77,6 @@ def duration(seconds: float) -> str:
     return f"{m}m{s:02}" if m else f"{s}s"
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
-    """Return a number with its noun, in the singular or the plural."""
+def plural(number: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun, such as "1 image" or "2,000 images"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.core.progress import plural
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 
 if TYPE_CHECKING:
@@ -193,9 +194,8 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
             names[values.index(None)],
         )
     if surplus:
-        log.warning(
-            "%s: %d label(s) for names not in the source, such as %r", path, len(surplus), min(surplus)
-        )
+        extra = plural(len(surplus), "label")
+        log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))
     return LabelledSource(source, number_labels(values))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.core.progress import plural
 from dino_vit.data.labels import read_table
 from dino_vit.data.sources.source import Source
 
@@ -30,9 +31,8 @@ def read_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
         )
     surplus = table.keys() - set(names)
     if surplus:
-        log.warning(
-            "%s: %d weight(s) for names not in the source, such as %r", path, len(surplus), min(surplus)
-        )
+        extra = plural(len(surplus), "weight")
+        log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))
     weights = np.array([_weight(str(path), name, table[name]) for name in names])
     total = sum(weights.tolist())
     if not 1e-300 < total < math.inf:  # smaller numbers lose precision

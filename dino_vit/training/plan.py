@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dino_vit.config.checks import check_phases, check_scaled_lr, scaled_lr
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, Problem
-from dino_vit.core.progress import count
+from dino_vit.core.progress import plural
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
 
@@ -82,7 +82,7 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
         raise ValueError(
             f"{images} images do not fill a global batch of {batch} (data.batch_size="
             f"{config.data.batch_size} x optim.accumulate={optim.accumulate} x "
-            f"{count(world_size, 'process', 'processes')}); "
+            f"{plural(world_size, 'process', 'processes')}); "
             + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
         )
     per_epoch = images // batch

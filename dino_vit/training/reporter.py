@@ -25,7 +25,7 @@ from dino_vit import __version__
 from dino_vit.config import yaml
 from dino_vit.config.display import to_yaml
 from dino_vit.config.settings import values
-from dino_vit.core.progress import count, duration
+from dino_vit.core.progress import duration, plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.training.readings import (
@@ -173,24 +173,24 @@ def describe_start(run: Run) -> Iterator[str]:
     state, config, plan = run.state, run.state.config, run.state.plan
     processes, workers = state.accelerator.num_processes, state.loader.workers
     factors = (
-        f"{count(config.data.batch_size, 'image')} × {count(config.optim.accumulate, 'pass', 'passes')} "
-        f"× {count(processes, 'process', 'processes')}"
+        f"{plural(config.data.batch_size, 'image')} × {plural(config.optim.accumulate, 'pass', 'passes')} "
+        f"× {plural(processes, 'process', 'processes')}"
     )
     yield (
-        f"dino-vit {__version__}: {count(processes, 'process', 'processes')} on {state.device.type}, "
-        f"precision {state.precision}, {count(workers, 'loader worker')}{' each' if processes > 1 else ''}, "
+        f"dino-vit {__version__}: {plural(processes, 'process', 'processes')} on {state.device.type}, "
+        f"precision {state.precision}, {plural(workers, 'loader worker')}{' each' if processes > 1 else ''}, "
         f"global batch {plan.global_batch} = {factors}"
     )
     yield (
-        f"{len(state.source):,} images of {config.data.source}: {count(plan.steps_per_epoch, 'step')} "
-        f"per epoch, {count(plan.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
+        f"{len(state.source):,} images of {config.data.source}: {plural(plan.steps_per_epoch, 'step')} "
+        f"per epoch, {plural(plan.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
     yield from run.notes
     width, depth, heads = config.model.shape
     parameters = {name: number / 1e6 for name, number in parameter_counts(run).items()}
     views = config.views
     yield (
-        f"ViT/{config.model.patch_size}, width {width}, {count(depth, 'block')}, {count(heads, 'head')} "
+        f"ViT/{config.model.patch_size}, width {width}, {plural(depth, 'block')}, {plural(heads, 'head')} "
         f"({parameters['backbone']:.1f} M parameters, projection head {parameters['head']:.1f} M); "
         f"views {views.global_count} × {views.global_size} px and {views.local_count} × {views.local_size} px"
     )

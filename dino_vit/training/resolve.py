@@ -24,7 +24,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import get, given_keys, result_changes
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, all_reduce_mean
-from dino_vit.core.progress import count
+from dino_vit.core.progress import plural
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sampling_weights import fingerprint
@@ -220,7 +220,7 @@ def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "de
     """
     on_device = max(costs.cut / workers, costs.colour_on_device)
     in_worker = (costs.cut + costs.colour) / workers
-    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {count(workers, 'worker')}"
+    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {plural(workers, 'worker')}"
     return "worker" if in_worker * CLEARLY < on_device else "device", reason
 
 

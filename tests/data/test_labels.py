@@ -94,7 +94,7 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
     assert [source.label(index) for index in range(3)] == [None, 1, 0]
     assert source.classes == ["4", "30"]
     assert "no label for 1 of 3 images, such as 'cat/é.jpg'" in caplog.text
-    assert "1 label(s) for names not in the source, such as 'missing.png'" in caplog.text
+    assert "1 label for names not in the source, such as 'missing.png'" in caplog.text
     plain = open_source(str(root))
     assert (source.fingerprint, source.name(1), source.read(1)) == (
         plain.fingerprint,

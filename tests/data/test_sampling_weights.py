@@ -53,7 +53,7 @@ def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
     weights = dict.fromkeys(NAMES, 0.5) | {"b/none": 1, "a/none": 1}
     with caplog.at_level(logging.WARNING, "dino_vit"):
         assert (read_weights(SOURCE, written(tmp_path / "w.csv", weights)) == 0.5).all()
-    assert "2 weight(s) for names not in the source, such as 'a/none'" in caplog.text
+    assert "2 weights for names not in the source, such as 'a/none'" in caplog.text
 
 
 @pytest.mark.parametrize(

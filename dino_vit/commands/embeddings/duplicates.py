@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dino_vit.commands import plural
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
-from dino_vit.core.progress import progress
+from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.eval.embeddings import Array, EmbeddedImages, Embeddings, read_image_embeddings

@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.progress import progress
+from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import folder_labels, number_labels
 from dino_vit.data.sources.files import Ranges, in_threads, open_file, stamps
 from dino_vit.data.sources.index import (
@@ -258,8 +258,8 @@ def _warn_of_several(path: str, images: Iterable[Member]) -> None:
         extensions[key].add(extension)
     several = Counter(b", ".join(sorted(found)) for found in extensions.values() if len(found) > 1)
     for found, count in several.most_common(1):
-        text = "%s: %d sample(s) with several images (%s); each counts as an image of its own"
-        log.warning(text, path, count, os.fsdecode(found))
+        text = "%s: %s with several images (%s); each counts as an image of its own"
+        log.warning(text, path, plural(count, "sample"), os.fsdecode(found))
 
 
 class ZipSource(ArchiveSource):

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.core.progress import plural
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -135,7 +137,7 @@ def expand(pattern: str) -> list[str]:
         else:
             missing.append(path)
     if missing:
-        raise ValueError(f"{pattern}: {len(missing)} file(s) do not exist, such as {missing[0]}.")
+        raise ValueError(f"{pattern}: {plural(len(missing), 'missing file')}, such as {missing[0]}.")
     return sorted(found, key=os.fsencode)
 
 

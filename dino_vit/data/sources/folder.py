@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.progress import progress
+from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import folder_labels, number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file, stamps
 from dino_vit.data.sources.index import (
@@ -68,8 +68,8 @@ class FolderSource(PathSource):
         if not listing.names:
             raise NoImages(_no_images(self.root, listing.others), sorted(listing.containers))
         if listing.containers:
-            text = "%s is read as a folder of images; %d archive(s) in it are ignored, such as %s"
-            log.warning(text, self.root, len(listing.containers), listing.containers[0])
+            text = "%s is read as a folder of images, without the %s in it, such as %s"
+            log.warning(text, self.root, plural(len(listing.containers), "archive"), listing.containers[0])
         order = order_by_name(listing.names)
         names = [listing.names[row] for row in order]
         return draft_items(
@@ -113,12 +113,12 @@ class ListSource(PathSource):
         missing = np.flatnonzero(sizes < 0)
         if len(missing) == len(paths):
             raise ValueError(
-                f"None of the {len(paths)} file(s) in {self._path} exist, such as {paths[0]}. "
+                f"None of the files listed in {self._path} exist, such as {paths[0]}. "
                 f"Paths that are not absolute are relative to the folder of the list."
             )
         if len(missing):
-            text = "%s lists %d file(s) that do not exist, such as %s; they count as unreadable"
-            log.warning(text, self._path, len(missing), paths[missing[0]])
+            text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
+            log.warning(text, self._path, plural(len(missing), "file"), paths[missing[0]])
         return sizes
 
 

@@ -175,7 +175,7 @@ def test_several_images_of_a_sample_are_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "dino_vit"):
         source = open_source(str(path))
     assert [source.label(0), source.label(1)] == [0, 0]
-    assert "1 sample(s) with several images (jpg, seg.png)" in caplog.text
+    assert "1 sample with several images (jpg, seg.png)" in caplog.text
 
 
 def test_a_name_in_several_shards_is_told_apart(tmp_path):

@@ -153,7 +153,7 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
     write_folder(tmp_path)
     write_tar(tmp_path / "a.tar")
     assert len(open_source(str(tmp_path))) == 5
-    assert "1 archive(s) in it are ignored, such as a.tar" in caplog.text
+    assert "without the 1 archive in it, such as a.tar" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
     [
         ("missing", "does not exist: give a folder"),
         ("*.zip", "matches no file"),
-        ("{1..3}.tar", r"2 file\(s\) do not exist, such as .*2\.tar"),
+        ("{1..3}.tar", r"2 missing files, such as .*2\.tar"),
         ("*", "files of several kinds"),
         ("*.[jd]*", "files of several kinds"),
         ("a.docx", "is of an unknown kind"),
         ("a.parquet", r"a\.parquet is damaged or not a Parquet file"),
         ("a.npy", "is damaged or holds no plain arrays"),
         ("empty.txt", "lists no images"),
-        ("wrong.txt", r"None of the 1 file\(s\) in .* exist"),
+        ("wrong.txt", r"None of the files listed in .* exist"),
     ],
 )
 def test_what_is_no_source_is_told_what_to_do(tmp_path, spec, said):
@@ -184,7 +184,7 @@ def test_some_files_of_a_list_may_be_missing(tmp_path, caplog):
     (tmp_path / "list.txt").write_text("cat/é.jpg\nnowhere.png\n")
     source = open_source(str(tmp_path / "list.txt"))
     assert (len(source), source.read(0), source.label(0)) == (2, FILES["cat/é.jpg"], None)
-    assert "lists 1 file(s) that do not exist" in caplog.text
+    assert "lists 1 file that cannot be found" in caplog.text
     with pytest.raises(FileNotFoundError):
         source.read(1)
 
