@@ -69,7 +69,11 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     tensors, texts = read_tensors(path)
     if OWN_KEY not in texts:
         return path, tensors, {}
-    return path, tensors, _check_metadata(path, json.loads(texts[OWN_KEY]))
+    try:
+        metadata = json.loads(texts[OWN_KEY])
+    except ValueError as error:
+        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is not JSON") from error
+    return path, tensors, _check_metadata(path, metadata)
 
 
 def _check_metadata(path: Path, metadata: Any) -> dict[str, Any]:

@@ -246,10 +246,14 @@ def patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
 
 
 def _stated_size(raw: RawWeights) -> Grid | None:
-    """Return the image size (height, width) that a hub folder's config.json states, if any."""
+    """Return the image size (height, width) in a hub folder's config.json, or None if it is missing or malformed."""
     timm = raw.hub_config.get("pretrained_cfg") or {}
     size = raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
-    return height_width(size) if size else None
+    try:
+        height, width = map(int, height_width(size))
+    except (TypeError, ValueError):
+        return None
+    return height, width
 
 
 def _infer_heads(width: int, raw: RawWeights, overrides: Mapping[str, Any]) -> int:

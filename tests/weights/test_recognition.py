@@ -1,5 +1,6 @@
 """Whose weights they are and which architecture, for files of our own making and of the real libraries."""
 
+import json
 import logging
 
 import pytest
@@ -155,6 +156,14 @@ def test_a_hub_folder_gives_the_trained_size(tmp_path):
     model = load_backbone(tmp_path)
     assert model.trained_grid == (2, 8), "16 positions could form a square, too"
     assert torch.allclose(model.forward_features(images), peer(images).last_hidden_state, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", ["32", [32], [1, 2, 3], {"height": 32}, None])
+def test_a_malformed_image_size_in_a_hub_folder_is_ignored(tmp_path, size):
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "image_size": size}))
+    assert load_backbone(tmp_path).image_size == (SIZE, SIZE)
 
 
 def test_a_timm_folder_gives_heads_size_and_statistics_and_no_setting_is_ignored(tmp_path):
