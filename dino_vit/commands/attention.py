@@ -24,7 +24,7 @@ from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.sizes import Size
-from dino_vit.core.storage import replacing, sync, write_bytes
+from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread
@@ -78,8 +78,6 @@ class ImageMaps(NamedTuple):
     heads: Tensor  # CLS attention (heads, y, x)
     rollout: Tensor | None  # (y, x)
     tokens: Tensor | None  # (y, x, d)
-    name: str = ""
-    stem: str = ""  # of the names of its files
 
 
 def run(config: AttentionConfig) -> int:
@@ -98,9 +96,11 @@ def run(config: AttentionConfig) -> int:
         sheets, images = draw_sheets(model, heads, open_source(config.source), config)
     if rank() == 0:
         counts = f"{plural(images, 'image')} on {plural(sheets, 'sheet')}"
-        print(f"{folder}/sheet-*.png: attention of block {block}, {counts}")
-        print(f"{folder}/*.png: each image beside its maps; *.overlay.png and *.mask.png in the image's size")
-        print(f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches")
+        print(
+            f"{folder}/sheet-*.png: attention of block {block}, {counts}\n"
+            f"{folder}/*.png: each image beside its maps; *.overlay.png and *.mask.png in the image's size\n"
+            f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
+        )
     accelerator.end_training()
     return 0
 
@@ -129,17 +129,19 @@ def draw_sheets(
     drawn = torch.zeros(1, 2, dtype=torch.long, device=model.cls_token.device)
     for number in range(rank(), len(starts), world_size()):
         rows = slice(starts[number], starts[number] + SHEET_ROWS)
-        images = []
+        images: dict[str, ImageMaps] = {}  # by the stem of their files
+        names = []
         for index, stem in zip(indices[rows], stems[rows], strict=True):
             try:
                 image = read_image(source, index, preparation.pixels)
             except UnreadableImage as error:
                 log.warning("skipped %s", error)
             else:
-                maps = compute_maps(model, preparation, image, config)
-                images.append(maps._replace(name=source.name(index), stem=stem))
+                images[stem] = compute_maps(model, preparation, image, config)
+                names.append(source.name(index))
         if images:
-            draw_sheet(images, number + 1, model.patch_size, heads, config)
+            sheet = Path(config.output) / f"sheet-{number + 1}.png"
+            draw_sheet(sheet, images, names, model.patch_size, heads, config)
             drawn += torch.tensor([1, len(images)], device=drawn.device)
         if len(starts) > 1:
             log.info("sheet %d of %d", number + 1, len(starts))
@@ -170,51 +172,42 @@ def pad(images: Tensor, patch: Size) -> Tensor:
 
 
 def draw_sheet(
-    images: Sequence[ImageMaps], number: int, patch: Size, heads: Sequence[int], config: AttentionConfig
+    sheet: Path,
+    images: dict[str, ImageMaps],
+    names: Sequence[str],
+    patch: Size,
+    heads: Sequence[int],
+    config: AttentionConfig,
 ) -> None:
     """Write the files of some images, and the sheet that shows them together."""
-    folder = Path(config.output)
-    tokens = [image.tokens for image in images if image.tokens is not None]
+    tokens = [image.tokens for image in images.values() if image.tokens is not None]
     colours = principal_colours(tokens) if tokens else [None] * len(images)
     rows = []
-    for image, colour in zip(images, colours, strict=True):
-        panels = draw_maps(image, colour, patch, heads, config.mass)
-        write_png(pictures.side_by_side(panels.values()), folder / f"{image.stem}.png")
-        write_png(panels["mean of heads"], folder / f"{image.stem}.overlay.png")
-        write_png(panels["mask"], folder / f"{image.stem}.mask.png")
-        write_array(image.heads, folder / f"{image.stem}.attention.npy")
+    for (stem, image), colour in zip(images.items(), colours, strict=True):
+        size, mean = (image.picture.shape[-2], image.picture.shape[-1]), image.heads.mean(0)
+        mask = pictures.enlarge(mass_mask(mean, config.mass), size, patch) > 0
+        panels = {
+            "image": image.picture,
+            "mean of heads": pictures.overlay(image.picture, mean, patch),
+            "mask": pictures.apply_mask(image.picture, mask),
+        }
+        for head in heads:
+            panels[f"head {head}"] = pictures.heat(pictures.enlarge(image.heads[head], size, patch))
         if image.rollout is not None:
-            write_array(image.rollout, folder / f"{image.stem}.rollout.npy")
+            panels["rollout"] = pictures.overlay(image.picture, image.rollout, patch)
+        if colour is not None:
+            channels = rearrange(colour, "y x c -> c y x")
+            panels["patches"] = pictures.as_picture(pictures.enlarge(channels, size, patch))
         rows.append([Panel(picture) for picture in panels.values()])
-    names = [image.name for image in images]
-    write_sheet(rows, folder / f"sheet-{number}.png", names=names, titles=list(panels))
-
-
-def draw_maps(
-    image: ImageMaps, colours: Tensor | None, patch: Size, heads: Sequence[int], mass: float
-) -> dict[str, Tensor]:
-    """Return the pictures of an image by their titles, each of the image's size."""
-    size, mean = (image.picture.shape[-2], image.picture.shape[-1]), image.heads.mean(0)
-    mask = pictures.enlarge(mass_mask(mean, mass), size, patch) > 0
-    panels = {
-        "image": image.picture,
-        "mean of heads": pictures.overlay(image.picture, mean, patch),
-        "mask": pictures.apply_mask(image.picture, mask),
-    }
-    for head in heads:
-        panels[f"head {head}"] = pictures.heat(pictures.enlarge(image.heads[head], size, patch))
-    if image.rollout is not None:
-        panels["rollout"] = pictures.overlay(image.picture, image.rollout, patch)
-    if colours is not None:
-        channels = rearrange(colours, "y x c -> c y x")
-        panels["patches"] = pictures.as_picture(pictures.enlarge(channels, size, patch))
-    return panels
-
-
-def write_array(values: Tensor, path: Path) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, values.numpy())
-    write_bytes(path, buffer.getvalue())
+        write_png(pictures.side_by_side(panels.values()), sheet.with_name(f"{stem}.png"))
+        write_png(panels["mean of heads"], sheet.with_name(f"{stem}.overlay.png"))
+        write_png(panels["mask"], sheet.with_name(f"{stem}.mask.png"))
+        for kind, values in (("attention", image.heads), ("rollout", image.rollout)):
+            if values is not None:
+                buffer = io.BytesIO()
+                np.save(buffer, values.numpy())
+                write_bytes(sheet.with_name(f"{stem}.{kind}.npy"), buffer.getvalue())
+    write_sheet(rows, sheet, names=names, titles=list(panels))
 
 
 def file_stems(names: Iterable[str]) -> list[str]:
@@ -243,27 +236,29 @@ def draw_video(model: VisionTransformer, heads: Sequence[int], target: Path, con
     preparation, frames, stream = preparation_of(model), 0, None
     config = config.model_copy(update={"rollout": False, "pca": False})
     try:
-        with replacing(target) as partial:
-            with av.open(config.source) as reader, av.open(str(partial), "w", format="mp4") as writer:
-                for frame in reader.decode(video=0):
-                    pixels = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
-                    maps = compute_maps(model, preparation, pixels, config)
-                    overlay = pictures.overlay(maps.picture, maps.heads[heads].mean(0), model.patch_size)
-                    picture = pictures.side_by_side([maps.picture, overlay])
-                    if stream is None:
-                        rate = reader.streams.video[0].average_rate or 25
-                        stream = writer.add_stream("libx264", rate=rate, options={"crf": "18"})
-                        # H.264 needs even sizes: an odd one loses its last row or column.
-                        stream.height, stream.width = (side // 2 * 2 for side in picture.shape[-2:])
-                        stream.pix_fmt = "yuv420p"
-                    even = rearrange(picture[:, : stream.height, : stream.width], "c y x -> y x c")
-                    array = even.contiguous().numpy()
-                    writer.mux(stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")))
-                    frames += 1
+        with (
+            replacing(target) as partial,
+            av.open(config.source) as reader,
+            av.open(str(partial), "w", format="mp4") as writer,
+        ):
+            for frame in reader.decode(video=0):
+                pixels = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
+                maps = compute_maps(model, preparation, pixels, config)
+                overlay = pictures.overlay(maps.picture, maps.heads[heads].mean(0), model.patch_size)
+                picture = pictures.side_by_side([maps.picture, overlay])
                 if stream is None:
-                    raise ValueError(f"{config.source} has no frames")
-                writer.mux(stream.encode(None))
-            sync(partial)
+                    rate = reader.streams.video[0].average_rate or 25
+                    stream = writer.add_stream("libx264", rate=rate, options={"crf": "18"})
+                    # H.264 needs even sizes: an odd one loses its last row or column.
+                    stream.height, stream.width = (side // 2 * 2 for side in picture.shape[-2:])
+                    stream.pix_fmt = "yuv420p"
+                even = rearrange(picture[:, : stream.height, : stream.width], "c y x -> y x c")
+                encoded = av.VideoFrame.from_ndarray(even.contiguous().numpy(), format="rgb24")
+                writer.mux(stream.encode(encoded))
+                frames += 1
+            if stream is None:
+                raise ValueError(f"{config.source} has no frames")
+            writer.mux(stream.encode(None))
     except av.FFmpegError as error:
         message = f"{config.source} cannot be read as a video, or {target} cannot be written: {error}"
         raise ValueError(message) from error

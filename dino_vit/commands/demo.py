@@ -82,28 +82,26 @@ def is_outdated(path: Path, weights: Path) -> bool:
 
 def recipe(config: DemoConfig) -> PretrainConfig:
     """Return the settings of the demo's pretraining."""
-    given = [f"output={config.output}", f"seed={config.seed}"]
     started = Path(config.output) / "config.yaml"
     with as_file(files("dino_vit.commands") / "demo.yaml") as path:
-        settings = load(PretrainConfig, path, given)
-        has_bf16 = choose_precision("auto", torch.device("cpu")) == "bf16"
-        steps = config.steps
-        if steps is None and started.exists():
-            steps = load(PretrainConfig, started).budget.steps
-        elif steps is None and not has_bf16 and not torch.cuda.is_available():
-            steps = affordable_steps(settings)
-        return settings if steps is None else load(PretrainConfig, path, [*given, f"budget.steps={steps}"])
-
-
-def affordable_steps(settings: PretrainConfig) -> int:
-    """Return how many of the recipe's steps fit into the demo's time on this machine."""
-    wanted = settings.budget.steps or 0
-    seconds = seconds_per_step(settings)
-    steps = min(wanted, max(MIN_STEPS, int(SECONDS / seconds)))
-    log.info(
-        "no native bf16 on this machine: taking %d of %d steps at %.0f ms each", steps, wanted, 1e3 * seconds
-    )
-    return steps
+        settings = load(PretrainConfig, path, [f"output={config.output}", f"seed={config.seed}"])
+    has_bf16 = choose_precision("auto", torch.device("cpu")) == "bf16"
+    if config.steps is not None:
+        steps: int | None = config.steps
+    elif started.exists():
+        steps = load(PretrainConfig, started).budget.steps
+    elif has_bf16 or torch.cuda.is_available():
+        return settings
+    else:
+        wanted, seconds = settings.budget.steps or 0, seconds_per_step(settings)
+        steps = min(wanted, max(MIN_STEPS, int(SECONDS / seconds)))
+        log.info(
+            "no native bf16 on this machine: taking %d of %d steps at %.0f ms each",
+            steps,
+            wanted,
+            1e3 * seconds,
+        )
+    return replace(settings, {"budget.steps": steps})
 
 
 def seconds_per_step(settings: PretrainConfig) -> float:

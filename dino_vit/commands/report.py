@@ -16,10 +16,9 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.report.explorer import MAX_IMAGES, build_map, load_teacher, random_indices, to_json
-from dino_vit.report.page import Pictures, render
+from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, random_indices, to_json
+from dino_vit.report.page import SECTIONS, Page, Pictures, render, serve
 from dino_vit.report.record import RunRecord, read_run
-from dino_vit.report.serving import Page, serve
 from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
 
 log = logging.getLogger("dino_vit")
@@ -64,12 +63,10 @@ def run(config: ReportConfig) -> int:
 def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:
     """Draw what the images and the checkpoints allow; the page explains what is missing."""
     pictures = Pictures()
-    network_sections = ("attention", "neighbours", "explorer")
     try:
         source = open_source(config.source or record.config.data.source, record.config.data.labels)
     except UNAVAILABLE as error:
-        hint = "If the images have moved, say where with source=..."
-        _explain(pictures, f"{error} {hint}", "views", *network_sections)
+        _explain(pictures, f"{error} If the images have moved, say where with source=...", *SECTIONS)
         return pictures
     epoch = int(record.records[-1]["epoch"]) if record.records else 0
     try:
@@ -79,7 +76,7 @@ def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pi
     try:
         _draw_network(pictures, record, source, config.images, device)
     except UNAVAILABLE as error:
-        _explain(pictures, error, *network_sections)
+        _explain(pictures, error, *SECTIONS[1:])
     return pictures
 
 
@@ -91,7 +88,7 @@ def _draw_network(
         raise ValueError("the run has not written a checkpoint yet")
     if checkpoint.metadata["source"] != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
-    teacher = load_teacher(checkpoint, record.config, device)
+    teacher = LoadedTeacher(checkpoint, record.config, device)
     found = build_map(teacher, source, random_indices(source, images, record.config.seed))
     pictures.attention = attention_rows(teacher, source, found)
     pictures.neighbours = neighbour_rows(teacher, source, found)

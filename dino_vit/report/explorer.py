@@ -31,10 +31,9 @@ from dino_vit.data.sources.open import Source
 from dino_vit.eval.attention import cls_attention
 from dino_vit.eval.features.extraction import evaluating, in_batches
 from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.pictures import as_picture, shorten
+from dino_vit.eval.pictures import as_picture, resize, shorten
 from dino_vit.models.head import DINOHead
-from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.preparation import Preparation, preparation_of
+from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 
 log = logging.getLogger("dino_vit")
@@ -57,17 +56,20 @@ TINY = 1e-30
 Positions = NDArray[np.float32]  # (n, 2)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoadedTeacher:
     """The teacher of a checkpoint, on a device."""
 
-    backbone: VisionTransformer
-    head: DINOHead
-    center: Tensor  # (1, prototypes)
-    preparation: Preparation
-
-    def normalise(self, images: Tensor) -> Tensor:
-        return self.preparation.normaliser(self.center.device)(images)
+    def __init__(self, checkpoint: Checkpoint, config: PretrainConfig, device: torch.device) -> None:
+        self.backbone = load_backbone(checkpoint.path).to(device)
+        self.head = DINOHead(in_dim=self.backbone.width, **config.head.model_dump())
+        prefix, tensors = "teacher.head.", checkpoint.tensors
+        self.head.load_state_dict(
+            {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        )
+        self.head.to(device).eval()
+        self.center = tensors["loss.center"].to(device)
+        self.preparation = preparation_of(self.backbone)
+        self.normalise = self.preparation.normaliser(device)
 
     def attention(self, images: Tensor) -> Tensor:
         """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
@@ -79,22 +81,6 @@ class LoadedTeacher:
             features = self.backbone.forward_cls(self.normalise(images)).float()
             prototypes = (self.head(features) - self.center).argmax(dim=-1)
         return features.cpu(), prototypes.cpu()
-
-
-def load_teacher(checkpoint: Checkpoint, config: PretrainConfig, device: torch.device) -> LoadedTeacher:
-    """Load the teacher of a checkpoint onto a device."""
-    backbone = load_backbone(checkpoint.path).to(device)
-    head = DINOHead(in_dim=backbone.width, **config.head.model_dump())
-    prefix = "teacher.head."
-    head.load_state_dict(
-        {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
-    )
-    return LoadedTeacher(
-        backbone=backbone,
-        head=head.to(device).eval(),
-        center=checkpoint.tensors["loss.center"].to(device),
-        preparation=preparation_of(backbone),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +154,8 @@ def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tupl
             if images:
                 stack = torch.stack(images)
                 attention = teacher.attention(stack).mean(dim=1)
-                thumbnails = shrink(torch.stack([as_picture(image) for image in images]), THUMBNAILS[0][0])
-                parts.append((*teacher.embed(stack), attention, thumbnails))
+                pictures = [resize(as_picture(image), None, THUMBNAILS[0][0]) for image in images]
+                parts.append((*teacher.embed(stack), attention, torch.stack(pictures)))
             advance(len(batch))
     return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
 
@@ -197,15 +183,6 @@ def tsne(features: Tensor) -> Positions:
     return positions
 
 
-def shrink(images: Tensor, side: int) -> Tensor:
-    """Resample uint8 images (n, c, y, x) so that their longer side is at most `side`."""
-    factor = side / max(images.shape[-2:])
-    if factor >= 1:
-        return images
-    size = [max(1, round(length * factor)) for length in images.shape[-2:]]
-    return F.interpolate(images, size=size, mode="bicubic", antialias=True)
-
-
 def data_uri(picture: Tensor, *, quality: int = 80) -> str:
     """Return a picture (3, y, x) as a WebP inside a `data:` address."""
     buffer = io.BytesIO()
@@ -215,63 +192,48 @@ def data_uri(picture: Tensor, *, quality: int = 80) -> str:
 
 
 def build_atlas(images: Tensor, budget: int) -> dict[str, Any]:
-    """Join pictures (n, 3, y, x) into one of at most `budget` bytes, smaller and coarser if necessary."""
-    every = max(1, len(images) // 400)  # a sample shows what is too large, without seconds of encoding
+    """Join pictures (n, 3, y, x), row by row, into one of at most `budget` bytes, coarser if necessary."""
+    columns = math.ceil(math.sqrt(len(images)))
+    cells = torch.cat([images, images.new_zeros(-len(images) % columns, *images.shape[1:])])
     for side, quality in THUMBNAILS:
-        if len(_atlas(images[::every], side, quality)["uri"]) * every > budget:
-            continue
-        atlas = _atlas(images, side, quality)
-        if len(atlas["uri"]) <= budget:
-            return atlas
+        small = torch.stack([resize(cell, None, side) for cell in cells])
+        picture = rearrange(small, "(row column) c y x -> c (row y) (column x)", column=columns)
+        uri = data_uri(picture, quality=quality)
+        if len(uri) <= budget:
+            return {"uri": uri, "columns": columns, "size": list(small.shape[-2:])}
     raise ValueError(f"{len(images):,} images do not fit into the page; use fewer, such as images=3000")
-
-
-def _atlas(images: Tensor, side: int, quality: int) -> dict[str, Any]:
-    """Lay thumbnails side by side, row by row."""
-    small, columns = shrink(images, side), math.ceil(math.sqrt(len(images)))
-    filler = small.new_zeros(-len(small) % columns, *small.shape[1:])
-    cells = torch.cat([small, filler])
-    picture = rearrange(cells, "(row column) c y x -> c (row y) (column x)", column=columns)
-    return {"uri": data_uri(picture, quality=quality), "columns": columns, "size": list(small.shape[-2:])}
-
-
-def _compact(maps: Tensor) -> NDArray[np.uint8]:
-    """Return maps (n, y, x) as bytes, averaged over neighbouring patches if they are too large for a page."""
-    rows = min(MAX_ATTENTION_ROWS, math.isqrt(ATTENTION_BYTES // len(maps)))
-    size = (min(rows, maps.shape[-2]), min(rows, maps.shape[-1]))
-    smaller = F.adaptive_avg_pool2d(maps[:, None].float(), size)[:, 0]
-    scaled = smaller / smaller.amax(dim=(-2, -1), keepdim=True).clamp_min(TINY)
-    return (255 * scaled).round().to(torch.uint8).numpy()
 
 
 def to_json(found: ImageMap) -> dict[str, Any]:
     """Return a map as `explorer.js` reads it."""
     classes = sorted({label for label in found.labels if label is not None})
-    attention = _compact(found.attention)
+    layouts = []
+    for name, positions in found.positions.items():
+        # A grid of 65536 x 65536 that keeps the aspect of the map.
+        low, high = positions.min(axis=0), positions.max(axis=0)
+        span = max(float((high - low).max()), TINY)
+        centred = (positions - (low + high) / 2) / span + 0.5
+        grid = np.rint(np.clip(centred, 0, 1) * 65535).astype(np.uint16)
+        layouts.append({"name": name, "positions": packed(grid)})
+    # One byte per patch, averaged over neighbouring patches if they are too many for a page.
+    rows = min(MAX_ATTENTION_ROWS, math.isqrt(ATTENTION_BYTES // len(found.indices)))
+    maps = found.attention
+    size = min(rows, maps.shape[-2]), min(rows, maps.shape[-1])
+    maps = F.adaptive_avg_pool2d(maps[:, None], size)[:, 0]
+    maps = 255 * (maps / maps.amax(dim=(-2, -1), keepdim=True).clamp_min(TINY))
     return {
         "count": len(found.indices),
         "names": found.names,
         "classes": classes,
         "labels": [-1 if label is None else classes.index(label) for label in found.labels],
         "clusters": found.prototypes.tolist(),
-        "layouts": [
-            {"name": name, "positions": packed(quantised(positions))}
-            for name, positions in found.positions.items()
-        ],
+        "layouts": layouts,
         "k": found.neighbours.shape[1],
         "neighbours": packed(found.neighbours.numpy().astype(np.uint16)),
         "similarities": packed((found.cosines.clamp(0, 1) * 65535).round().numpy().astype(np.uint16)),
         "thumbnails": build_atlas(found.thumbnails, THUMBNAIL_BYTES),
-        "attention": {"maps": packed(attention), "size": attention.shape[1:]},
+        "attention": {"maps": packed(maps.round().to(torch.uint8).numpy()), "size": size},
     }
-
-
-def quantised(positions: Positions) -> NDArray[np.uint16]:
-    """Return positions on a grid of 65536 x 65536, with the aspect of the map kept."""
-    low, high = positions.min(axis=0), positions.max(axis=0)
-    span = max(float((high - low).max()), TINY)
-    centred = (positions - (low + high) / 2) / span + 0.5
-    return np.rint(np.clip(centred, 0, 1) * 65535).astype(np.uint16)
 
 
 def packed(values: NDArray[np.generic]) -> str:

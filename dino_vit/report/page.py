@@ -1,21 +1,40 @@
-"""The page itself: one HTML file that loads nothing else, and in which names of files are only text."""
+"""The page of a run: one HTML file that loads nothing else, and in which names of files are only text.
+
+While the run goes on it is served from memory, read-only, by default to this machine only.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from dataclasses import asdict, dataclass, field
+import ipaddress
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 from markupsafe import Markup
 
-from dino_vit.report.curves import charts
-from dino_vit.report.record import RunRecord, changed_settings, facts, state
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.report.curves import figures, live_data
+from dino_vit.report.record import RunRecord, changed_settings, facts, read_run
 from dino_vit.report.sheets import Row
 
+log = logging.getLogger("dino_vit")
+
 SCRIPTS = ("charts.js", "explorer.js", "page.js")
+SECTIONS = ("views", "attention", "neighbours", "explorer")  # need the images; all but views, a network
+CHECK_EVERY = 5.0  # seconds between two checks for a new checkpoint
+MAX_SHARE = 0.1  # of the time spent on drawing, which slows down a run on the same device
 
 
 @dataclass(kw_only=True)
@@ -30,51 +49,25 @@ class Pictures:
     notes: list[str] = field(default_factory=list)
 
 
-def live_data(record: RunRecord) -> dict[str, Any]:
-    """Return what changes while a run goes on: texts by their `data-text` on the page, and the charts."""
-    diagnosis, history = state(record)
-    tone = "plain" if diagnosis.state == "starting" else "good"
-    return {
-        "tone": "bad" if diagnosis.advice else tone,
-        "texts": {
-            "state": diagnosis.state,
-            "history": history,
-            "advice": diagnosis.advice,
-            **{f"fact-{name}": text for name, text in facts(record).items()},
-            **{f"figure-{name}": text for name, text in figures(record).items()},
-        },
-        "progress": record.step / record.total_steps if record.total_steps else 0,
-        "charts": [asdict(chart) for chart in charts(record)],
-    }
-
-
-def figures(record: RunRecord) -> dict[str, str]:
-    """Return the few numbers to look at first."""
-    found = {}
-    knn, rank = record.latest("knn"), record.latest("rankme")
-    levels = record.baseline_levels("knn", "raw_pixels")
-    if knn is not None or levels:
-        found["k-NN"] = "–" if knn is None else f"{knn:.1f} %"
-        found |= {f"k-NN, {name}": f"{level:.1f} %" for name, level in levels.items()}
-    if rank is not None:
-        found["effective rank"] = f"{rank:.0f}"
-    if record.records:
-        last = record.readings[-1]
-        found["loss − ln(prototypes)"] = f"{last.excess:+.2f}".replace("-", "−")
-        found["entropy gap"] = f"{last.entropy_gap:.2f}"
-    return found
-
-
 def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version: int | None = None) -> str:
     """Return the page of a run; a live one asks its server for news."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     now = live_data(record)
-    style, script = Markup(_asset("page.css")), Markup("\n".join(map(_asset, SCRIPTS)))
+    style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
+    # Allow only this style, this script, pictures inside the page, and no connection but to its server.
+    style_hash, script_hash = (
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)
+    )
+    connect = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{style_hash}'; script-src 'sha256-{script_hash}'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
     return environment.from_string(_asset("page.html")).render(
-        policy=_policy(style, script, live=live),
-        style=style,
-        script=script,
+        policy=policy,
+        style=Markup(style),
+        script=Markup(script),
         title=record.folder.resolve().name,
         folder=record.folder,
         now=now,
@@ -90,13 +83,124 @@ def _asset(name: str) -> str:
     return (files("dino_vit.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str, *, live: bool) -> str:
-    """Allow only this style, this script, pictures inside the page, and no connection but to its server."""
-    style_hash, script_hash = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)
-    )
-    connect = "'self'" if live else "'none'"
-    return (
-        f"default-src 'none'; style-src 'sha256-{style_hash}'; script-src 'sha256-{script_hash}'; "
-        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
-    )
+class Page:
+    """The page of a run: curves are read for each request, pictures are drawn in the background."""
+
+    def __init__(self, folder: Path, draw: Callable[[RunRecord], Pictures]) -> None:
+        self.folder, self.draw = folder, draw
+        waiting = "The pictures are being drawn. This page will tell you when they are ready."
+        self.pictures = Pictures(missing=dict.fromkeys(SECTIONS, waiting))
+        self.drawn: int | None = None  # step of the newest checkpoint that was drawn; -1: without checkpoint
+        self.stopped = threading.Event()
+
+    def html(self) -> bytes:
+        return render(read_run(self.folder), self.pictures, live=True, version=self.drawn).encode()
+
+    def news(self) -> bytes:
+        """Return what changes while a run goes on."""
+        return json.dumps({**live_data(read_run(self.folder)), "version": self.drawn}).encode()
+
+    def keep_drawing(self) -> None:
+        """Draw the pictures of each new checkpoint until `stopped` is set."""
+        spent = self.draw_if_new()
+        while not self.stopped.wait(max(CHECK_EVERY, spent / MAX_SHARE)):
+            spent = self.draw_if_new()
+
+    def draw_if_new(self) -> float:
+        """Draw the pictures if there is a new checkpoint; return the seconds spent."""
+        start = time.monotonic()
+        newest = max((int(path.stem[5:]) for path in Checkpoints(self.folder).paths()), default=-1)
+        if newest != self.drawn:
+            try:
+                self.pictures = self.draw(read_run(self.folder))
+                self.drawn = newest
+            except (ValueError, OSError) as error:  # such as a file that the run is replacing
+                log.warning("the pictures could not be drawn: %s", error)
+        return time.monotonic() - start
+
+
+def serve(page: Page, address: str, port: int) -> None:
+    """Serve a page until Ctrl-C."""
+    server = PageServer(page, address, port)
+    threading.Thread(target=page.keep_drawing, daemon=True).start()
+    host = f"[{address}]" if ":" in address else address
+    print(f"Serving the report at http://{host}:{server.server_port}/ (Ctrl-C to stop)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        page.stopped.set()
+        server.server_close()
+
+
+class PageServer(ThreadingHTTPServer):
+    """A server of two documents that are made in memory; it opens no file that a request names."""
+
+    def __init__(self, page: Page, address: str, port: int) -> None:
+        self.page = page
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            super().__init__((address, port), _Handler)
+        except OSError as error:
+            raise ValueError(
+                f"cannot serve on {address} port {port}: {error.strerror}; give another port, or port=0 for "
+                "any free port"
+            ) from error
+        self.names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def accepts(self, host: str) -> bool:
+        """Tell whether a Host header is an address or a name of this machine.
+
+        Otherwise any website could point a name of its own to this server and read the page (DNS rebinding).
+        """
+        name, _, port = host.rpartition(":")
+        name = (name if port.isdecimal() else host).strip("[]").lower()
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self.names
+        return True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "dino-vit", ""
+
+    def do_GET(self) -> None:
+        page = self.server.page
+        if not self.server.accepts(self.headers.get("Host", "")):
+            return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"Unknown host name.\n")
+        try:
+            match self.path:
+                case "/":
+                    self._send(HTTPStatus.OK, page.html(), "text/html; charset=utf-8")
+                case "/news.json":
+                    self._send(HTTPStatus.OK, page.news(), "application/json")
+                case _:
+                    self._send(HTTPStatus.NOT_FOUND, b"The report is at /.\n")
+        except (ValueError, OSError) as error:
+            log.warning("%s", error)
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"The run cannot be read at the moment.\n")
+
+    do_HEAD = do_GET
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str = "text/plain") -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Log no requests: they come every few seconds."""

@@ -13,6 +13,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.progress import duration
+from dino_vit.core.sizes import height_width
 from dino_vit.training.readings import STATES, Diagnosis, Reading, Record, read_records
 
 
@@ -38,17 +39,6 @@ class RunRecord:
     def total_steps(self) -> int | None:
         known = [source["total_steps"] for source in (*self.records[-1:], *self.starts[-1:])]
         return int(known[0]) if known else self.config.budget.steps
-
-    @property
-    def seconds(self) -> float:
-        """Time spent on training steps, without evaluations and checkpoints; 0 if unknown."""
-        spent, before = 0.0, 0
-        for record in self.records if self.starts else ():
-            if record["images_per_second"]:
-                images = (record["step"] - before) * self.starts[-1]["global_batch"]
-                spent += images / record["images_per_second"]
-            before = record["step"]
-        return spent
 
     def latest(self, figure: str) -> float | None:
         """Return the newest finite value of a figure."""
@@ -94,9 +84,11 @@ def facts(record: RunRecord) -> dict[str, str]:
     config, start = record.config, record.starts[-1] if record.starts else None
     width, depth, heads = config.model.shape
     network = f"ViT/{config.model.patch_size}, width {width}, {depth} blocks, {heads} heads"
-    views = f"{config.views.global_count} global of {_size(config.views.global_size)}"
+    sizes = [height_width(size) for size in (config.views.global_size, config.views.local_size)]
+    global_size, local_size = (f"{height} × {width} px" for height, width in sizes)
+    views = f"{config.views.global_count} global of {global_size}"
     if config.views.local_count:
-        views += f", {config.views.local_count} local of {_size(config.views.local_size)}"
+        views += f", {config.views.local_count} local of {local_size}"
     found = {
         "Network": network,
         "Images": config.data.source,
@@ -108,34 +100,25 @@ def facts(record: RunRecord) -> dict[str, str]:
         backbone, head = (start["parameters"][name] / 1e6 for name in ("backbone", "head"))
         processes = "1 process" if start["processes"] == 1 else f"{start['processes']} processes"
         precision = "float32" if start["precision"] == "no" else start["precision"]
+        first, *resumed = record.starts
+        start_times = first["began"].replace("T", " ").replace("+00:00", " UTC")
+        if resumed:
+            times = "once, at" if len(resumed) == 1 else f"{len(resumed)} times, most recently at"
+            start_times += f"; resumed {times} step {resumed[-1]['step']:,}"
         cores = f", {start['cores']} cores each" if "CUDA" not in start["device"] else ""
         found |= {
             "Network": f"{network}; {backbone:.1f} M parameters, head {head:.1f} M",
             "Images": f"{start['images']:,} images from {config.data.source}",
             "Device": f"{start['device']}; {processes}{cores}, {precision}",
             "Versions": f"dino-vit {start['version']}, torch {start['torch']}",
-            "Started": _started(record),
+            "Started": start_times,
         }
     return {**found, "Speed": _speed(record)}
 
 
-def _size(size: int | tuple[int, int]) -> str:
-    return f"{size} px" if isinstance(size, int) else f"{size[0]} × {size[1]} px"
-
-
-def _started(record: RunRecord) -> str:
-    first, *resumed = record.starts
-    began = first["began"].replace("T", " ").replace("+00:00", " UTC")
-    if not resumed:
-        return began
-    times = "once, at" if len(resumed) == 1 else f"{len(resumed)} times, most recently at"
-    return f"{began}; resumed {times} step {resumed[-1]['step']:,}"
-
-
 def _progress(record: RunRecord) -> str:
-    done = (
-        f"{record.step:,} of {record.total_steps:,} steps" if record.total_steps else f"{record.step:,} steps"
-    )
+    total = f" of {record.total_steps:,}" if record.total_steps else ""
+    done = f"{record.step:,}{total} steps"
     if record.records:
         done += f", {record.records[-1]['epoch']:.4g} epochs"
     if record.starts:
@@ -149,7 +132,15 @@ def _speed(record: RunRecord) -> str:
     if not speeds:
         return "unknown before the first line of metrics.jsonl"
     text = f"{median(speeds):,.0f} images/s; {100 * median(waits):.0f} % of the time waiting for images"
-    return f"{text}; {duration(record.seconds)} of training steps" if record.seconds else text
+    if not record.starts:
+        return text
+    # Without the time of evaluations and checkpoints, which images_per_second leaves out.
+    images, seconds, before = record.starts[-1]["global_batch"], 0.0, 0
+    for line in record.records:
+        if line["images_per_second"]:
+            seconds += (line["step"] - before) * images / line["images_per_second"]
+        before = line["step"]
+    return f"{text}; {duration(seconds)} of training steps"
 
 
 def state(record: RunRecord) -> tuple[Diagnosis, str]:

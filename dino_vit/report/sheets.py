@@ -10,8 +10,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sampling_weights import read_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.pictures import as_picture, heat, shorten
-from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri, shrink
+from dino_vit.eval.pictures import as_picture, heat, resize, shorten
+from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
@@ -87,7 +87,7 @@ def neighbour_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> l
 
 
 def _tile(image: Tensor, caption: str) -> Tile:
-    return Tile(data_uri(shrink(as_picture(image)[None], SIDE)[0]), caption)
+    return Tile(data_uri(resize(as_picture(image), None, SIDE)), caption)
 
 
 def _varied(found: ImageMap) -> list[int]:

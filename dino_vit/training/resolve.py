@@ -177,7 +177,7 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
     if resumed.metadata["source"] != facts.source.fingerprint:
         changes.append(f"the images of {config.data.source} have changed")
     if resumed.metadata.get("weights") != fingerprint(facts.weights):
-        changes.append(f"the weights in data.weights={config.data.weights} have changed")
+        changes.append(f"the sampling weights have changed (data.weights={config.data.weights})")
     batch, per_pass = resumed.metadata["global_batch"], config.data.batch_size * facts.processes
     if batch % per_pass:
         changes.append(

@@ -1,4 +1,4 @@
-"""Write a backbone in the format of another library, and check that the written file gives its features."""
+"""Save a backbone, or export it to another library and check that the written file gives its features."""
 
 from __future__ import annotations
 
@@ -6,27 +6,57 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dino_vit.core.storage import save_plain, sync, write_bytes
+from dino_vit.core.storage import save_plain, sync, write_tensors
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.reading import WeightsError, read_weights
+from dino_vit.weights.reading import FORMAT_VERSION, WeightsError, read_weights
 
 log = logging.getLogger("dino_vit")
 
 EXPORTS = ("reference", "timm", "torchvision", "huggingface")
+LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "huggingface": "transformers"}
 SUFFIXES = (".pth", ".pt", ".safetensors")
 HUGGINGFACE_FILES = {"config.json", "preprocessor_config.json", "model.safetensors"}
 TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
+
+
+def save_backbone(
+    model: VisionTransformer,
+    path: str | Path,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    bits: Literal[8, 16] | None = None,
+    range: tuple[float, float] | None = None,
+    network: str | None = None,
+    step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a safetensors file with all that loading needs; arguments default to the model's provenance."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise WeightsError(f"{path} must end in .safetensors")
+    pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
+    given = {**pixels, "network": network, "step": step, "config": config}
+    known = asdict(model.provenance) if model.provenance else {}
+    metadata: dict[str, Any] = {k: known.get(k) if value is None else value for k, value in given.items()}
+    for name in ("mean", "std"):
+        values, channels = metadata[name], model.channels
+        if values is not None and len(values) != channels:
+            raise WeightsError(f"{name} needs one value per channel ({channels}), not {len(values)}")
+    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
+    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))
 
 
 def export_backbone(
@@ -104,10 +134,12 @@ def _check_architecture(model: VisionTransformer, format: str) -> None:
 
 
 def _layout_for(model: VisionTransformer, format: str) -> Layout:
-    if format == "huggingface" and model.architecture["layer_scale"] is not None:
-        return layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
-    known = (layouts.REFERENCE, layouts.TIMM, layouts.TORCHVISION, layouts.HF_VIT)
-    return next(layout for layout in known if layout.format == format)
+    if format == "huggingface":
+        return layouts.huggingface_layout(
+            model.architecture["layer_scale"] is not None, bool(model.registers)
+        )
+    choices = (layouts.REFERENCE, layouts.TIMM, layouts.TORCHVISION)
+    return next(layout for layout in choices if layout.format == format)
 
 
 def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
@@ -135,21 +167,19 @@ def _write_huggingface(
     """Write config.json, preprocessor_config.json and model.safetensors."""
     folder.mkdir()
     save_plain(tensors, folder / "model.safetensors", {"format": "pt"})
-    _write_json(_huggingface_config(model, layout), folder / "config.json")
+    contents = {"config.json": _huggingface_config(model, layout)}
     known = model.provenance
     if known is not None and known.mean is not None and known.std is not None:
-        processor = {
+        contents["preprocessor_config.json"] = {
             "image_processor_type": "ViTImageProcessor",
             "size": {"height": model.image_size[0], "width": model.image_size[1]},
             "resample": 3,
             "image_mean": known.mean,
             "image_std": known.std,
         }
-        _write_json(processor, folder / "preprocessor_config.json")
-
-
-def _write_json(content: dict[str, Any], path: Path) -> None:
-    write_bytes(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        sync(folder / name)
 
 
 def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, Any]:
@@ -192,9 +222,9 @@ def _dinov2_mlp(model: VisionTransformer) -> tuple[int, int]:
 @torch.no_grad()
 def _compare_features(model: VisionTransformer, written: Path, format: str) -> str:
     """Compare with the features of the written file, in the library it is for if that is installed."""
-    library, open_peer = _PEERS.get(format, ("", None))
-    if open_peer and find_spec(library):
-        peer, how = open_peer(model, written), f"with {library}"
+    library = LIBRARIES.get(format)
+    if library and find_spec(library):
+        peer, how = _open_peer(model, written, format), f"with {library}"
     else:
         peer, how = load_backbone(written, format=format, heads=model.heads), "by loading it again"
     was_training, device = model.training, next(model.parameters()).device
@@ -219,52 +249,41 @@ def _note_on_other_sizes(model: VisionTransformer, layout: Layout) -> str:
     return "" if theirs == ours else f"; at other sizes positions are resampled in mode {theirs}, not {ours}"
 
 
-def _open_timm(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:
-    from timm.models import load_checkpoint
-    from timm.models.vision_transformer import VisionTransformer as TimmTransformer
-
+def _open_peer(model: VisionTransformer, written: Path, format: str) -> Callable[[Tensor], Tensor]:
+    """Open the written file in the library it is for; return a function from images to CLS features."""
     a = model.architecture
-    peer = TimmTransformer(
-        img_size=model.image_size,
-        patch_size=model.patch_size,
-        in_chans=model.channels,
-        num_classes=a["num_classes"],
-        embed_dim=model.width,
-        depth=model.depth,
-        num_heads=model.heads,
-        mlp_ratio=a["mlp_ratio"],
-        qkv_bias=a["qkv_bias"],
-        init_values=a["layer_scale"],
-        reg_tokens=model.registers,
-        no_embed_class=bool(model.registers),
-    )
-    load_checkpoint(peer, str(written), strict=True)
-    return lambda images: peer.eval().forward_features(images)[:, 0]
+    if format == "timm":
+        from timm.models import VisionTransformer as TimmTransformer
+        from timm.models import load_checkpoint
 
+        peer = TimmTransformer(
+            img_size=model.image_size,
+            patch_size=model.patch_size,
+            in_chans=model.channels,
+            num_classes=a["num_classes"],
+            embed_dim=model.width,
+            depth=model.depth,
+            num_heads=model.heads,
+            mlp_ratio=a["mlp_ratio"],
+            qkv_bias=a["qkv_bias"],
+            init_values=a["layer_scale"],
+            reg_tokens=model.registers,
+            no_embed_class=bool(model.registers),
+        )
+        load_checkpoint(peer, str(written), strict=True)
+        return lambda images: peer.eval().forward_features(images)[:, 0]
+    if format == "torchvision":
+        from torchvision.models import VisionTransformer as TorchvisionTransformer
 
-def _open_torchvision(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:
-    from torchvision.models import VisionTransformer as TorchvisionTransformer
-
-    hidden = round(model.width * model.architecture["mlp_ratio"])
-    peer = TorchvisionTransformer(
-        model.image_size[0], model.patch_size[0], model.depth, model.heads, model.width, hidden
-    )
-    peer.heads = nn.Identity()
-    tensors = read_weights(written, "teacher").tensors
-    peer.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("heads.")})
-    return peer.eval()
-
-
-def _open_huggingface(model: VisionTransformer, written: Path) -> Callable[[Tensor], Tensor]:
+        hidden = round(model.width * a["mlp_ratio"])
+        sizes = model.image_size[0], model.patch_size[0], model.depth, model.heads, model.width, hidden
+        classifier = TorchvisionTransformer(*sizes)
+        classifier.heads = nn.Identity()
+        tensors = read_weights(written, "teacher").tensors
+        classifier.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("heads.")})
+        return classifier.eval()
     from transformers import AutoModel
 
-    without_pooler = {"add_pooling_layer": False} if model.architecture["layer_scale"] is None else {}
-    peer = AutoModel.from_pretrained(written, **without_pooler).eval()
-    return lambda images: peer(images).last_hidden_state[:, 0]
-
-
-_PEERS = {
-    "timm": ("timm", _open_timm),
-    "torchvision": ("torchvision", _open_torchvision),
-    "huggingface": ("transformers", _open_huggingface),
-}
+    without_pooler = {"add_pooling_layer": False} if a["layer_scale"] is None else {}
+    opened = AutoModel.from_pretrained(written, **without_pooler).eval()
+    return lambda images: opened(images).last_hidden_state[:, 0]

@@ -1,4 +1,4 @@
-"""Tensor names of other libraries, and their translation to ours and back.
+"""Tensor names of other libraries: recognise whose they are, translate them to ours and back.
 
 Our own names are those of the 2021 DINO code and of timm: cls_token, pos_embed, patch_embed.proj,
 blocks.{i}.norm1, blocks.{i}.attn.qkv, blocks.{i}.attn.proj, blocks.{i}.ls1.gamma, blocks.{i}.mlp.fc1, norm.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
+from dino_vit.weights.reading import RawWeights, WeightsError
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -147,6 +148,23 @@ HF_DINOV2 = replace(
 HF_DINOV2_REGISTERS = replace(HF_DINOV2, position_mode="timm")
 
 FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2")
+HYBRID_ROOT = "patch_embed.backbone.stem.conv.weight"
+TIMM_ONLY = ("reg_token", "head.weight", "blocks.0.ls1.gamma", HYBRID_ROOT)
+# Transformers with similar names that compute something else: pattern of their names, and what it shows.
+UNSUPPORTED = {
+    r"(.*\.)?(dist_token|distillation_token)": "a distillation token (DeiT)",
+    r"(.*\.)?(norm_pre|pre_layrnorm)\..*": "a normalisation before the first block (CLIP)",
+    r"(.*\.)?(rel_pos|relative_position)[^.]*(\..*)?": "relative positions (BEiT, SAM)",
+    r"(model\.)?(layer|rope|blocks\.\d+\.gamma_1)(\..*)?": "blocks of another kind (DINOv3, EVA, CaiT)",
+    r"(.*\.)?fc_norm\..*": "features that are averaged before they are normalised",
+    r"attn_pool\..*": "features that are pooled by attention (SigLIP)",
+}
+EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
+KNOWN_MODEL_ARGS = {  # of timm folders: shown by the tensors too, or without effect on the features
+    "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
+    "qkv_bias", "init_values", "reg_tokens", "no_embed_class", "global_pool", "dynamic_img_size",
+    "drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate",
+}  # fmt: skip
 MERGED = (  # a tensor of ours, and the separate ones that others store instead
     ("attn.qkv", ("attn.q", "attn.k", "attn.v")),
     ("attn.qkv", ("attn.query", "attn.key", "attn.value")),
@@ -165,3 +183,76 @@ def merge(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if joined not in merged and all(part in merged for part in names):
                 merged[joined] = torch.cat([merged.pop(part) for part in names])
     return merged
+
+
+def recognise(raw: RawWeights, format: str | None = None) -> Layout:
+    """Return the layout of the tensors; `format` decides where files of two libraries look the same."""
+    if format not in (None, *FORMATS):
+        raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
+    if raw.metadata:
+        return OURS
+    _refuse_unsupported(raw)
+    names = set(raw.tensors)
+    if any(name.endswith("embeddings.cls_token") for name in names):
+        scaled = any("layer_scale1" in name for name in names)
+        layout = huggingface_layout(
+            scaled, any(name.endswith("embeddings.register_tokens") for name in names)
+        )
+    elif "class_token" in names:
+        layout = TORCHVISION
+    elif {"cls_token", "pos_embed"} <= names:
+        layout = _reference_like_layout(raw, names, format)
+    else:
+        raise WeightsError(
+            f"{raw.source} is not a supported vision transformer (tensors: {', '.join(sorted(names)[:6])}, "
+            f"...); supported formats are {', '.join(FORMATS)}"
+        )
+    if format not in (None, layout.format):
+        raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
+    # A hub folder states what other files leave to the layout's defaults.
+    config = raw.hub_config
+    statistics = config.get("pretrained_cfg") or {}
+    mean = config.get("image_mean", statistics.get("mean"))
+    std = config.get("image_std", statistics.get("std"))
+    if isinstance(mean, list) and isinstance(std, list):
+        layout = replace(layout, normalisation=(tuple(mean), tuple(std)))
+    return replace(layout, norm_eps=config.get("layer_norm_eps", layout.norm_eps))
+
+
+def _refuse_unsupported(raw: RawWeights) -> None:
+    """Refuse weights, or a config.json beside them, that our backbone would compute differently."""
+    for pattern, what in UNSUPPORTED.items():
+        if found := next((name for name in raw.tensors if re.fullmatch(pattern, name)), None):
+            raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {found})")
+    activation = raw.hub_config.get("hidden_act", "gelu")
+    if activation not in EXACT_GELU:
+        raise WeightsError(
+            f"{raw.source}: config.json has hidden_act={activation!r}, but only the exact GELU is supported"
+        )
+    unknown = set(raw.hub_config.get("model_args") or {}) - KNOWN_MODEL_ARGS
+    if unknown:
+        raise WeightsError(
+            f"{raw.source}: config.json has unsupported model_args ({', '.join(sorted(unknown))}), which may "
+            "change the features"
+        )
+
+
+def _reference_like_layout(raw: RawWeights, names: set[str], format: str | None) -> Layout:
+    """Distinguish DINO's, DINOv2's, timm's and our own bare state dicts, which share most names."""
+    dinov2 = DINOV2_REGISTERS if "register_tokens" in names else DINOV2
+    chunked = any(re.match(r"blocks\.\d+\.\d+\.", name) for name in names)
+    if "mask_token" in names or chunked:
+        return dinov2
+    if format in ("reference", "timm", "dino-vit", "dinov2"):
+        return next(layout for layout in (REFERENCE, TIMM, OURS, dinov2) if layout.format == format)
+    if "register_tokens" in names or any(".mlp.w12." in name for name in names):
+        return dinov2
+    from_timm = "architecture" in raw.hub_config or any(name in names for name in TIMM_ONLY)
+    return TIMM if from_timm and not raw.trained_with_dino else REFERENCE
+
+
+def huggingface_layout(scaled: bool, registers: bool) -> Layout:
+    """Return the layout of a Hugging Face model: ViT, or with layer scale DINOv2."""
+    if not scaled:
+        return HF_VIT
+    return HF_DINOV2_REGISTERS if registers else HF_DINOV2

@@ -1,26 +1,29 @@
-"""Load and save a backbone: strictly, and logging in one line what was loaded and converted."""
+"""Load a backbone: strictly, and logging in one line what was loaded and converted."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dino_vit.core.sizes import height_width
-from dino_vit.core.storage import write_tensors
+from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.positions import Grid, interpolate_pos_embs
+from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import Provenance, VisionTransformer
-from dino_vit.weights.layouts import Layout
-from dino_vit.weights.reading import FORMAT_VERSION, RawWeights, WeightsError, read_weights
-from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise, translate
+from dino_vit.weights.layouts import HYBRID_ROOT, Layout, merge, recognise
+from dino_vit.weights.reading import RawWeights, WeightsError, read_weights
 
 log = logging.getLogger("dino_vit")
+
+HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 
 
 def load_backbone(
@@ -41,14 +44,14 @@ def load_backbone(
     raw = read_weights(source, network)
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))
-    tensors, notes = translate(raw, layout, keep_classifier=keep_classifier, trained_size=trained_size)
-    stored = infer_architecture(tensors, layout, raw, {**overrides, "trained_size": trained_size})
+    tensors, notes = _translate(raw, layout, keep_classifier)
+    stored = _infer_architecture(tensors, layout, raw, trained_size, overrides)
     wanted = {**stored, **overrides}
     if not keep_classifier:
         wanted["num_classes"] = 0
     with torch.device("meta"):
         model = VisionTransformer(**wanted)
-    tensors, adapted = _adapt(tensors, stored, wanted, raw.source)
+    tensors = _adapt(tensors, stored, wanted, raw.source, notes)
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
@@ -61,16 +64,19 @@ def load_backbone(
         layout.format,
         model.provenance.network or "backbone",
         raw.sha256[:12],
-        "".join(f"; {note}" for note in (*notes, *adapted)),
+        "".join(f"; {note}" for note in notes),
     )
     return model.eval()
 
 
 def _adapt(
-    tensors: Mapping[str, Tensor], stored: Mapping[str, Any], wanted: Mapping[str, Any], source: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors in float32, resampled and inflated to the wanted size and channels, with notes."""
-    notes = []
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    source: str,
+    notes: list[str],
+) -> dict[str, Tensor]:
+    """Return the tensors in float32, resampled and inflated to the wanted size and channels; add notes."""
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
@@ -79,7 +85,11 @@ def _adapt(
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     patch = height_width(stored["patch_size"])
-    old, new = (patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
+    old, new = (_patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
+    positions = adapted.get("pos_embed")
+    if positions is not None and positions.shape[1] == math.prod(old):
+        adapted["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
+        notes.append("added a zero position for the CLS token, which already includes its own")
     if old != new:
         mode = wanted["position_mode"]
         adapted["pos_embed"] = interpolate_pos_embs(adapted["pos_embed"], new, trained_grid=old, mode=mode)
@@ -93,7 +103,7 @@ def _adapt(
             f"inflated patch embedding from {before} to {channels} channels (mean kernel × "
             f"{before}/{channels})"
         )
-    return adapted, notes
+    return adapted
 
 
 def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Provenance:
@@ -116,29 +126,147 @@ def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Pr
     )
 
 
-def save_backbone(
-    model: VisionTransformer,
-    path: str | Path,
-    *,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
-    bits: Literal[8, 16] | None = None,
-    range: tuple[float, float] | None = None,
-    network: str | None = None,
-    step: int | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a safetensors file with all that loading needs; arguments default to the model's provenance."""
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise WeightsError(f"{path} must end in .safetensors")
-    pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
-    given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance) if model.provenance else {}
-    metadata: dict[str, Any] = {k: known.get(k) if value is None else value for k, value in given.items()}
-    for name in ("mean", "std"):
-        if metadata[name] is not None and len(metadata[name]) != model.channels:
-            given_count, channels = len(metadata[name]), model.channels
-            raise WeightsError(f"{name} needs one value per channel ({channels}), not {given_count}")
-    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
-    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))
+def _translate(raw: RawWeights, layout: Layout, keep_classifier: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors under our names, and notes on what was dropped or merged."""
+    dropped: Counter[str] = Counter()
+    kept: dict[str, Tensor] = {}
+    for theirs, tensor in raw.tensors.items():
+        name = layout.to_ours(theirs)
+        if name in kept:
+            raise WeightsError(f"{raw.source} holds {name} twice, the second time as {theirs}")
+        part = next((part for pattern, part in layout.dropped.items() if re.fullmatch(pattern, name)), None)
+        if part is None or (part == "classifier" and keep_classifier):
+            kept[name] = tensor
+        else:
+            dropped[part] += 1
+    ours = merge(kept)
+    notes = [f"dropped {part} ({count} tensor{'s' * (count > 1)})" for part, count in dropped.items()]
+    merged = {name.split(".")[-2] for name in ours.keys() - kept.keys()}
+    if "qkv" in merged:
+        notes.append("merged separate q, k, v into qkv")
+    if "fc1" in merged:
+        notes.append("merged separate gate and up projections into fc1")
+    return ours, notes
+
+
+def _infer_architecture(
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    raw: RawWeights,
+    trained_size: int | Grid | None,
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Infer the model's arguments from the shapes, and from what else is known if no shape shows them."""
+    if raw.metadata:
+        known = raw.metadata["architecture"]
+        unknown = sorted(known.keys() - signature(VisionTransformer).parameters.keys())
+        if unknown:
+            raise WeightsError(f"{raw.source} has unknown architecture settings: {', '.join(unknown)}")
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+    try:
+        width = tensors["cls_token"].shape[-1]
+        stem = _infer_stem(tensors, overrides)
+        hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
+        gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
+        positions = tensors["pos_embed"].shape[1]
+    except KeyError as error:
+        raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
+    except (IndexError, ValueError, ZeroDivisionError) as error:
+        raise WeightsError(f"{raw.source} has a tensor of an impossible shape: {error}") from error
+    patch = height_width(stem["patch_size"])
+    if 0 in (width, hidden, *patch, stem["channels"]):
+        raise WeightsError(f"{raw.source} has an empty tensor in its first block or its patch embedding")
+    grid = _infer_grid(positions, patch, raw, layout, trained_size)
+    # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
+    blocks = {match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
+    return {
+        **stem,
+        "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
+        "width": width,
+        "depth": len(blocks),
+        "heads": _infer_heads(width, raw, overrides),
+        "mlp": "swiglu" if gated else "gelu",
+        "mlp_ratio": hidden / width,
+        "num_classes": len(tensors["head.weight"]) if "head.weight" in tensors else 0,
+        "position_mode": layout.position_mode,
+        "registers": tensors["register_tokens"].shape[1] if "register_tokens" in tensors else 0,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
+        "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
+        "norm_eps": layout.norm_eps,
+    }
+
+
+def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    kernel = tensors["patch_embed.proj.weight"]
+    if HYBRID_ROOT in tensors:
+        root = tensors[HYBRID_ROOT]
+        found = [re.match(r"patch_embed\.backbone\.stages\.(\d)\.blocks\.(\d+)\.", name) for name in tensors]
+        layers = [max(int(m[2]) for m in found if m and int(m[1]) == stage) + 1 for stage in range(3)]
+        patch = (kernel.shape[2] * REDUCTION, kernel.shape[3] * REDUCTION)
+        resnet = {"resnet_layers": tuple(layers), "resnet_width": root.shape[0]}
+        return {"stem": "hybrid", "channels": root.shape[1], "patch_size": patch, **resnet}
+    if kernel.ndim == 4:
+        return {"stem": "conv", "channels": kernel.shape[1], "patch_size": tuple(kernel.shape[2:])}
+    channels = overrides.get("channels", 3)
+    side = math.isqrt(kernel.shape[1] // channels)
+    return {"stem": "unfold", "channels": channels, "patch_size": overrides.get("patch_size", (side, side))}
+
+
+def _infer_grid(
+    positions: int, patch: Grid, raw: RawWeights, layout: Layout, trained_size: int | Grid | None
+) -> Grid:
+    """Return the grid of the positions: the one of the training images if known and if it fits, or a square.
+
+    In timm's files the CLS token may have no position.
+    """
+    size = trained_size if trained_size is not None else _stated_size(raw)
+    known = _patch_grid(size, patch) if size is not None else None
+    cells = positions - 1
+    fits = known is not None and math.prod(known) == cells
+    if layout.format == "timm" and not fits and _find_grid(positions, known):
+        cells = positions
+    grid = _find_grid(cells, known)
+    if trained_size is not None and known is not None and grid != known:
+        raise WeightsError(
+            f"{raw.source} has {cells} positions, but trained_size={trained_size} means "
+            f"{known[0]} × {known[1]} patches"
+        )
+    if grid is None:
+        raise WeightsError(
+            f"{raw.source} has {cells} positions, which do not form a square; give "
+            "trained_size=(height, width) of the training images"
+        )
+    return grid
+
+
+def _find_grid(count: int, known: Grid | None) -> Grid | None:
+    if known and math.prod(known) == count:
+        return known
+    side = math.isqrt(max(count, 0))
+    return (side, side) if side * side == count > 0 else None
+
+
+def _patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
+    """Return the rows and columns of patches in an image."""
+    height, width = height_width(size)
+    return height // patch[0], width // patch[1]
+
+
+def _stated_size(raw: RawWeights) -> Grid | None:
+    """Return the image size in a hub folder's config.json, or None if it is missing or malformed."""
+    timm = raw.hub_config.get("pretrained_cfg") or {}
+    size = raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
+    try:
+        height, width = map(int, height_width(size))
+    except (TypeError, ValueError):
+        return None
+    return height, width
+
+
+def _infer_heads(width: int, raw: RawWeights, overrides: Mapping[str, Any]) -> int:
+    config = raw.hub_config
+    stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
+    heads = overrides.get("heads") or stated or HEADS_OF_WIDTH.get(width)
+    if heads is None:
+        raise WeightsError(f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=")
+    return int(heads)

@@ -63,13 +63,26 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     checkpoint = Checkpoints(path).newest() if path.is_dir() else None
     if checkpoint is not None:
         return checkpoint.path, checkpoint.tensors, _check_metadata(checkpoint.path, checkpoint.metadata)
-    path = find_weights(path)
+    if path.is_dir():
+        found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+        if not found:
+            raise WeightsError(
+                f"{path} holds no weights: neither checkpoints/step-*.safetensors nor any of "
+                f"{', '.join(WEIGHT_FILES)}"
+            )
+        path = found[0]
+    elif not path.exists():
+        raise WeightsError(f"{path} does not exist; give a weights file or a run folder")
     if path.suffix != ".safetensors":
         return path, _read_pickle(path), {}
     tensors, texts = read_tensors(path)
     if OWN_KEY not in texts:
         return path, tensors, {}
-    return path, tensors, _check_metadata(path, json.loads(texts[OWN_KEY]))
+    try:
+        metadata = json.loads(texts[OWN_KEY])
+    except ValueError as error:
+        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is not JSON") from error
+    return path, tensors, _check_metadata(path, metadata)
 
 
 def _check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
@@ -82,19 +95,6 @@ def _check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
             f"{FORMAT_VERSION}; upgrade dino-vit to load it"
         )
     return metadata
-
-
-def find_weights(path: Path) -> Path:
-    """Return a weights file itself, or the one in a hub folder."""
-    if path.is_file():
-        return path
-    if not path.exists():
-        raise WeightsError(f"{path} does not exist; give a weights file or a run folder")
-    for name in WEIGHT_FILES:
-        if (path / name).is_file():
-            return path / name
-    names = ", ".join(WEIGHT_FILES)
-    raise WeightsError(f"{path} holds no weights: neither checkpoints/step-*.safetensors nor any of {names}")
 
 
 def _read_hub_config(weights: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     run(tmp_path / "run", settings, code=-signal.SIGKILL, before=kill_before_step_8)
     wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
     for other in (wrong, SHORT):
-        assert "does not weigh the images as it began" in run(tmp_path / "run", other, code=2)
+        assert "the sampling weights have changed" in run(tmp_path / "run", other, code=2)
     moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
     assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
     ours, theirs = (tensors(tmp_path / name, 10) for name in ("run", "whole"))

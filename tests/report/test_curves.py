@@ -5,8 +5,7 @@ from dataclasses import replace
 from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.report.curves import charts, thin
-from dino_vit.report.page import live_data
+from dino_vit.report.curves import charts, live_data, thin
 from dino_vit.report.record import read_run, state
 from dino_vit.training.readings import UNIFORM, append_record
 from tests.support.readings import HEALTHY
@@ -36,7 +35,7 @@ def test_captions_explain_the_numbers(tmp_path):
     last = replace(HEALTHY, step=100, knn=40.0, rankme=55.0, data_wait=0.3)
     baseline = {"knn": 20.0, "raw_pixels": 10.0, "rankme": 12.0}
     record = record_of(tmp_path, [(replace(HEALTHY, step=50), "starting"), (last, "learning")], baseline)
-    captions = {chart.id: chart.caption for chart in charts(record)}
+    captions = {chart["id"]: chart["caption"] for chart in charts(record)}
     assert captions["loss"].startswith(
         f"{last.loss:.3f}, which is {-last.excess:.3f} below ln({last.prototypes})"
     )

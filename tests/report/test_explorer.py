@@ -12,14 +12,14 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.report import explorer
-from dino_vit.report.explorer import build_atlas, load_teacher
+from dino_vit.report.explorer import LoadedTeacher, build_atlas
 from dino_vit.report.record import read_run
 from tests.support.reports import write_report
 
 
 def test_the_map_holds_the_features_clusters_and_neighbours_of_the_teacher(made):
     record, checkpoint = read_run(made), Checkpoints(made).newest()
-    teacher = load_teacher(checkpoint, record.config, torch.device("cpu"))
+    teacher = LoadedTeacher(checkpoint, record.config, torch.device("cpu"))
     source = open_source(record.config.data.source)
     found = explorer.build_map(teacher, source, explorer.random_indices(source, 40, seed=0))
     features = extract_features(

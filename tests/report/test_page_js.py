@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from dino_vit.report.page import Pictures
-from dino_vit.report.serving import Page, PageServer
+from dino_vit.report.page import Page, PageServer, Pictures
 from tests.support.browser import set_screen, text_of
 
 pytest.importorskip("selenium")

@@ -1,15 +1,20 @@
-"""What loading converts, resamples, inflates, logs and refuses; what saving keeps."""
+"""What loading infers, converts, resamples, inflates, logs and refuses; what saving keeps."""
 
+import json
 import logging
 
 import pytest
+import timm
 import torch
+from torch import nn
+from transformers import ViTConfig, ViTModel
 
 from dino_vit import WeightsError, load_backbone, save_backbone
 from dino_vit.core.storage import read_metadata
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.views.preparation import preparation_of
 from tests.support.backbones import IMAGES, backbone
+from tests.support.peers import HEADS, HF_VIT, PATCH, SIZE, WIDTH, timm_vit
 
 
 def test_our_own_file_has_all_that_loading_needs(tmp_path):
@@ -116,4 +121,97 @@ def test_tensors_that_would_become_other_numbers_are_refused(spoil, message):
     named = dict(backbone().state_dict())
     named["blocks.1.mlp.fc2.weight"] = spoil(named["blocks.1.mlp.fc2.weight"])
     with pytest.raises(WeightsError, match=rf"blocks\.1\.mlp\.fc2\.weight {message}"):
+        load_backbone(named, heads=2)
+
+
+def test_a_classifier_is_dropped_unless_it_is_asked_for(caplog):
+    peer = timm_vit()
+    with caplog.at_level(logging.INFO, "dino_vit"):
+        features = load_backbone(peer.model.state_dict(), heads=HEADS)
+    assert isinstance(features.head, nn.Identity)
+    assert "dropped classifier (2 tensors)" in caplog.text
+    classifier = load_backbone(peer.model.state_dict(), heads=HEADS, num_classes=5)
+    images = torch.randn(2, 3, SIZE, SIZE)
+    assert torch.allclose(classifier(images), peer.model(images), atol=1e-5)
+    with pytest.raises(WeightsError, match=r"size mismatch for head\.weight"):
+        load_backbone(peer.model.state_dict(), heads=HEADS, num_classes=7)
+
+
+def test_separate_queries_keys_and_values_are_merged(caplog):
+    model = backbone(qkv_bias=False, position_mode="dino")
+    named = dict(model.state_dict())
+    for index in range(3):
+        qkv = named.pop(f"blocks.{index}.attn.qkv.weight")
+        for third, rows in zip(("query", "key", "value"), qkv.chunk(3), strict=True):
+            named[f"blocks.{index}.attn.{third}.weight"] = rows
+    with caplog.at_level(logging.INFO, "dino_vit"):
+        assert torch.equal(load_backbone(named, heads=2)(IMAGES), model(IMAGES))
+    assert "merged separate q, k, v into qkv" in caplog.text
+    del named["blocks.1.attn.key.weight"]
+    with pytest.raises(WeightsError, match=r"(?s)Missing.*1\.attn\.qkv.*Unexpected.*1\.attn\.query.*value"):
+        load_backbone(named, heads=2)
+
+
+def test_the_number_of_heads_is_asked_for_unless_the_width_implies_it():
+    with pytest.raises(WeightsError, match=r"number of heads \(width 32\); give heads="):
+        load_backbone(backbone().state_dict())
+    assert load_backbone(backbone(width=192, heads=3).state_dict()).heads == 3
+
+
+def test_positions_that_do_not_form_a_square():
+    model = backbone(image_size=(16, 48))
+    with pytest.raises(WeightsError, match=r"12 positions.*give trained_size"):
+        load_backbone(model.state_dict(), heads=2)
+    with pytest.raises(WeightsError, match=r"12 positions, but trained_size=\(16, 40\) means 2 × 5"):
+        load_backbone(model.state_dict(), heads=2, trained_size=(16, 40))
+    loaded = load_backbone(model.state_dict(), heads=2, trained_size=(16, 48))
+    assert loaded.trained_grid == (2, 6)
+    assert torch.equal(loaded(torch.ones(1, 3, 16, 48)), model(torch.ones(1, 3, 16, 48)))
+
+
+def test_a_square_number_of_positions_may_include_cls():
+    peer = timm.models.VisionTransformer(
+        img_size=(16, 32), patch_size=PATCH, embed_dim=WIDTH, depth=1, num_heads=HEADS, num_classes=5
+    ).eval()  # 1 + 2 · 4 positions
+    model = load_backbone(peer.state_dict(), heads=HEADS, trained_size=(16, 32))
+    images = torch.randn(1, 3, 16, 32)
+    assert torch.allclose(model.forward_features(images), peer.forward_features(images), atol=1e-5)
+
+
+def test_a_hub_folder_gives_the_trained_size(tmp_path):
+    config = ViTConfig(**{**HF_VIT, "image_size": (16, 64)})
+    peer = ViTModel(config, add_pooling_layer=False).eval()
+    nn.init.normal_(peer.embeddings.position_embeddings)
+    peer.save_pretrained(tmp_path)
+    images = torch.randn(1, 3, 16, 64)
+    model = load_backbone(tmp_path)
+    assert model.trained_grid == (2, 8), "16 positions could form a square, too"
+    assert torch.allclose(model.forward_features(images), peer(images).last_hidden_state, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", ["32", [32], [1, 2, 3], {"height": 32}, None])
+def test_a_malformed_image_size_in_a_hub_folder_is_ignored(tmp_path, size):
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "image_size": size}))
+    assert load_backbone(tmp_path).image_size == (SIZE, SIZE)
+
+
+def test_a_tensor_under_two_names_is_refused():
+    named = dict(backbone().state_dict())
+    with pytest.raises(WeightsError, match=r"blocks.1.norm1.weight twice, .* as blocks.0.1.norm1.weight"):
+        load_backbone({**named, "blocks.0.1.norm1.weight": torch.ones(32)}, heads=2)
+    parts = {f"blocks.0.attn.{part}.weight": torch.ones(32, 32) for part in "qkv"}
+    with pytest.raises(WeightsError, match=r"Unexpected.*attn\.q\..*attn\.k\..*attn\.v\."):
+        load_backbone({**named, **parts}, heads=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc2.weight"]
+)
+@pytest.mark.parametrize("reshape", [lambda t: t.sum(), lambda t: t[..., :0], lambda t: t.flatten()])
+def test_impossible_shapes_are_refused(name, reshape):
+    named = dict(backbone().state_dict())
+    named[name] = reshape(named[name])
+    with pytest.raises(WeightsError):
         load_backbone(named, heads=2)

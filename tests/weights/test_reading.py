@@ -82,7 +82,7 @@ def test_a_run_gives_its_newest_checkpoint_and_passes_over_a_damaged_one(tmp_pat
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert paths[1].name in warning.getMessage()
     paths[0].write_bytes(b"")
-    with pytest.raises(WeightsError, match="none of the 2 checkpoints"):
+    with pytest.raises(WeightsError, match=r"none of the checkpoints in .* can be read"):
         load_backbone(tmp_path)
 
 
@@ -204,14 +204,16 @@ def test_a_damaged_file_of_ours_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ([], "metadata is incomplete"),
+        ("{", r"a\.safetensors is marked as a dino-vit file, but its metadata is not JSON"),
+        ("[]", "metadata is incomplete"),
         ({"kind": "backbone", "mean": None, "std": None}, "metadata is incomplete"),
         ({"kind": "", "mean": None, "std": None, "architecture": {}, "version": 2}, "has format version 2"),
         ({"kind": "", "mean": None, "std": None, "architecture": {"soup": 1}}, "settings: soup"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
-    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), json.dumps(metadata))
+    text = metadata if isinstance(metadata, str) else json.dumps(metadata)
+    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), text)
     with pytest.raises(WeightsError, match=message):
         load_backbone(tmp_path / "a.safetensors")
 
