@@ -68,7 +68,7 @@ def dino_loss(
             total += loss
             if grad_logits is None:
                 continue
-            grad_logits = grad_logits.to(dtype)
+            grad_logits = grad_logits.to(dtype)  # the backward products use the autocast dtype too
             if grad_features is not None:
                 grad_chunk = _matmul(grad_logits, weight, accurate)
                 grad_features[:, part] = rearrange(grad_chunk, "(v b) d -> v b d", v=views)

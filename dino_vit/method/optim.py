@@ -76,7 +76,8 @@ def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
 
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
     """Step if `finite`, else change nothing; the host does not wait for the answer."""
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # as GradScaler skips fused steps
+    # GradScaler skips a fused step in this way: the kernel reads the flag on the device.
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
     optimizer.step()
     del optimizer.found_inf  # type: ignore[attr-defined]
 

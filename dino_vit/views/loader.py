@@ -94,7 +94,7 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             pin_memory=self.pin,
-            generator=torch.Generator(),  # leave the global one alone
+            generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
             worker_init_fn=_ignore_signals,
         )
         batches: Any = iter(loader)
@@ -106,7 +106,7 @@ class Loader:
                     raise ValueError(batch.failure)
                 yield batch
         finally:
-            if self.workers:  # a traceback may keep the iterator alive for long
+            if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 batches._shutdown_workers()
 
 

@@ -41,6 +41,7 @@ def noise_like(x: Tensor, keys: Tensor) -> Tensor:
     """
     size = x[0].numel()
     sums = _sums_of_bytes(random_words(keys, (size + 1) // 2))
+    # Each word of 64 bits gives two values, from its low and its high half.
     total = torch.cat([(sums & 0xFFFFFFFF).float(), (sums >> 32).float()], dim=1)[:, :size]
     return total.sub_(_MEAN).mul_(1 / _STD).reshape(x.shape)
 
@@ -65,5 +66,6 @@ def _shifted(state: Tensor, bits: int) -> Tensor:
 
 def _sums_of_bytes(words: Tensor) -> Tensor:
     """Add the four bytes of each half of a word, all halves at once: two sums per word."""
+    # First neighbouring bytes, then neighbouring pairs; the masks leave room for the carry.
     pairs = (words & 0x00FF00FF00FF00FF).add_((words >> 8).bitwise_and_(0x00FF00FF00FF00FF))
     return (pairs & 0x0000FFFF0000FFFF).add_((pairs >> 16).bitwise_and_(0x0000FFFF0000FFFF))
