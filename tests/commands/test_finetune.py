@@ -157,7 +157,7 @@ def test_mistakes_are_reported(tmp_path, weights, capsys):
         ([f"weights={weights}", "arch=vit_tiny"], "either weights"),
         (["weights=none.pth"], "none.pth does not exist"),
         ([f"weights={weights}", "train=nowhere"], "nowhere"),
-        ([f"weights={weights}", "size=18"], "no whole number of patches"),
+        ([f"weights={weights}", "size=18"], "cannot be divided into patches"),
     ):
         assert main(arguments(tmp_path / "run", *more)) == 2, more
         assert said in capsys.readouterr().err
