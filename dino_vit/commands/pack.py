@@ -104,7 +104,6 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, check: bool = True) 
                 while item is not None and shard.offset < shard_bytes:
                     _add(shard, item)
                     item = next(items, None)
-            sync(partial)
             with partial.open("rb") as written:
                 sums += f"{hashlib.file_digest(written, 'sha256').hexdigest()}  {path.name}\n"
         packed.shards.append(path)

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dino_vit.core.storage import StorageError, replacing, sync
+from dino_vit.core.storage import StorageError, replacing
 from dino_vit.data.labels import Labels
 from dino_vit.data.sources.files import stamps
 
@@ -241,31 +241,29 @@ def _reopen(path: Path, checksum: int) -> Index:
 
 
 def _write(path: Path, spec: str, build: Build) -> None:
-    with replacing(path) as partial:
-        with partial.open("wb") as file:
-            writer = None
+    with replacing(path) as partial, partial.open("wb") as file:
+        writer = None
 
-            def write_images(images: pa.Array) -> None:
-                nonlocal writer
-                try:
-                    writer = writer or pa.ipc.new_file(file, IMAGES)
-                    writer.write_batch(pa.record_batch([images], schema=IMAGES))
-                except OSError as error:  # the cache is full; not an error of the source
-                    raise StorageError(str(error)) from error
+        def write_images(images: pa.Array) -> None:
+            nonlocal writer
+            try:
+                writer = writer or pa.ipc.new_file(file, IMAGES)
+                writer.write_batch(pa.record_batch([images], schema=IMAGES))
+            except OSError as error:  # the cache is full; not an error of the source
+                raise StorageError(str(error)) from error
 
-            items = _build_items(spec, build, write_images)
-            if writer is not None:
-                writer.close()
-            end_of_images = file.tell()
-            file.write(bytes(-end_of_images % ALIGNMENT))
-            with pa.BufferOutputStream() as stream:
-                with pa.ipc.new_file(stream, items.schema) as items_writer:
-                    columns = [column.chunk(0) for column in items.columns]
-                    items_writer.write_batch(pa.record_batch(columns, schema=items.schema))
-                content = stream.getvalue()
-            file.write(content)
-            file.write(TRAILER.pack(end_of_images, zlib.crc32(content)))
-        sync(partial)
+        items = _build_items(spec, build, write_images)
+        if writer is not None:
+            writer.close()
+        end_of_images = file.tell()
+        file.write(bytes(-end_of_images % ALIGNMENT))
+        with pa.BufferOutputStream() as stream:
+            with pa.ipc.new_file(stream, items.schema) as items_writer:
+                columns = [column.chunk(0) for column in items.columns]
+                items_writer.write_batch(pa.record_batch(columns, schema=items.schema))
+            content = stream.getvalue()
+        file.write(content)
+        file.write(TRAILER.pack(end_of_images, zlib.crc32(content)))
 
 
 def _build_in_memory(spec: str, build: Build) -> Index:
