@@ -45,7 +45,7 @@ def test_both_take_the_same_steps() -> None:
     """Loss, centre, gradients, clip, AdamW and teacher agree, or the losses would part within some steps."""
     case = Case(4, "no", changes=TINY)
     ours = Ours(case)
-    theirs = Reference(case.config, CPU, ours.session)
+    theirs = Reference(case.config, CPU, ours.state)
     losses = []
     for _ in range(6):
         ours()
@@ -59,7 +59,7 @@ def test_both_take_the_same_steps() -> None:
 def test_bf16_stays_near() -> None:
     case = Case(4, "bf16", changes=TINY)
     ours = Ours(case)
-    theirs = Reference(case.config, CPU, ours.session)
+    theirs = Reference(case.config, CPU, ours.state)
     ours()
     assert ours.loss() == pytest.approx(theirs(), rel=2e-2)
 
@@ -200,7 +200,7 @@ def test_the_photometry_is_measured_here_and_there() -> None:
 
 def network_of(work: object) -> torch.nn.Module:
     if isinstance(work, end_to_end.Ours):
-        return work.session.student
+        return work.state.student
     assert isinstance(work, end_to_end.Theirs)
     owner = work.take.__self__  # type: ignore[attr-defined]
     network = owner.student if hasattr(owner, "student") else owner.trainer.student
