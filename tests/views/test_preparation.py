@@ -59,7 +59,7 @@ def test_the_weights_say_how_images_are_prepared(caplog):
     model.provenance = Provenance(**known, mean=MEAN, std=STD)
     assert preparation_of(model) == PREPARATION
     assert preparation_of(model, size=(16, 24), fit="whole").size == (16, 24)
-    with pytest.raises(ValueError, match="no whole number of patches"):
+    with pytest.raises(ValueError, match="cannot be divided into patches"):
         preparation_of(model, size=(30, 32))
     model.provenance = Provenance(**known)
     caplog.set_level("INFO")
