@@ -64,7 +64,7 @@ def test_the_weights_say_how_images_are_prepared(caplog):
     model.provenance = Provenance(**known)
     caplog.set_level("INFO")
     assert preparation_of(model).mean == (0.485, 0.456, 0.406)
-    assert "ImageNet's mean and std are used" in caplog.text
+    assert "using those of ImageNet" in caplog.text
     other = backbone(channels=5)
     with pytest.raises(ValueError, match="5 channels"):
         preparation_of(other)
