@@ -55,7 +55,7 @@ class ImageInfo:
         return channels in possible or (channels == 3 and self.channels == 1)
 
     def describe(self) -> str:
-        color = {1: "grey", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
+        color = {1: "grey", 3: "RGB"}.get(self.channels, f"{self.channels}-channel")
         return f"{color}{' with alpha' if self.alpha else ''} ({self.kind})"
 
 

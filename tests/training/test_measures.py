@@ -37,7 +37,7 @@ def test_a_set_with_broken_files_of_every_kind_trains_to_the_end(tmp_path, broke
     said = run(
         tmp_path / "run", {**SETTINGS, "data.source": broken_set, "data.workers": 2, "run.eval_every": 1}
     )
-    assert "cannot be read" in said
+    assert "unreadable, first" in said
     assert named(tmp_path / "run") == BROKEN
     assert readings(tmp_path / "run")[-1]["step"] == 12
 

@@ -82,7 +82,7 @@ OF_CIFAR = pytest.mark.skipif(
     ("write", "settings", "said"),
     [
         (sixteen_bits, {**MEASURED, **NO_COLOUR, "data.channels": 1}, "grey (uint16) 32"),
-        (five_channels, {**MEASURED, **NO_COLOUR, "data.channels": 5}, "of 5 channels (uint16) 32"),
+        (five_channels, {**MEASURED, **NO_COLOUR, "data.channels": 5}, "5-channel (uint16) 32"),
         (mixed, {"data.bits": 8}, "RGB (uint8) "),
         pytest.param(None, {"data.batch_size": 64}, "RGB (uint8) 200", marks=OF_CIFAR),
     ],
@@ -142,7 +142,7 @@ def test_five_channels_in_a_tiff(tmp_path, planes):
     folder = fill(tmp_path / "images", planes, five_channels)
     settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": 5}
     said = run(tmp_path / "run", settings)
-    assert f"{LENGTH} of 5 channels (uint16)" in said
+    assert f"{LENGTH} 5-channel (uint16)" in said
     metadata = described(tmp_path / "run")
     values = np.stack(list(planes.values())) / 65535
     assert metadata["mean"] == pytest.approx([values.mean() * band for band in range(1, 6)], rel=1e-3)
@@ -187,5 +187,5 @@ def test_float_images_beyond_one_say_what_to_do(tmp_path, planes):
     folder = fill(tmp_path / "images", planes, write)
     said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
     assert "none of 32 images can be used" in said
-    assert "say which become 0 and 1 with data.range=[low, high]" in said
+    assert "set data.range=[low, high], the values that become 0 and 1" in said
     run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.range": "[0, 255]"})
