@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 ARCHITECTURE = PAGES.pop("architecture")
 COMMANDS = [parts for text in PAGES.values() for parts in commands(text)]
-KNOBS = settings_of(PretrainConfig)
+SETTINGS = settings_of(PretrainConfig)
 PROGRAMS = {
     "launch/pretrain.py": "pretrain",
     "launch/slurm/pretrain.sbatch": "pretrain",
@@ -98,7 +98,7 @@ def test_settings_exist_and_take_what_is_given(page, trained):
         if not re.fullmatch(r"\w+\.\w+", key) or key.split(".")[0] not in sections(PretrainConfig):
             continue
         found += 1
-        assert key in KNOBS or key in tensors, text
+        assert key in SETTINGS or key in tensors, text
         if equals:
             load(PretrainConfig, None, [text])
     assert found >= 3
@@ -130,21 +130,21 @@ def test_files_and_links_exist(page):
 def test_the_recipe_has_our_defaults():
     table = [row for row in rows(PAGES["recipe"]) if len(row) == 5]
     shown = {setting.strip("`"): default.strip("`") for _, _, setting, default, _ in table}
-    assert shown == {key: yaml.write(KNOBS[key].default) for key in shown}
+    assert shown == {key: yaml.write(SETTINGS[key].default) for key in shown}
     assert all(note for *_, note in table)
     own = ("model.width", "model.depth", "model.heads", "model.checkpoint_blocks")
     parts = ("model", "head", "views", "photometry", "loss", "optim", "teacher")
-    assert {key for key in KNOBS if key.split(".")[0] in parts} - set(own) <= shown.keys()
+    assert {key for key in SETTINGS if key.split(".")[0] in parts} - set(own) <= shown.keys()
 
 
 def test_the_recipe_says_all_that_auto_fills():
     table = PAGES["recipe"].split("What `recipe=auto` fills in")[1].split("```")[0]
-    assert {text for text in quoted(table) if text in KNOBS} == AUTO_KEYS
+    assert {text for text in quoted(table) if text in SETTINGS} == AUTO_KEYS
 
 
 def test_what_may_change_is_listed():
     said = PAGES["checkpoints"].split("may change freely:")[1].split("\n\n")[0]
-    assert set(quoted(said)) == {key for key, setting in KNOBS.items() if setting.resumable}
+    assert set(quoted(said)) == {key for key, setting in SETTINGS.items() if setting.resumable}
 
 
 def test_suffixes_are_those_of_images():

@@ -88,7 +88,7 @@ def test_a_live_page_shows_the_news(browser, folder):
         WebDriverWait(browser, 30).until(lambda b: "20 of 20 steps" in text_of(b, "#run"))
         points = browser.execute_script("return report.charts.loss.series[0].points.length")
         assert points == len(lines)
-        assert browser.execute_script("return window.kept"), "the page was loaded anew"
+        assert browser.execute_script("return window.kept"), "the page was loaded again"
         button = browser.find_element(By.CSS_SELECTOR, "#news button")
         assert "Pictures of step 20 are ready" in text_of(browser, "#news")
         button.click()
