@@ -34,7 +34,7 @@ from dino_vit.config.settings import (
     setting,
     settings_of,
 )
-from dino_vit.core.checkpoint import Checkpoints, collect, optimizer_names, restore
+from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import (
     all_equal,
     all_gather,
@@ -161,7 +161,6 @@ class Finetuning:
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = parameter_groups(self.model, layer_decay=config.layer_decay)
         self.optimizer = build_optimizer("adamw", groups)
-        self.names = optimizer_names(self.optimizer, self.model)
         bf16 = choose_precision(config.precision, self.device) == "bf16"
         self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
         photometry = ViewPhotometry(
@@ -217,7 +216,7 @@ class Finetuning:
                     return False
                 self.history.append({"epoch": self.epoch + 1, "loss": loss, **self._evaluate()})
                 if is_main_process():
-                    tensors = collect({"model": self.model}, self.optimizer, self.names)
+                    tensors = collect({"model": self.model}, self.optimizer)
                     metadata = {"facts": self.facts(), "history": self.history}
                     self.checkpoints.save(self.epoch, tensors, metadata)
         return True
@@ -300,7 +299,7 @@ class Finetuning:
                     f"{output} holds a run with another {' and '.join(changed)}; give another output, or "
                     "move that folder away"
                 )
-            restore(checkpoint, {"model": self.model}, self.optimizer, self.names)
+            restore(checkpoint, {"model": self.model}, self.optimizer)
             self.history = checkpoint.metadata["history"]
             log.info("%s: resuming after epoch %d", output, self.epoch)
         if not all_equal(self.epoch):

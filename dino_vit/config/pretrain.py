@@ -3,20 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from dino_vit.config import checks
-from dino_vit.config.sections import (
-    Budget,
-    Data,
-    Head,
-    Init,
-    Loss,
-    Model,
-    Optim,
-    Photometry,
-    Run,
-    Teacher,
-    Views,
-)
+from dino_vit.config import checks, sections
 from dino_vit.config.settings import CountOrZero, Problem, Settings, given_keys, setting
 
 # Names in the 2021 reference and in other libraries, for suggestions.
@@ -90,17 +77,17 @@ class PretrainConfig(Settings):
     )
     seed: CountOrZero = setting(0, "seed of every random number")
     output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
-    data: Data = Data()
-    model: Model = Model()
-    head: Head = Head()
-    views: Views = Views()
-    photometry: Photometry = Photometry()
-    loss: Loss = Loss()
-    optim: Optim = Optim()
-    teacher: Teacher = Teacher()
-    budget: Budget = Budget()
-    run: Run = Run()
-    init: Init | None = setting(None, "set init.weights to start from trained weights")
+    data: sections.Data = sections.Data()
+    model: sections.Model = sections.Model()
+    head: sections.Head = sections.Head()
+    views: sections.Views = sections.Views()
+    photometry: sections.Photometry = sections.Photometry()
+    loss: sections.Loss = sections.Loss()
+    optim: sections.Optim = sections.Optim()
+    teacher: sections.Teacher = sections.Teacher()
+    budget: sections.Budget = sections.Budget()
+    run: sections.Run = sections.Run()
+    init: sections.Init | None = setting(None, "set init.weights to start from trained weights")
 
     also_known_as: ClassVar = ALSO_KNOWN_AS
 

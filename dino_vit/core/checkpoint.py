@@ -97,25 +97,22 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def collect(modules: Mapping[str, nn.Module], optimizer: Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of modules and optimiser; `names` are those of the optimiser's parameters."""
-    tensors = {
-        f"{prefix}.{name}": tensor
-        for prefix, module in modules.items()
-        for name, tensor in module.state_dict().items()
-    }
-    for name, parameter in zip(names, _parameters(optimizer), strict=True):
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer.{key}.{name}"] = value
+def collect(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of modules and optimiser; its parameters are named as in their module."""
+    tensors: dict[str, Tensor] = {}
+    names: dict[Tensor, str] = {}
+    for prefix, module in modules.items():
+        tensors |= {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+        names |= {parameter: name for name, parameter in module.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        tensors |= {f"optimizer.{key}.{names[parameter]}": value for key, value in state.items()}
     return tensors
 
 
 @torch.no_grad()
-def restore(
-    checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer: Optimizer, names: list[str]
-) -> None:
+def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
     """Restore modules and optimiser from a checkpoint that has exactly their tensors."""
-    targets, found = collect(modules, optimizer, names), checkpoint.tensors
+    targets, found = collect(modules, optimizer), checkpoint.tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
     saved = {name: tuple(tensor.shape) for name, tensor in found.items()}
     wrong = [name for name in sorted({*shapes, *saved}) if shapes.get(name) != saved.get(name)]
@@ -128,13 +125,3 @@ def restore(
         raise StorageError(f"{checkpoint.path} is of another network or optimiser: {'; '.join(shown)}{more}")
     for name, target in targets.items():
         target.copy_(found[name])
-
-
-def optimizer_names(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names that the optimiser's parameters have in a module, in the optimiser's order."""
-    name_of = {parameter: name for name, parameter in module.named_parameters()}
-    return [name_of[parameter] for parameter in _parameters(optimizer)]
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

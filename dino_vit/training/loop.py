@@ -127,7 +127,7 @@ def forward(state: TrainingState, batch: Batch, rates: Rates) -> tuple[Tensor, T
             student_out.prototypes,
             teacher_logits,
             state.center.center,
-            views=state.view_count,
+            views=globals_ + config.views.local_count,
             global_views=globals_,
             student_temperature=config.loss.student_temp,
             teacher_temperature=rates.teacher_temp,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, optimizer_names, restore
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.data.sampling_weights import fingerprint
 from dino_vit.data.sources.source import Source
@@ -67,10 +67,6 @@ class TrainingState:
     def device(self) -> torch.device:
         device: torch.device = self.accelerator.device
         return device
-
-    @property
-    def view_count(self) -> int:
-        return self.config.views.global_count + self.config.views.local_count
 
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.precision]
@@ -140,7 +136,7 @@ class TrainingState:
     def save(self) -> None:
         """Write a checkpoint on rank 0; raise if the state is not finite or the disk is full."""
         if self.accelerator.is_main_process:
-            tensors = collect(self._modules(), self.optimizer, self._names())
+            tensors = collect(self._modules(), self.optimizer)
             self.checkpoints.save(self.step, tensors, self._metadata())
         self.saved_step = self.step
 
@@ -165,7 +161,7 @@ class TrainingState:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore from a checkpoint."""
-        restore(checkpoint, self._modules(), self.optimizer, self._names())
+        restore(checkpoint, self._modules(), self.optimizer)
         if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
@@ -175,6 +171,3 @@ class TrainingState:
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, "loss": self.center}
-
-    def _names(self) -> list[str]:
-        return optimizer_names(self.optimizer, self.student)

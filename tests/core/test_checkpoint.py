@@ -1,8 +1,7 @@
 import pytest
 import torch
-from torch import nn
 
-from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, optimizer_names, restore
+from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, restore
 from dino_vit.core.storage import StorageError
 from dino_vit.method.loss import Center
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
@@ -122,18 +121,16 @@ def train(modules, optimizer, steps):
 def test_what_is_restored_goes_on_bit_for_bit(tmp_path, optimizer, batch_norm):
     first, first_optimizer = build(optimizer, batch_norm)
     train(first, first_optimizer, 3)
-    names = optimizer_names(first_optimizer, first["student"])
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, collect(first, first_optimizer, names), {})
+    checkpoints.save(3, collect(first, first_optimizer), {})
     torch.manual_seed(1)
     second, second_optimizer = build(optimizer, batch_norm)
     train(second, second_optimizer, 1)
-    restore(checkpoints.newest(), second, second_optimizer, names)
+    restore(checkpoints.newest(), second, second_optimizer)
     for modules, its_optimizer in ((first, first_optimizer), (second, second_optimizer)):
         train(modules, its_optimizer, 2)
     expected, found = (
-        collect(modules, its, names)
-        for modules, its in ((first, first_optimizer), (second, second_optimizer))
+        collect(modules, its) for modules, its in ((first, first_optimizer), (second, second_optimizer))
     )
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
@@ -145,8 +142,7 @@ def test_what_is_restored_goes_on_bit_for_bit(tmp_path, optimizer, batch_norm):
 
 def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
     modules, optimizer = build("adamw", False)
-    names = optimizer_names(optimizer, modules["student"])
-    whole = {name: tensor.clone() for name, tensor in collect(modules, optimizer, names).items()}
+    whole = {name: tensor.clone() for name, tensor in collect(modules, optimizer).items()}
     one = "optimizer.exp_avg.head.mlp.0.weight"
     cases = {
         f"{one} is missing in the file and \\(8, 16\\) here": {k: v for k, v in whole.items() if k != one},
@@ -157,17 +153,11 @@ def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
         checkpoints = Checkpoints(tmp_path / said[:20])
         checkpoints.save(1, {name: torch.ones_like(tensor) for name, tensor in tensors.items()}, {})
         with pytest.raises(StorageError, match=f"of another network or optimiser: .*{said}"):
-            restore(checkpoints.newest(), modules, optimizer, names)
-        now = collect(modules, optimizer, names)
+            restore(checkpoints.newest(), modules, optimizer)
+        now = collect(modules, optimizer)
         assert all(torch.equal(now[name], whole[name]) for name in whole), "nothing of it was taken"
-    _, other = build("sgd", False)
+    others, other = build("sgd", False)
     checkpoints = Checkpoints(tmp_path / "sgd")
     checkpoints.save(1, whole, {})
     with pytest.raises(StorageError, match="of another network or optimiser"):
-        restore(checkpoints.newest(), modules, other, names)
-
-
-def test_optimizer_names_follow_the_optimizers_order():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = build_optimizer("sgd", parameter_groups(module))
-    assert optimizer_names(optimizer, module) == ["0.weight", "1.weight", "0.bias", "1.bias"]
+        restore(checkpoints.newest(), others, other)
