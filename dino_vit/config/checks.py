@@ -29,7 +29,7 @@ def check_model(model: Model) -> Iterator[Problem]:
         yield Problem(f"{text}; remove it (model.arch=null) or remove {', '.join(given)}", keys)
     elif not model.arch and missing:
         yield Problem(f"without model.arch, {', '.join(missing)} must be given too; or give model.arch", keys)
-    elif not model.arch and model.shape[0] % model.shape[2]:
+    elif not model.arch and model.shape[0] % model.shape[2]:  # each head gets an equal part of the width
         width, _, heads = model.shape
         near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
         text = f"model.width={width} is not divisible by model.heads={heads}"
@@ -53,7 +53,7 @@ def check_views(views: Views, photometry: Photometry, patch: int) -> Iterator[Pr
     ranges = {f"views.{name}": getattr(views, name) for name in ("global_scale", "local_scale", "ratio")}
     ranges |= {f"photometry.{name}": getattr(photometry, name) for name in ("blur_sigma", "noise_std")}
     for key, (low, high) in ranges.items():
-        if low > high or not high:
+        if low > high or not high:  # a range of zeros would cut or blur nothing
             yield Problem(f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]", (key,))
 
 
@@ -141,6 +141,7 @@ def check_phases(
     }
     for key, length in phases.items():
         if length and length >= epochs:
+            # The temperature's warm-up counts whole epochs.
             short = int(epochs / 10) if key.startswith("loss.") else float(f"{epochs / 10:.2g}")
             text = f"{key}={length:g} is not shorter than the run ({epochs:.3g} epochs)"
             yield Problem(f"{text}; set {key}={short}, or a larger {budget_key}", (key, budget_key))

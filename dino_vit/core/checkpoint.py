@@ -58,7 +58,7 @@ class Checkpoints:
         path = self.folder / f"step-{step:08d}.safetensors"
         described = {**metadata, "kind": "checkpoint", "step": step}
         write_tensors(path, tensors, json.dumps(described, sort_keys=True))
-        self._prune(step, best=metadata.get("best"))
+        self._prune(step, best=metadata.get("best"))  # only now: the new file is complete and on the disk
         return path
 
     def newest(self) -> Checkpoint | None:
@@ -123,5 +123,6 @@ def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer:
         ]
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise StorageError(f"{checkpoint.path} is of another network or optimiser: {'; '.join(shown)}{more}")
+    # Nothing was changed so far: a checkpoint that does not fit leaves everything as it is.
     for name, target in targets.items():
         target.copy_(found[name])

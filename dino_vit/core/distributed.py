@@ -50,6 +50,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     lengths = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(lengths, mine)
     counts = [int(length) for length in lengths]
+    # NCCL and gloo gather tensors of one shape only.
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
     rows = [torch.empty_like(padded) for _ in counts]
@@ -70,7 +71,7 @@ def all_equal(number: int) -> bool:
     """Tell whether all processes pass the same number, without waiting for an accelerator."""
     if world_size() == 1:
         return True
-    extremes = torch.tensor([number, -number])
+    extremes = torch.tensor([number, -number])  # their maxima add up to 0 if all numbers are equal
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=_host_group())
     return bool(extremes.sum() == 0)
 

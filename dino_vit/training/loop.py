@@ -54,6 +54,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             after_step(state, reporter)
+            # All processes must leave the loop after the same step, or the others wait in a collective.
             if any_process(interruption.asked or state.unreadable.too_many):
                 state.unreadable.check(state.device)
                 if any_process(interruption.asked):
@@ -80,7 +81,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         state.unreadable.count(batch)
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
-    state.scaler.unscale_(state.optimizer)
+    state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
     parts = [student.backbone, student.head]
     norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
     freeze(state)
@@ -88,6 +89,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     step_if_finite(state.optimizer, finite)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
+    # After a skipped step too: the student is as it was, so the teacher moves towards it.
     ema_update(state.teacher, student, rates.momentum)
     state.center.update()
 
@@ -154,7 +156,7 @@ def after_step(state: TrainingState, reporter: Reporter) -> None:
             reading = replace(reading, knn=figures.get("knn"), rankme=figures["rankme"])
         reporter.log(reading)
         state.check_skipped()
-        state.interval.restart()
+        state.interval.restart()  # so that the evaluation does not count as training time
     is_best = state.best is not None and state.best["step"] == state.step
     if is_best or state.step % state.config.run.checkpoint_every == 0:
         save(state, reporter)

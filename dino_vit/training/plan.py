@@ -54,7 +54,7 @@ class Plan:
             ),
             momentum=warmup_cosine(step, base=teacher.momentum, final=teacher.momentum_end, total=total),
             teacher_temp=warmup_constant(
-                step // self.steps_per_epoch,
+                step // self.steps_per_epoch,  # one temperature for a whole epoch, as in 2021
                 start=loss.warmup_teacher_temp,
                 final=loss.teacher_temp,
                 warmup=loss.warmup_teacher_temp_epochs,
@@ -63,6 +63,7 @@ class Plan:
 
     def is_logged(self, step: int) -> bool:
         """Tell whether a log line is due after `step` steps."""
+        # The figures of an evaluation are part of a log line.
         return step % self.config.run.log_every == 0 or self.is_evaluated(step)
 
     def is_evaluated(self, step: int) -> bool:
@@ -85,14 +86,14 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
             f"{plural(world_size, 'process', 'processes')}); "
             + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
         )
-    per_epoch = images // batch
+    per_epoch = images // batch  # the images that do not fill a last batch wait for the next epoch
     total = budget.steps or (budget.images or 0) // batch or (budget.epochs or 0) * per_epoch
     if not total:
         raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
     unit = next(name for name in ("epochs", "steps", "images") if getattr(budget, name) is not None)
     problems = [
         *check_phases(optim, config.loss, config.init, total / per_epoch, f"budget.{unit}"),
-        *check_scaled_lr(optim, batch),
+        *check_scaled_lr(optim, batch),  # again, as only here the number of processes is known
     ]
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling)
     if optim.min_lr > lr:

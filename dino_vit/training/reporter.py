@@ -45,8 +45,10 @@ class Reporter:
         self.readings: list[Reading] = []
         if self.main:
             self._write_config(to_yaml(config))
+            # A run that was killed may have logged steps that come after its last checkpoint.
             records = drop_later_records(self.metrics, self.state.step)
             self.readings = [Reading.from_record(record) for record in records]
+        # Trackers take numbers and text only.
         plain = {key: v if isinstance(v, int | float) else str(v) for key, v in values(config).items()}
         accelerator.init_trackers("logs", config=plain)
 

@@ -47,6 +47,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> Run:
     resumed = _find_checkpoint(checkpoints, config)
     trained: VisionTransformer | None = None
     architecture: Mapping[str, Any] | None = None
+    # A run that resumes has its weights in the checkpoint; the file it started from may be gone.
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
     elif config.init:
@@ -108,7 +109,7 @@ def build_untrained(
         "registers": config.model.registers,
     }
     keywords = dict(architecture or from_settings)
-    keywords.pop("drop_path", None)
+    keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
     return build_networks(backbone=keywords, drop_path=config.model.drop_path, head=config.head.model_dump())
 
 
@@ -146,6 +147,7 @@ def _build_state(
         loader=loader,
         augment=build_augment(config).to(device),
         student=student,
+        # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 else student,
         teacher=teacher,
         center=Center(prototypes=config.head.prototypes, momentum=config.loss.center_momentum).to(device),
@@ -173,4 +175,4 @@ def _to_device(
             network.head = convert(network.head)  # type: ignore[no-untyped-call]
         network.to(device)
         if config.run.compile:
-            network.compile(dynamic=False)
+            network.compile(dynamic=False)  # a graph of its own for each size of the views

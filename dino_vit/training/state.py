@@ -84,6 +84,7 @@ class TrainingState:
         figures = self.evaluation(self.teacher.backbone)
         figure = "knn" if "knn" in figures else "rankme"
         value = figures[figure]
+        # A NaN is never the best, and no baseline either.
         if self.step == 0:
             self.baseline = value if math.isfinite(value) else None
         elif math.isfinite(value) and (self.best is None or value > self.best["value"]):
@@ -147,7 +148,7 @@ class TrainingState:
             "std": self.config.data.std,
             "bits": self.config.data.bits,
             "range": self.config.data.range,
-            "network": None,
+            "network": None,  # a checkpoint holds two; who loads it chooses
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,

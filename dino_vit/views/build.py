@@ -71,7 +71,7 @@ def choose_workers(config: PretrainConfig, processes: int) -> int:
     """Return the loader processes of each process: its share of the cores, less the one it needs itself."""
     if config.data.workers is not None:
         return config.data.workers
-    return min(cores_of_a_process(processes) - 1, 16)
+    return min(cores_of_a_process(processes) - 1, 16)  # more than 16 rarely help, but cost memory
 
 
 def build_loader(
@@ -119,8 +119,10 @@ def make_views(
     """
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
     loader = Loader(source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config))
+    # The views of a sample depend on seed, epoch and sample alone, so any step of the epoch has them.
     batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels
+    # Mean 0 and standard deviation 1 leave the values from 0 to 1.
     augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=config.photometry.blur_sigma[1])
     views: list[list[Tensor]] = [[] for _ in samples]
     for size, pixels in batch.views.items():

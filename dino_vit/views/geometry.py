@@ -66,7 +66,7 @@ def _first_box(view: View, tries: list[list[float]], height: int, width: int) ->
         pixels = height * width * (low + (high - low) * area)
         aspect = math.exp(narrow + (wide - narrow) * ratio)
         w, h = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
-        if 0 < w <= width and 0 < h <= height:
+        if 0 < w <= width and 0 < h <= height:  # otherwise the next try, as in torchvision
             return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
     w = min(width, max(1, round(height * view.ratio[1])))
     h = min(height, max(1, round(width / view.ratio[0])))
