@@ -13,7 +13,7 @@ from torch import Tensor
 from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.views.loader import Batch
 
-# The share of unreadable images is taken of at least so many, or a few at the start would end a run.
+# The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
 
 

@@ -14,10 +14,10 @@ Record = dict[str, Any]  # a line of `metrics.jsonl` or `starts.jsonl`
 
 log = logging.getLogger("dino_vit")
 
-# So many readings in a row must show a collapse before it is reported, all after the settled step.
+# Consecutive readings that must show a collapse before it is reported, all after the settled step.
 PATIENCE = 5
 
-# So few rows may well be alike, above all two views of one image.
+# Fewer rows than this may be alike by chance, above all two views of one image.
 FEW_ROWS = 16
 # Outputs that differ less than this between images say nothing about them; see `_symptom`.
 ALIKE = 0.002

@@ -192,9 +192,9 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
 
 
 class Costs(NamedTuple):
-    """Seconds per image: in a worker to cut and to colour it; on the device to receive and colour it."""
+    """Seconds per image: in a worker to crop and to colour it; on the device to receive and colour it."""
 
-    cut: float
+    crop: float
     colour: float
     colour_on_device: float
 
@@ -218,8 +218,8 @@ def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "de
 
     Workers and this process form a pipeline, which is as fast as its slower stage.
     """
-    on_device = max(costs.cut / workers, costs.colour_on_device)
-    in_worker = (costs.cut + costs.colour) / workers
+    on_device = max(costs.crop / workers, costs.colour_on_device)
+    in_worker = (costs.crop + costs.colour) / workers
     reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {plural(workers, 'worker')}"
     return "worker" if in_worker * CLEARLY < on_device else "device", reason
 
@@ -248,10 +248,10 @@ def measure_costs(config: PretrainConfig, source: Source, device: torch.device) 
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # as a worker has
-        cut_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
+        crop_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
     finally:
         torch.set_num_threads(threads)
-    seconds = cut_time, colour_time, _seconds(colour_on_device, device) / times
+    seconds = crop_time, colour_time, _seconds(colour_on_device, device) / times
     return Costs(*(one / sampler.batch_size for one in seconds))
 
 

@@ -49,7 +49,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "dino_vit"])
-def test_imports_between_packages_point_down(name):
+def test_packages_import_only_lower_layers(name):
     package = name.split(".")[1]
     for other in imported(MODULES[name]) - {"dino_vit"}:
         below = other.split(".")[1]
