@@ -14,7 +14,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.progress import duration
 from dino_vit.core.sizes import height_width
-from dino_vit.training.readings import STATES, Diagnosis, Reading, Record, read_records
+from dino_vit.training.diagnosis import STATES, Diagnosis
+from dino_vit.training.readings import Reading, Record, read_records
 
 
 @dataclass(frozen=True, kw_only=True)

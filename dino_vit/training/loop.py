@@ -62,6 +62,11 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                     reporter.stop()
                     return interruption.exit_code
     save(state, reporter)
+    if state.saved_step != state.step:
+        raise StorageError(
+            f"the run is complete, but its last checkpoint could not be written; free disk space for "
+            f"{state.folder} and run the same command again"
+        )
     reporter.finish()
     return 0
 

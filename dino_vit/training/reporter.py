@@ -1,4 +1,4 @@
-"""Log a run on rank 0: its start, its readings, its result. Nothing here changes the run."""
+"""Log a run on rank 0: its start, its readings, its result. Nothing here changes the state."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ from dino_vit.config.display import to_yaml
 from dino_vit.config.settings import values
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
-from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.training.monitor import RunProgress
-from dino_vit.training.readings import (
-    Reading,
-    Record,
-    append_record,
-    diagnose,
-    drop_later_records,
-    to_json,
-)
-from dino_vit.training.setup import Run
+from dino_vit.core.storage import write_bytes
+from dino_vit.training.diagnosis import diagnose
+from dino_vit.training.readings import Reading, Record, append_record, drop_later_records, to_json
+from dino_vit.training.setup import ReadyRun
+from dino_vit.training.terminal import RunProgress
 
 
 class Reporter:
     """Log a run to the terminal, to its folder and to trackers; do nothing on other ranks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ReadyRun) -> None:
         self.run, self.state = run, run.state
         config, accelerator = self.state.config, self.state.accelerator
         self.main = bool(accelerator.is_main_process)
@@ -115,11 +109,6 @@ class Reporter:
 
     def finish(self) -> None:
         """Say where the result is."""
-        if self.state.saved_step != self.state.step:
-            raise StorageError(
-                f"the run is complete, but its last checkpoint could not be written; free disk space for "
-                f"{self.state.folder} and run the same command again"
-            )
         best = self.state.best
         text = (
             f", the best by {best['figure']} ({best['value']:.1f}) at step {best['step']:,}" if best else ""
@@ -127,13 +116,13 @@ class Reporter:
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
 
 
-def parameter_counts(run: Run) -> dict[str, int]:
+def parameter_counts(run: ReadyRun) -> dict[str, int]:
     """Return the number of parameters of backbone and head."""
     parts = {"backbone": run.state.student.backbone, "head": run.state.student.head}
     return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
 
 
-def start_record(run: Run) -> Record:
+def start_record(run: ReadyRun) -> Record:
     """Return a line of `starts.jsonl`: when, from which step, on what, with which choices."""
     state, plan = run.state, run.state.plan
     return {
@@ -155,7 +144,7 @@ def start_record(run: Run) -> Record:
     }
 
 
-def describe_start(run: Run) -> Iterator[str]:
+def describe_start(run: ReadyRun) -> Iterator[str]:
     """Yield lines on the devices, the images, the network, and the reason for each choice."""
     state, config, plan = run.state, run.state.config, run.state.plan
     processes, workers = state.accelerator.num_processes, state.loader.workers

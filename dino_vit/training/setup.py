@@ -30,7 +30,7 @@ from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
 
 
-class Run(NamedTuple):
+class ReadyRun(NamedTuple):
     """A run that is ready to train, what was chosen for it, and notes on its images."""
 
     state: TrainingState
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     resumed: Path | None  # the checkpoint that it resumes from
 
 
-def set_up(config: PretrainConfig, accelerator: Accelerator) -> Run:
+def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
     source = open_source(config.data.source, config.data.labels)
     weights = read_weights(source, config.data.weights) if config.data.weights else None
@@ -71,7 +71,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> Run:
         state.restore(resumed)
     if weights is not None:
         notes.append(describe(weights))
-    return Run(state, choices, notes, resumed.path if resumed else None)
+    return ReadyRun(state, choices, notes, resumed.path if resumed else None)
 
 
 def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:

@@ -7,7 +7,8 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.report.curves import charts, live_data, thin
 from dino_vit.report.record import read_run, state
-from dino_vit.training.readings import UNIFORM, append_record
+from dino_vit.training.diagnosis import UNIFORM
+from dino_vit.training.readings import append_record
 from tests.support.readings import HEALTHY
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from dino_vit.training.readings import LEARNING, STARTING, UNIFORM, Reading
+from dino_vit.training.diagnosis import LEARNING, STARTING, UNIFORM
+from dino_vit.training.readings import Reading
 
 HEALTHY = Reading(
     step=10_000,

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dino_vit.core.progress import duration
-from dino_vit.training.readings import STARTING, Diagnosis, Reading
+from dino_vit.training.diagnosis import STARTING, Diagnosis
+from dino_vit.training.readings import Reading
 
 REFRESH = 0.5  # seconds between two updates of the bar
 RECENT = 20  # readings whose pace the remaining time is estimated from

@@ -13,8 +13,8 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.progress import duration
-from dino_vit.training.monitor import RunProgress
-from dino_vit.training.readings import LEARNING, UNIFORM
+from dino_vit.training.diagnosis import LEARNING, UNIFORM
+from dino_vit.training.terminal import RunProgress
 from tests.support.readings import HEALTHY, Clock, show_some
 from tests.support.runs import ROOT
 
@@ -117,7 +117,7 @@ def screen(received):
 
 SHOW = """
     import sys
-    from dino_vit.training.monitor import RunProgress
+    from dino_vit.training.terminal import RunProgress
     from tests.support.readings import Clock, show_some
     clock = Clock()
     progress = RunProgress(total_steps=1250, step=1000, clock=clock)
@@ -145,7 +145,7 @@ def test_on_a_terminal_there_is_one_bar_below_the_notices(width):
 
 def test_the_bar_goes_on_between_readings_but_not_at_every_step():
     program = """
-        from dino_vit.training.monitor import RunProgress
+        from dino_vit.training.terminal import RunProgress
         from tests.support.readings import Clock
         clock = Clock()
         with RunProgress(total_steps=1000, clock=clock) as progress:
@@ -160,7 +160,7 @@ def test_the_bar_goes_on_between_readings_but_not_at_every_step():
 def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path):
     program = """
         import sys
-        from dino_vit.training.monitor import RunProgress
+        from dino_vit.training.terminal import RunProgress
         with RunProgress(total_steps=10) as progress:
             progress.advance(5)
             print("to stdout")
@@ -177,7 +177,7 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
 
 def test_an_error_gives_the_terminal_back():
     program = """
-        from dino_vit.training.monitor import RunProgress
+        from dino_vit.training.terminal import RunProgress
         try:
             with RunProgress(total_steps=10) as progress:
                 progress.advance(5)

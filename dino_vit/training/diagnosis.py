@@ -1,0 +1,121 @@
+"""Tell from its readings whether a run learns, or how it has collapsed and what to try."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dino_vit.training.readings import Reading
+
+# Consecutive readings that must show a collapse before it is reported, all after the settled step.
+PATIENCE = 5
+
+# Fewer rows than this may be alike by chance, above all two views of one image.
+FEW_ROWS = 16
+# Outputs that differ less than this between images say nothing about them; see `_symptom`.
+ALIKE = 0.002
+# Shares of ln(prototypes) below or above which an entropy counts as zero or as maximal.
+ZERO, MAXIMAL = 0.05, 0.95
+# A loss less than this share below ln(prototypes) is stuck there.
+STUCK = 0.002
+# Scaling in float16 skips a step from time to time; a larger share of skipped steps is a problem.
+SKIPPED = 0.2
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The state of a run, and what to try if it is a bad one."""
+
+    state: str
+    advice: str = ""
+
+
+STARTING = Diagnosis("starting")
+LEARNING = Diagnosis("learning")
+NONFINITE = Diagnosis(
+    "non-finite steps",
+    "Many steps had a NaN or an infinity and were skipped. Lower optim.lr or lengthen optim.warmup_epochs; "
+    "lower optim.clip; with run.precision=fp16 try bf16 or no.",
+)
+UNIFORM = Diagnosis(
+    "uniform collapse",
+    "The teacher gives every image the same flat output. Lower optim.lr or lengthen optim.warmup_epochs; "
+    "sharpen more with a lower loss.teacher_temp (0.04 is safe); centre less with "
+    "loss.center_momentum=0.99.",
+)
+ONE_PROTOTYPE = Diagnosis(
+    "one prototype",
+    "One prototype takes every image: the teacher is sharpened more than it is centred. Move the centre "
+    "faster with loss.center_momentum=0.9, warm loss.teacher_temp up towards 0.07, lower optim.lr, keep "
+    "head.norm_last_layer=true and raise optim.freeze_last_layer_epochs, or use a larger data.batch_size.",
+)
+IMAGES_ALIKE = Diagnosis(
+    "all images alike",
+    "The teacher gives every image the same output, neither flat nor certain. Lower optim.lr, lengthen "
+    "optim.warmup_epochs, bring teacher.momentum nearer to 1, raise optim.freeze_last_layer_epochs, or use "
+    "a larger data.batch_size. Views that share too little (views.local_scale) can cause this too.",
+)
+STUCK_AT_LN = Diagnosis(
+    "stuck at ln(prototypes)",
+    "The teacher distinguishes images, but the student predicts it no better than a flat guess. Check "
+    "optim.lr first: far below the recipe's 5e-4 nothing is learned, far above it diverges. Then lengthen "
+    "optim.warmup_epochs, lower loss.teacher_temp, or use fewer head.prototypes.",
+)
+STATES = {
+    known.state: known
+    for known in (STARTING, LEARNING, NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN)
+}
+
+
+def diagnose(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis:
+    """Return the state of a run from its last few readings.
+
+    At first a healthy run looks collapsed: new networks give all images nearly the same features, and the
+    centre removes what they share. So only non-finite steps are reported before `settled_step`, which should
+    be after the warm-up of the learning rate and the freeze of the last layer.
+    """
+    if not readings:
+        return STARTING
+    if _skips_steps(readings[-PATIENCE - 1 :]):
+        return NONFINITE
+    settled = [reading for reading in readings[-PATIENCE:] if reading.step >= settled_step]
+    symptoms = [symptom for reading in settled if (symptom := _symptom(reading))]
+    if len(symptoms) < len(settled):
+        return LEARNING
+    return symptoms[-1] if len(symptoms) == PATIENCE else STARTING
+
+
+def _skips_steps(readings: Sequence[Reading]) -> bool:
+    latest, first = readings[-1], readings[0]
+    if not math.isfinite(latest.loss):
+        return True
+    skipped, steps = latest.nonfinite_steps - first.nonfinite_steps, latest.step - first.step
+    return len(readings) > PATIENCE and skipped > SKIPPED * steps
+
+
+def _symptom(reading: Reading) -> Diagnosis | None:
+    """Return the collapse that a single reading shows.
+
+    Let H(mean) be the entropy of the mean output over the rows, mean H the mean entropy of a row. Their gap,
+    0 <= H(mean) - mean H <= min(ln rows, ln prototypes), is the mutual information between row and prototype:
+    how much an output says about its image. In any collapse the gap is 0, and the two entropies are equal:
+
+        both ln(prototypes)  uniform collapse       (only centring acts)
+        both 0               one prototype          (only sharpening acts)
+        in between           all images alike
+
+    The gap is measured against the smaller of ln(rows) and ln(prototypes): 64 rows cannot exceed ln(64).
+    Near the uniform output the gap is half the variance of the logits, so ALIKE times 7 means cosines that
+    differ by 0.007 at a temperature of 0.04. Not used: the prototypes in use (noise picks the largest of a
+    flat output) and the embedding's std (0.05 to 0.4 in collapses made on purpose).
+
+    With a gap, the teacher distinguishes images. A student with a flat output for every image has a
+    cross-entropy of exactly ln(prototypes) for any teacher; one that has learned anything is below.
+    """
+    if reading.rows < FEW_ROWS:
+        return None
+    most = math.log(reading.prototypes)
+    if reading.mean_output_entropy < ZERO * most:
+        return ONE_PROTOTYPE
+    if reading.entropy_gap < ALIKE * min(most, math.log(reading.rows)):
+        return UNIFORM if reading.output_entropy > MAXIMAL * most else IMAGES_ALIKE
+    return STUCK_AT_LN if reading.excess > -STUCK * most else None

@@ -1,0 +1,206 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_vit.method.loss import Center, dino_loss, loss_statistics
+from dino_vit.method.optim import build_optimizer, clip_gradients, ema_update, parameter_groups, set_rates
+from dino_vit.method.schedules import warmup_cosine
+from dino_vit.models.head import DINOHead
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.training.diagnosis import PATIENCE, diagnose
+from tests.support.readings import HEALTHY
+
+STEPS, LOG_EVERY, WARMUP = 100, 4, 20
+WIDTH, PROTOTYPES, BATCH, VIEWS = 32, 64, 24, 4
+FLAT = math.log(65536)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads only wait for each other in networks this small, the longer the busier the machine is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def draw_views(generator):
+    """Coloured waves under noise: the views of an image share its colour and the direction of its wave."""
+    axis = torch.linspace(-1, 1, 16)
+    colour = torch.randn(BATCH, 3, 1, 1, generator=generator)
+    turn = math.pi * torch.rand(BATCH, 1, 1, 1, generator=generator)
+    along = turn.cos() * axis[:, None] + turn.sin() * axis
+    views = []
+    for _ in range(VIEWS):
+        phase = 2 * math.pi * torch.rand(BATCH, 1, 1, 1, generator=generator)
+        noise = 0.3 * torch.randn(BATCH, 3, 16, 16, generator=generator)
+        views.append(colour + torch.sin(6 * along + phase) + noise)
+    return torch.cat(views)
+
+
+def make_network():
+    backbone = VisionTransformer(image_size=16, patch_size=8, width=WIDTH, depth=2, heads=4)
+    return torch.nn.ModuleList(
+        [backbone, DINOHead(in_dim=WIDTH, prototypes=PROTOTYPES, hidden_dim=64, bottleneck_dim=32)]
+    )
+
+
+def train(*, lr=2e-3, teacher_temp=0.04, centred=True):
+    """Train a tiny network with DINO and return its readings."""
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = make_network(), make_network()
+    teacher.load_state_dict(student.state_dict())
+    center = Center(prototypes=PROTOTYPES)
+    optimizer = build_optimizer("adamw", parameter_groups(*student))
+    readings, losses = [], []
+    for step in range(STEPS):
+        views = draw_views(generator)
+        with torch.no_grad():
+            cls = teacher[0](views[: 2 * BATCH])
+            logits = teacher[1](cls)
+        features = student[1].project(student[0](views))
+        loss = dino_loss(
+            features,
+            student[1].prototype_weight(),
+            logits,
+            center.center,
+            views=VIEWS,
+            global_views=2,
+            student_temperature=0.1,
+            teacher_temperature=teacher_temp,
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norm = clip_gradients(student, mode="tensor", max_norm=3.0)
+        statistics = loss_statistics(loss, logits, center.center, teacher_temperature=teacher_temp)
+        if centred:
+            center.accumulate(logits)
+            center.update()
+        rate = warmup_cosine(step, base=lr, final=1e-6, total=STEPS, warmup=WARMUP)
+        momentum = warmup_cosine(step, base=0.97, final=1.0, total=STEPS)
+        set_rates(optimizer, lr=rate, weight_decay=0.04)
+        optimizer.step()
+        ema_update(teacher, student, momentum)
+        losses.append(loss.item())
+        if (step + 1) % LOG_EVERY == 0:
+            names = ("mean_output_entropy", "output_entropy", "entropy_gap", "student_divergence")
+            reading = replace(
+                HEALTHY,
+                step=step + 1,
+                total_steps=STEPS,
+                loss=sum(losses) / len(losses),
+                prototypes=PROTOTYPES,
+                rows=2 * BATCH,
+                prototypes_in_use=int(statistics.prototypes_in_use),
+                embedding_std=F.normalize(cls).std(0).mean().item() * WIDTH**0.5,
+                gradient_norm=norm.item(),
+                **{name: getattr(statistics, name).item() for name in names},
+            )
+            readings.append(reading)
+            losses.clear()
+    return readings
+
+
+def states(readings, settled_step=WARMUP):
+    """What a run would have been told at each of its readings."""
+    return [diagnose(readings[: n + 1], settled_step=settled_step).state for n in range(len(readings))]
+
+
+@pytest.mark.parametrize("changes", [{}, {"teacher_temp": 0.07}], ids=str)
+def test_a_healthy_run_is_not_accused(changes):
+    readings = train(**changes)
+    assert readings[-1].embedding_std > 0.7  # it is healthy
+    told = states(readings)
+    starting = told.count("starting")
+    assert told == ["starting"] * starting + ["learning"] * (len(told) - starting)
+    assert starting < 5
+
+
+def collapsed_to_one(readings):
+    return all(reading.mean_output_entropy < 0.01 for reading in readings[-PATIENCE:])
+
+
+def collapsed_to_uniform(readings):
+    flat = math.log(PROTOTYPES)
+    return all(reading.output_entropy > 0.99 * flat for reading in readings[-PATIENCE:])
+
+
+def never_below_flat(readings):
+    return all(reading.excess > 0 and reading.entropy_gap > 0.1 for reading in readings[-PATIENCE:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "happened", "state"),
+    [
+        ({"centred": False, "teacher_temp": 0.02, "lr": 0.02}, collapsed_to_one, "one prototype"),
+        ({"teacher_temp": 0.2}, collapsed_to_uniform, "uniform collapse"),
+        ({"lr": 1e-7}, never_below_flat, "stuck at ln(prototypes)"),
+    ],
+    ids=["one prototype", "uniform", "stuck"],
+)
+def test_a_failure_made_on_purpose_is_named_for_good(changes, happened, state):
+    """So few steps are chaotic, and a run may escape: of three, those that did fail count."""
+    failed = 0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        readings = train(**changes)
+        told = states(readings)
+        if happened(readings):
+            failed += 1
+            assert told[told.index(state) :] == [state] * (len(told) - told.index(state))
+    assert failed
+
+
+def repeated(*, count=PATIENCE, **changes):
+    return [replace(HEALTHY, step=10_000 + 50 * n, **changes) for n in range(count)]
+
+
+UNIFORM = {"mean_output_entropy": FLAT, "output_entropy": FLAT, "entropy_gap": 0.001, "loss": FLAT}
+ONE = {"mean_output_entropy": 0.1, "output_entropy": 0.1, "entropy_gap": 0.0, "loss": 0.2}
+ALIKE = {"mean_output_entropy": 7.0, "output_entropy": 7.0, "entropy_gap": 0.0, "loss": 7.1}
+STUCK = {"loss": FLAT + 0.01}
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "learning"),
+        (UNIFORM, "uniform collapse"),
+        (ONE, "one prototype"),
+        (ALIKE, "all images alike"),
+        (STUCK, "stuck at ln(prototypes)"),
+        ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, "learning"),
+        ({**UNIFORM, "entropy_gap": 0.02, "loss": FLAT - 0.03}, "learning"),  # hardly, but on its way
+        ({**ALIKE, "rows": 8}, "learning"),  # too few to tell
+    ],
+)
+def test_several_readings_in_a_row_make_a_verdict(changes, state):
+    readings = repeated(**changes)
+    assert diagnose(readings, settled_step=0).state == state
+    accused = state != "learning"
+    assert bool(diagnose(readings, settled_step=0).advice) == accused
+    assert diagnose(readings[1:], settled_step=0).state == ("starting" if accused else "learning")
+    assert diagnose(readings, settled_step=readings[0].step + 1).state == ("starting" if accused else state)
+    one_is_good = [*readings[:2], HEALTHY, *readings[3:]]
+    assert diagnose(one_is_good, settled_step=0).state == "learning"
+
+
+def test_before_it_has_settled_nothing_is_held_against_a_run():
+    assert diagnose([], settled_step=100).state == "starting"
+    assert diagnose(repeated(**UNIFORM, count=20), settled_step=10**6).state == "starting"
+
+
+def test_lost_steps_are_named_even_before_it_has_settled():
+    def state(counts, **changes):
+        readings = [replace(r, nonfinite_steps=c) for r, c in zip(repeated(count=6), counts, strict=True)]
+        readings[-1] = replace(readings[-1], **changes)
+        return diagnose(readings, settled_step=10**6).state
+
+    assert state([0, 0, 0, 0, 0, 50]) == "starting"  # a fifth
+    assert state([0, 0, 0, 0, 0, 51]) == "non-finite steps"
+    assert state([51] * 6) == "starting"  # long ago
+    assert state([0] * 6, loss=math.nan) == "non-finite steps"
+    assert diagnose([replace(HEALTHY, nonfinite_steps=9)], settled_step=0).state == "learning"
