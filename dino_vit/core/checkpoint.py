@@ -3,10 +3,7 @@
 They hold no random state, because every random number is a function of the step.
 """
 
-from __future__ import annotations
-
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
-
-log = logging.getLogger("dino_vit")
 
 NAME = re.compile(r"step-\d{8,}\.safetensors")
 LAST = 2  # newest checkpoints to keep: if the last one is damaged, there is another before it

@@ -1,7 +1,5 @@
 """Progress on long work: a bar on a terminal, otherwise a log line from time to time."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -11,23 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress
 
-log = logging.getLogger("dino_vit")
+from dino_vit.core import log
 
 PATIENCE = 2.0  # seconds; shorter work shows nothing
 LINE_EVERY = 20.0  # seconds, without a terminal
-
-
-@contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Advance]:
-    """Yield a function to call with each number of finished items; `total` may be unknown."""
-    advance = Advance(title, total)
-    try:
-        yield advance
-    finally:
-        if advance.bar:
-            advance.bar.stop()
-    if time.monotonic() - advance.start > PATIENCE:
-        log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
 
 
 class Advance:
@@ -63,6 +48,19 @@ class Advance:
         rate = self.done / max(time.monotonic() - self.start, 1e-9)
         note = f", {self.note}" if self.note else ""
         return f"{self.title}: {self.done:,}{total}, {rate:,.0f}/s{note}"
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Advance]:
+    """Yield a function to call with each number of finished items; `total` may be unknown."""
+    advance = Advance(title, total)
+    try:
+        yield advance
+    finally:
+        if advance.bar:
+            advance.bar.stop()
+    if time.monotonic() - advance.start > PATIENCE:
+        log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))
 
 
 def duration(seconds: float) -> str:

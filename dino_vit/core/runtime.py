@@ -1,7 +1,5 @@
 """Set up a run on its machine: processes, device, precision, and the signals that stop it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform
@@ -10,7 +8,7 @@ import signal
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from accelerate import Accelerator
@@ -117,7 +115,7 @@ class Interruption:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> Self:
         self._handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 

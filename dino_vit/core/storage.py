@@ -1,7 +1,5 @@
 """Write files atomically: readers find the old file or the whole new one. Tensors are verified when read."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

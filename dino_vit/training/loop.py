@@ -1,7 +1,5 @@
 """Pretraining: the loop of the paper's pseudo-code, and what happens between two of its steps."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

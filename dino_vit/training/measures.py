@@ -1,7 +1,5 @@
 """What is measured between two log lines: kept on the device, so that no step waits for the host."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

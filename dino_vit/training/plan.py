@@ -1,7 +1,5 @@
 """What follows from a completed configuration: batches, lengths in steps, intervals and rates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,17 +1,15 @@
 """The readings of a run: lines of `metrics.jsonl`, written and read."""
 
 import json
-import logging
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
 
 Record = dict[str, Any]  # a line of `metrics.jsonl` or `starts.jsonl`
-
-log = logging.getLogger("dino_vit")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """Log a run on rank 0: its start, its readings, its result. Nothing here changes the state."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime

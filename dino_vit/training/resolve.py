@@ -3,9 +3,6 @@
 This happens once, when a run is set up; nothing changes the configuration afterwards.
 """
 
-from __future__ import annotations
-
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from dino_vit.config.auto import Choice, auto_choices, init_choices
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import get, given_keys, result_changes
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import plural
@@ -33,8 +31,6 @@ from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_
 from dino_vit.views.build import build_augment, build_pixels, build_views, choose_workers
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
-
-log = logging.getLogger("dino_vit")
 
 TIMED_IMAGES, TIMED_ROUNDS = 8, 3
 # The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.

@@ -1,7 +1,5 @@
 """Set up a run: open the images, complete the configuration, build the state, restore the checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The state of a run between two steps: everything that a step touches or a checkpoint holds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build the input from a configuration: views, photometry, loader, evaluation transform."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

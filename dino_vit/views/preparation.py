@@ -1,6 +1,5 @@
 """The evaluation transform: an image is read, resized, cropped and normalised for a backbone."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,13 +9,12 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.core import log
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.vit import VisionTransformer
-
-log = logging.getLogger("dino_vit")
 
 Fit = Literal["crop", "whole"]
 
