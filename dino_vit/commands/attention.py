@@ -61,14 +61,6 @@ class AttentionConfig(Settings):
     pca: bool = setting(True, "also draw the patches' principal components as colours")
 
     positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        "weights": "checkpoint model run",
-        "source": "images data input",
-        "output": "output_dir out",
-        "block": "layer",
-        "mass": "threshold",
-        "size": "image_size",
-    }
 
 
 class ImageMaps(NamedTuple):

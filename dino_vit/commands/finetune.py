@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from dino_vit.config.settings import (
     Positive,
     Probability,
     Problem,
-    Settings,
     setting,
     settings_of,
 )
@@ -49,7 +48,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, choose_precision, start_processes
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.eval.accuracy import Accuracy, top_k_accuracy, write_results
-from dino_vit.eval.datasets import SupervisedLoader, open_sets
+from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.linear import TOP_K
 from dino_vit.method.optim import (
@@ -70,13 +69,9 @@ from dino_vit.weights import load_backbone, save_backbone
 log = logging.getLogger("dino_vit")
 
 
-class FinetuneConfig(Settings):
+class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
 
-    source: str = Field(description="labelled images to evaluate on")
-    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
-    labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
@@ -85,7 +80,6 @@ class FinetuneConfig(Settings):
         None, "pixels: side, or [height, width]; null: that of the weights, or 224"
     )
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
-    seed: CountOrZero = setting(0, "of all random numbers")
     batch_size: Count = setting(64, "images per process and step")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     epochs: Count = setting(100, "passes over the images")
@@ -104,19 +98,6 @@ class FinetuneConfig(Settings):
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        "source": "images data data_path val",
-        "weights": "checkpoint model run pretrained init",
-        "size": "image_size img_size",
-        "batch_size": "batch_size_per_gpu",
-        "smoothing": "label_smoothing",
-        "layer_decay": "layerwise_decay",
-        "lr": "learning_rate base_lr",
-        "drop_path": "drop_path_rate",
-        "workers": "num_workers",
-    }
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield problems with the start and the length of the run."""
@@ -147,13 +128,7 @@ class Finetuning:
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
         self.device: torch.device = accelerator.device
-        self.sets = open_sets(
-            config.source,
-            labels=config.labels,
-            train=config.train,
-            train_labels=config.train_labels,
-            seed=config.seed,
-        )
+        self.sets = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.sets.classes)).to(self.device)
         self.preparation = preparation_of(self.model)

@@ -42,7 +42,6 @@ class InspectConfig(Settings):
 
     positional: ClassVar = ("source",)
     switches: ClassVar = {"json": "as_json"}
-    also_known_as: ClassVar = {"source": "images data path", "count": "images limit n"}
 
 
 def run(config: InspectConfig) -> int:

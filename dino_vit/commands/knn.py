@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from statistics import mean, stdev
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, CountOrZero, Positive, setting
+from dino_vit.config.settings import Count, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -22,7 +22,13 @@ from dino_vit.eval.accuracy import (
     top_k_accuracy,
     write_results,
 )
-from dino_vit.eval.datasets import LabelledFeatures, labelled_features, open_sets, open_subset
+from dino_vit.eval.datasets import (
+    LabelledFeatures,
+    SupervisedConfig,
+    labelled_features,
+    open_sets,
+    open_subset,
+)
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.knn import few_shot_rows, weighted_knn
 from dino_vit.eval.neighbours import Search
@@ -30,35 +36,22 @@ from dino_vit.eval.neighbours import Search
 _CLASSES_SHOWN = 20
 
 
-class KnnConfig(EvaluationConfig):
+class KnnConfig(SupervisedConfig, EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     train: str | None = setting(
         None, "labelled images of the bank; null: source, where each image is classified by the others"
     )
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     k: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(
         (10, 20, 100, 200), "numbers of neighbours"
     )
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
     repeats: Count = setting(5, "random banks for each number of shots")
-    seed: CountOrZero = setting(0, "of the random banks")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
     output: str | None = setting(
         None, "JSON file to write; null: eval/knn.json in the run, or beside the weights"
     )
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        **EvaluationConfig.also_known_as,
-        "source": "images data data_path val queries",
-        "train": "bank gallery train_data",
-        "k": "nb_knn neighbours neighbors",
-        "shots": "few_shot n_per_class",
-        "repeats": "n_tries tries",
-        "output": "output_file out",
-    }
 
 
 def run(config: KnnConfig) -> int:
@@ -91,9 +84,7 @@ def _open(
 ) -> tuple[LabelledFeatures, LabelledFeatures, Sequence[str]]:
     """Return the bank and the queries, which are the same object without `train`, and the classes."""
     if config.train is not None:
-        sets = open_sets(
-            config.source, labels=config.labels, train=config.train, train_labels=config.train_labels
-        )
+        sets = open_sets(config)
         bank = labelled_features(frozen, sets.train, title="features of the bank")
         return bank, labelled_features(frozen, sets.val, title="features of the query images"), sets.classes
     subset = open_subset(config.source, config.labels)

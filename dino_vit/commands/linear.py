@@ -10,13 +10,13 @@ import logging
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, CountOrZero, Positive, Settings, setting
+from dino_vit.config.settings import Count, Positive, Settings, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -28,7 +28,7 @@ from dino_vit.eval.accuracy import (
 )
 from dino_vit.eval.datasets import (
     LabelledFeatures,
-    LabelledSets,
+    SupervisedConfig,
     hold_out,
     labelled_features,
     open_sets,
@@ -69,34 +69,19 @@ class Logistic(Settings):
     iterations: Count = setting(1000, "maximum iterations of L-BFGS for each C")
 
 
-class LinearConfig(EvaluationConfig):
+class LinearConfig(SupervisedConfig, EvaluationConfig):
     """Train linear classifiers on a frozen backbone, and report their accuracy."""
 
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
-    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
-    seed: CountOrZero = setting(0, "of all random numbers")
     output: str | None = setting(
         None, "JSON file to write; null: eval/linear.json in the run folder, or beside the weights file"
     )
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        **EvaluationConfig.also_known_as,
-        "source": "images data data_path val",
-        "grid.rates": "learning_rates lrs",
-        "grid.blocks": "n_last_blocks_list",
-        "dino2021.blocks": "n_last_blocks",
-        "dino2021.mean": "avgpool_patchtokens",
-        "dino2021.probe": "pretrained_linear",
-        "dino2021.epochs": "epochs",
-    }
 
 
 def run(config: LinearConfig) -> int:
@@ -118,19 +103,9 @@ def run(config: LinearConfig) -> int:
     return 0
 
 
-def _open_sets(config: LinearConfig) -> LabelledSets:
-    return open_sets(
-        config.source,
-        labels=config.labels,
-        train=config.train,
-        train_labels=config.train_labels,
-        seed=config.seed,
-    )
-
-
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
     """Train heads on cached features, evaluate all of them and choose the best."""
-    sets = _open_sets(config)
+    sets = open_sets(config)
     inputs = _inputs(config, frozen.model.depth)
     with_mean = any(spec.tokens == "cls+mean" for spec in inputs)
     blocks = max(spec.blocks for spec in inputs)
@@ -285,7 +260,7 @@ def _evaluate_head(
 
 def _train_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
     """Train one head as in 2021, and write it to `path`."""
-    sets, settings = _open_sets(config), config.dino2021
+    sets, settings = open_sets(config), config.dino2021
     val = probe_features(frozen, sets.val, settings)
     head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
     accuracies, text = _evaluate_head(head, val, sets.classes)

@@ -48,7 +48,6 @@ class PackConfig(Settings):
     check: bool = setting(True, "decode every image, and leave out unreadable ones")
 
     positional: ClassVar = ("source", "output")
-    also_known_as: ClassVar = {"output": "out output_dir", "shard_size": "maxsize shard_mb"}
 
 
 class Packed(NamedTuple):

@@ -40,8 +40,6 @@ class ReportConfig(Settings):
     address: str = setting("127.0.0.1", "address to serve on; the default is visible on this machine only")
     port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any free port")
 
-    also_known_as: ClassVar = {"run": "weights folder", "source": "images data", "output": "out html"}
-
 
 def run(config: ReportConfig) -> int:
     """Write the page, or serve it until Ctrl-C."""

@@ -40,7 +40,6 @@ class DuplicatesConfig(Settings):
     output: str = setting("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
 
     positional: ClassVar = ("embeddings",)
-    also_known_as: ClassVar = {"threshold": "cosine similarity", "pairs": "limit top", "output": "out"}
 
 
 def run(config: DuplicatesConfig) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,6 @@ class EmbedConfig(EvaluationConfig):
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {**EvaluationConfig.also_known_as, "output": "out", "normalise": "normalize"}
 
 
 def run(config: EmbedConfig) -> int:

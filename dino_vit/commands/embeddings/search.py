@@ -34,7 +34,6 @@ class SearchConfig(Settings):
     output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
 
     positional: ClassVar = ("embeddings", "images")
-    also_known_as: ClassVar = {"embeddings": "index", "images": "query queries", "output": "out", "k": "top"}
 
 
 def run(config: SearchConfig) -> int:

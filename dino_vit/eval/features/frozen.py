@@ -40,14 +40,7 @@ class EvaluationConfig(Settings):
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
-    also_known_as: ClassVar = {
-        "source": "images data data_path",
-        "weights": "checkpoint model run pretrained_weights",
-        "size": "image_size img_size",
-        "batch_size": "batch_size_per_gpu",
-        "readers": "workers num_workers threads",
-        "cache": "cache_dir",
-    }
+    positional: ClassVar = ("source",)
 
 
 @dataclass(frozen=True, kw_only=True)
