@@ -47,7 +47,7 @@ from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, choose_precision, start_processes
 from dino_vit.core.sizes import VIT_SIZES, height_width
-from dino_vit.eval.accuracy import Accuracy, top_k_accuracy, write_results
+from dino_vit.eval.accuracy import summary, top_k_accuracy, write_results
 from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.linear import TOP_K
@@ -310,11 +310,11 @@ def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: in
 
 def _write(tuning: Finetuning) -> None:
     """Write the network and the results, and print a summary."""
-    folder, last, preparation = Path(tuning.config.output), tuning.history[-1], tuning.preparation
-    facts = tuning.facts()
+    folder, facts = Path(tuning.config.output), tuning.facts()
+    path, last, preparation = folder / "backbone.safetensors", tuning.history[-1], tuning.preparation
     save_backbone(
         tuning.model,
-        folder / "backbone.safetensors",
+        path,
         mean=preparation.mean,
         std=preparation.std,
         bits=preparation.pixels.bits,
@@ -324,10 +324,6 @@ def _write(tuning: Finetuning) -> None:
         config={**facts["config"], "classes": facts["classes"]},
     )
     write_results(folder / "eval" / "finetune.json", {**facts, "history": tuning.history, "last": last})
-    top1, top5 = (Accuracy(**last[f"top{k}"]) for k in (1, TOP_K))
     classes = len(facts["classes"])
-    print(
-        f"after {plural(tuning.epoch, 'epoch')}: top-1 {top1}, top-5 {top5} of "
-        f"{top1.images:,} images of {classes} classes\n{folder / 'backbone.safetensors'}: the network, for "
-        f"load_backbone({str(folder)!r}, num_classes={classes})"
-    )
+    print(f"after {plural(tuning.epoch, 'epoch')}: {summary(last, classes)}")
+    print(f"{path}: the network, for load_backbone({str(folder)!r}, num_classes={classes})")

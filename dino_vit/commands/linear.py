@@ -24,6 +24,7 @@ from dino_vit.eval.accuracy import (
     accuracy,
     classification_results,
     results_path,
+    summary,
     write_results,
 )
 from dino_vit.eval.datasets import (
@@ -88,12 +89,10 @@ def run(config: LinearConfig) -> int:
     """Train and evaluate, print the accuracies and write the JSON."""
     with frozen_backbone(config) as frozen:
         path = results_path("linear", weights=config.weights, output=config.output)
-        if config.method != "dino2021":
-            results, text = _train_on_features(config, frozen)
-        elif config.dino2021.probe:
-            results, text = _load_dino2021(config, frozen, config.dino2021.probe)
+        if config.method == "dino2021":
+            results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
         else:
-            results, text = _train_dino2021(config, frozen, path.with_suffix(".pth"))
+            results, text = _train_on_features(config, frozen)
         if is_main_process():
             other_methods = {"grid", "logistic", "dino2021"} - {config.method}
             settings = config.model_dump(mode="json", exclude=other_methods)
@@ -126,19 +125,17 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         heads, notes = _fit_logistic(config, train, columns[0], len(sets.classes), frozen.device)
 
     top1 = _top1(heads, val)
-    cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.tokens == "cls+mean", "top1": one._asdict()}
-        for (value, spec), one in zip(product(values, inputs), top1, strict=True)
-    ]
-    if config.select == "train":
-        chosen_by = _top1(heads, chosen_on)
-        for cell, held_out in zip(cells, chosen_by, strict=True):
-            cell["held_out"] = held_out._asdict()
-    else:
-        chosen_by = top1
+    chosen_by = top1 if config.select == "source" else _top1(heads, chosen_on)
+    cells: list[dict[str, Any]] = []
+    for (value, spec), one, by in zip(product(values, inputs), top1, chosen_by, strict=True):
+        mean = spec.tokens == "cls+mean"
+        cells.append({setting: value, "blocks": spec.blocks, "mean": mean, "top1": one._asdict()})
+        if config.select == "train":
+            cells[-1]["held_out"] = by._asdict()
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
     row, column = divmod(best, len(inputs))
-    accuracies, line = _evaluate_head(heads[column], val, sets.classes, head=row)
+    accuracies = _evaluate_head(heads[column], val, sets.classes, head=row)
+    line = summary(accuracies, len(sets.classes))
     results = {
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
@@ -249,41 +246,34 @@ def _title(spec: FeatureSpec) -> str:
 
 def _evaluate_head(
     heads: LinearHeads, val: LabelledFeatures, classes: Sequence[str], *, head: int = 0
-) -> Evaluated:
+) -> dict[str, Any]:
     """Return the top-1, top-5 and per-class accuracy of one head."""
     ranked = top_classes(heads, val.features, head=head)
-    targets = val.targets.to(ranked.device)
-    results = classification_results(ranked, targets, classes)
-    top1, top5 = Accuracy(**results["top1"]), Accuracy(**results["top5"])
-    return results, f"top-1 {top1}, top-5 {top5} of {len(val):,} images of {len(classes)} classes"
+    return classification_results(ranked, val.targets.to(ranked.device), classes)
 
 
-def _train_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
-    """Train one head as in 2021, and write it to `path`."""
-    sets, settings = open_sets(config), config.dino2021
-    val = probe_features(frozen, sets.val, settings)
-    head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
-    accuracies, text = _evaluate_head(head, val, sets.classes)
-    best = max(percents)
-    text += (
-        f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
-        f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
-    )
-    sizes = {"images": len(val), "classes": len(sets.classes)}
-    return {**sizes, **accuracies, "probe": str(path), "percents": percents}, text
-
-
-def _load_dino2021(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> Evaluated:
-    """Evaluate a head from a file; its classes are those of the source, in the same order."""
-    subset = open_subset(config.source, config.labels)
-    classes = subset.source.classes
-    head = read_probe(probe, frozen, config.dino2021)
-    known = head.bias.shape[1]
-    if known != len(classes):
-        raise ValueError(
-            f"{probe} has {known} classes, but {config.source} has {len(classes)}; give images with the "
-            "classes that it was trained on, one folder for each"
+def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
+    """Train one head as in 2021 and write it to `path`, or evaluate the one in a file."""
+    settings = config.dino2021
+    if settings.probe:
+        subset = open_subset(config.source, config.labels)
+        head, classes = read_probe(settings.probe, frozen, settings), tuple(subset.source.classes)
+        if (known := head.bias.shape[1]) != len(classes):
+            raise ValueError(
+                f"{settings.probe} has {known} classes, but {config.source} has {len(classes)}; give images "
+                "with the classes that it was trained on, one folder for each"
+            )
+        val = probe_features(frozen, subset, settings)
+        training, lines = {"probe": settings.probe}, ""
+    else:
+        sets = open_sets(config)
+        classes, val = sets.classes, probe_features(frozen, sets.val, settings)
+        head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
+        training, best = {"probe": str(path), "percents": percents}, max(percents)
+        lines = (
+            f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
+            f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
         )
-    val = probe_features(frozen, subset, config.dino2021)
-    accuracies, text = _evaluate_head(head, val, classes)
-    return {"images": len(val), "classes": len(classes), **accuracies, "probe": probe}, text
+    accuracies = _evaluate_head(head, val, classes)
+    results = {"images": len(val), "classes": len(classes), **accuracies, **training}
+    return results, summary(accuracies, len(classes)) + lines

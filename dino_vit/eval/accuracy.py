@@ -71,6 +71,12 @@ def classification_results(ranked: Tensor, targets: Tensor, classes: Sequence[st
     }
 
 
+def summary(results: Mapping[str, Any], classes: int) -> str:
+    """Return the top-1 and top-5 accuracy of a results file as a text."""
+    top1, top5 = Accuracy(**results["top1"]), Accuracy(**results["top5"])
+    return f"top-1 {top1}, top-5 {top5} of {top1.images:,} images of {classes} classes"
+
+
 def results_path(name: str, *, weights: str, output: str | None = None) -> Path:
     """Return `output`, or eval/NAME.json in the run's folder, or a file beside the weights."""
     if output is not None:

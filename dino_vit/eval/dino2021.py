@@ -103,12 +103,12 @@ def train_probe(
 
     The head is kept in `path`, from which training resumes.
     """
-    model, device, size = frozen.model, frozen.device, frozen.preparation.size
+    device = frozen.device
     autocast = torch.autocast(device.type, frozen.autocast, enabled=frozen.autocast is not None)
-    flip = ViewPhotometry(flip=0.5, jitter=0.0, grey=0.0, blur=0.0)
+    flip = ViewPhotometry(flip=0.5)
     loader = SupervisedLoader(
         sets.train,
-        view=View(size=size, scale=(0.08, 1.0), photometry=flip, interpolation="bilinear"),
+        view=View(size=frozen.preparation.size, scale=(0.08, 1.0), photometry=flip, interpolation="bilinear"),
         preparation=frozen.preparation,
         batch_size=frozen.config.batch_size,
         seed=seed,
@@ -120,18 +120,7 @@ def train_probe(
     probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
     parameters = tuple(probe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
-    weights = frozen.describe_weights()
-    depends_on = {
-        "weights": weights["sha256"],
-        "network": weights["network"],
-        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
-        "classes": sets.classes,
-        "settings": settings.model_dump(exclude={"workers", "probe"}),
-        "preparation": asdict(frozen.preparation),
-        "global_batch": loader.global_batch,
-        "seed": seed,
-    }
-    facts = json.dumps(depends_on, sort_keys=True)
+    facts = _facts(sets, frozen, settings, global_batch=loader.global_batch, seed=seed)
     percents: list[float] = []
     if path.exists():
         percents = _restore(path, probe, optimizer, facts, read_probe(str(path), frozen, settings))
@@ -147,8 +136,8 @@ def train_probe(
             rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
             optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
             for images, targets in islice(batches, steps):
-                with evaluating(model), autocast:
-                    features = settings.arrange(settings.spec.of(model, images).float())
+                with evaluating(frozen.model), autocast:
+                    features = settings.arrange(settings.spec.of(frozen.model, images).float())
                 loss = F.cross_entropy(probe(features), targets)
                 gradients = torch.autograd.grad(loss, parameters)
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -160,6 +149,24 @@ def train_probe(
             if is_main_process():
                 _save(path, probe, optimizer, percents, facts)
     return head, percents
+
+
+def _facts(
+    sets: LabelledSets, frozen: FrozenBackbone, settings: Dino2021, *, global_batch: int, seed: int
+) -> str:
+    """Return all that the training depends on, as JSON."""
+    weights = frozen.describe_weights()
+    facts = {
+        "weights": weights["sha256"],
+        "network": weights["network"],
+        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
+        "classes": sets.classes,
+        "settings": settings.model_dump(exclude={"workers", "probe"}),
+        "preparation": asdict(frozen.preparation),
+        "global_batch": global_batch,
+        "seed": seed,
+    }
+    return json.dumps(facts, sort_keys=True)
 
 
 def _save(
