@@ -51,9 +51,7 @@ class AttentionConfig(Settings):
     network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Count | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
-    longest: Count | None = setting(
-        1024, "shrink images whose longer side has more pixels than this; null: never"
-    )
+    longest: Count | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: int = setting(-1, "block whose attention is drawn; negative numbers count from the last")
     heads: tuple[CountOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
     mass: Share = setting(0.6, "share of the attention that the mask holds in the fewest patches")

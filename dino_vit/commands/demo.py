@@ -43,10 +43,7 @@ class DemoConfig(Settings):
 
     output: str = setting("runs/demo", "folder of the run; a second call resumes it, or reuses its results")
     seed: CountOrZero = setting(0, "seed of every random number")
-    steps: Count | None = setting(
-        None,
-        "optimiser steps; null: 1,400, or without native bf16 those that fit into 4 minutes",
-    )
+    steps: Count | None = setting(None, "optimiser steps; null: 1,400, or those of 4 minutes without bf16")
     images: Count = setting(5000, "number of images for the linear probe")
 
 

@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.sections import Arch
+from dino_vit.config.sections import Arch, PositiveShare, Side
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -76,9 +75,7 @@ class FinetuneConfig(SupervisedConfig):
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
     patch_size: Count | None = setting(None, "of a randomly initialised network; null: that of arch")
-    size: Count | tuple[Count, Count] | None = setting(
-        None, "pixels: side, or [height, width]; null: that of the weights, or 224"
-    )
+    size: Side | None = setting(None, "side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
     batch_size: Count = setting(64, "images per process and step")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
@@ -86,9 +83,7 @@ class FinetuneConfig(SupervisedConfig):
     lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.75, "factor on lr per block towards the input; 1: none"
-    )
+    layer_decay: PositiveShare = setting(0.75, "factor on lr per block towards the input; 1: none")
     weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
     clip: Positive = setting(1.0, "maximum norm of all gradients together")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")

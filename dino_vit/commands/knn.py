@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -42,16 +41,12 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     train: str | None = setting(
         None, "labelled images of the bank; null: source, where each image is classified by the others"
     )
-    k: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(
-        (10, 20, 100, 200), "numbers of neighbours"
-    )
+    k: tuple[Count, ...] = Field((10, 20, 100, 200), min_length=1, description="numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
     repeats: Count = setting(5, "random banks for each number of shots")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
-    output: str | None = setting(
-        None, "JSON file to write; null: eval/knn.json in the run, or beside the weights"
-    )
+    output: str | None = setting(None, "JSON to write; null: eval/knn.json in the run, or by the weights")
 
 
 def run(config: KnnConfig) -> int:
@@ -60,7 +55,6 @@ def run(config: KnnConfig) -> int:
         path = results_path("knn", weights=config.weights, output=config.output)
         bank, queries, classes = _open(config, frozen)
         ranked = _classify(config, frozen, bank, queries, config.k)
-        few_shot = [_few_shot(config, frozen, bank, queries, shots) for shots in config.shots]
         results = {
             "weights": frozen.describe_weights(),
             "settings": config.model_dump(mode="json"),
@@ -71,7 +65,7 @@ def run(config: KnnConfig) -> int:
                 {"k": k, **classification_results(of_k, queries.targets, classes)}
                 for k, of_k in ranked.items()
             ],
-            "few_shot": list(chain.from_iterable(few_shot)),
+            "few_shot": list(_few_shot(config, frozen, bank, queries)),
         }
         if is_main_process():
             write_results(path, results)
@@ -119,32 +113,31 @@ def _classify(
 
 
 def _few_shot(
-    config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures, shots: int
-) -> list[dict[str, Any]]:
-    """Return, for each k, the mean and deviation of the accuracies by a few images per class."""
-    top1: dict[int, list[Accuracy]] = {}
-    for repeat in range(config.repeats):
-        rows = few_shot_rows(
-            bank.targets.cpu().numpy(), bank.indices, shots=shots, seed=config.seed, repeat=repeat
-        )
-        # Without `train` the queries are the images that were not chosen.
-        asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
-        if not len(asked):
-            raise ValueError(f"shots={shots} takes all {len(bank)} images and leaves none to classify")
-        title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
-        possible = sorted({min(k, len(rows)) for k in config.k})
-        for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
-            top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
-    return [
-        {
-            "shots": shots,
-            "k": k,
-            "mean": mean(one.percent for one in of_k),
-            "standard_deviation": stdev([one.percent for one in of_k]) if len(of_k) > 1 else None,
-            "top1": [one._asdict() for one in of_k],
-        }
-        for k, of_k in top1.items()
-    ]
+    config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures
+) -> Iterator[dict[str, Any]]:
+    """Yield, for each number of shots and each k, the mean and deviation of the accuracies."""
+    targets = bank.targets.cpu().numpy()
+    for shots in config.shots:
+        top1: dict[int, list[Accuracy]] = {}
+        for repeat in range(config.repeats):
+            rows = few_shot_rows(targets, bank.indices, shots=shots, seed=config.seed, repeat=repeat)
+            # Without `train` the queries are the images that were not chosen.
+            asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
+            if not len(asked):
+                raise ValueError(f"shots={shots} takes all {len(bank)} images and leaves none to classify")
+            title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
+            possible = sorted({min(k, len(rows)) for k in config.k})
+            for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
+                top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
+        for k, of_k in top1.items():
+            percents = [one.percent for one in of_k]
+            yield {
+                "shots": shots,
+                "k": k,
+                "mean": mean(percents),
+                "standard_deviation": stdev(percents) if len(percents) > 1 else None,
+                "top1": [one._asdict() for one in of_k],
+            }
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:

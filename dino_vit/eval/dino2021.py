@@ -50,9 +50,7 @@ class Dino2021(Settings):
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
-    probe: str | None = setting(
-        None, "evaluate the head in this file instead, the reference's or one of ours"
-    )
+    probe: str | None = setting(None, "evaluate the head in this file instead, ours or the reference's")
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what the published code cannot do either."""

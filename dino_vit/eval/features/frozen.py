@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from dino_vit.config.sections import Side
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.distributed import all_or_none, world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
@@ -31,9 +32,7 @@ class EvaluationConfig(Settings):
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
-    size: Count | tuple[Count, Count] | None = setting(
-        None, "image size in pixels: side, or [height, width]; null: that of the weights"
-    )
+    size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
     batch_size: Count = setting(128, "images per process and forward pass")
     readers: Count | None = setting(None, "threads that read images; null: one per core, at most 16")
