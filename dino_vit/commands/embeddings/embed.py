@@ -13,7 +13,7 @@ from dino_vit import __version__
 from dino_vit.config.settings import Count, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import replacing
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, printable, row_blocks, write_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
@@ -46,7 +46,7 @@ def run(config: EmbedConfig) -> int:
         spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
         stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
         if is_main_process():
-            embeddings = with_metadata(stored, backbone, config)
+            embeddings = with_metadata(stored, source, backbone, config)
             transform = normalised if config.normalise else np.asarray
             write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
             shape = " × ".join(map(str, stored.values.shape))
@@ -57,13 +57,14 @@ def run(config: EmbedConfig) -> int:
     return 0
 
 
-def with_metadata(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> Embeddings:
+def with_metadata(
+    stored: StoredFeatures, source: Source, backbone: FrozenBackbone, config: EmbedConfig
+) -> Embeddings:
     """Return stored features with names, labels, and all that is needed to compute them again."""
     provenance = backbone.model.provenance
     assert provenance is not None
-    source, indices = stored.source, stored.indices.tolist()
+    indices, path = stored.indices.tolist(), Path(config.source)
     labels = [source.label(index) for index in indices]
-    path = Path(config.source)
     metadata = {
         "format": 1,
         "dino_vit": __version__,

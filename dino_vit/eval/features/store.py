@@ -58,7 +58,6 @@ class StoredFeatures:
     values: NDArray[Any]  # memory-mapped, read-only: (n, D), of patches (n, N, D)
     indices: NDArray[np.int64]  # (n,), in the source
     unreadable: tuple[UnreadableImage, ...]
-    source: Source
     metadata: dict[str, Any]  # what the features are a function of
 
 
@@ -144,7 +143,6 @@ class _CacheEntry:
             values=np.load(self.values, mmap_mode="c"),  # read-only for the file, yet writable for torch
             indices=indices,
             unreadable=tuple(UnreadableImage(*image) for image in description["unreadable"]),
-            source=self.extraction.source,
             metadata=self.metadata,
         )
 
