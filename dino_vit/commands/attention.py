@@ -3,8 +3,6 @@
 y x rows and columns of patches
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re

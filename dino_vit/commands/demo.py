@@ -1,7 +1,5 @@
 """`dino-vit demo`: pretrain a small transformer in minutes, and show what it learned."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -4,8 +4,6 @@ AdamW with a learning rate that decays from the classifier to the patch embeddin
 label smoothing, and optionally mixup. The state is saved after every epoch, and training resumes from there.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Inspect a source of images before training on it: what it contains, what is broken, and its views."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

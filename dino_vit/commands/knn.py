@@ -1,7 +1,5 @@
 """Evaluate a frozen backbone by weighted k-NN classification: top-1, top-5 and per class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 from typing import Any

@@ -4,8 +4,6 @@ The first two train on features that are computed once and cached: the CLS token
 mean patch token of the last block. Each head reads a contiguous range of these columns.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import product
@@ -252,7 +250,8 @@ def _evaluate_head(
 
 def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
     """Train one head as in 2021 and write it to `path`, or evaluate the one in a file."""
-    settings = config.dino2021
+    settings, text = config.dino2021, ""
+    training: dict[str, Any] = {"probe": settings.probe or str(path)}
     if settings.probe:
         subset = open_subset(config.source, config.labels)
         head, classes = read_probe(settings.probe, frozen, settings), tuple(subset.source.classes)
@@ -262,16 +261,15 @@ def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> E
                 "with the classes that it was trained on, one folder for each"
             )
         val = probe_features(frozen, subset, settings)
-        training, lines = {"probe": settings.probe}, ""
     else:
         sets = open_sets(config)
         classes, val = sets.classes, probe_features(frozen, sets.val, settings)
         head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
-        training, best = {"probe": str(path), "percents": percents}, max(percents)
-        lines = (
+        training["percents"], best = percents, max(percents)
+        text = (
             f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
             f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
         )
     accuracies = _evaluate_head(head, val, classes)
     results = {"images": len(val), "classes": len(classes), **accuracies, **training}
-    return results, summary(accuracies, len(classes)) + lines
+    return results, summary(accuracies, len(classes)) + text

@@ -4,8 +4,6 @@ Image bytes, names and labels are those of the source, so training on the shards
 `sha256sum --check SHA256SUMS` verifies a copy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """`dino-vit report`: write a page about a run, or serve it while the run goes on."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from pathlib import Path

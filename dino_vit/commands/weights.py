@@ -1,7 +1,5 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Accuracies with confidence intervals, and the JSON files that hold them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Labelled images to train and evaluate classifiers on: as sets, as features, or as augmented batches."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class LabelledSubset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, rows: NDArray[np.bool_]) -> LabelledSubset:
+    def __getitem__(self, rows: NDArray[np.bool_]) -> "LabelledSubset":
         return LabelledSubset(self.source, self.indices[rows], self.targets[rows])
 
     @property
@@ -147,7 +145,7 @@ class LabelledFeatures:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, rows: NDArray[np.int64]) -> LabelledFeatures:
+    def __getitem__(self, rows: NDArray[np.int64]) -> "LabelledFeatures":
         return LabelledFeatures(self.features[rows], self.targets[rows], self.indices[rows])
 
 

@@ -4,8 +4,6 @@ SGD with momentum, a learning rate that follows a cosine from epoch to epoch, ra
 After every epoch the head is written in the reference's format, and training resumes from there.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

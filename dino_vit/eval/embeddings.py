@@ -9,8 +9,6 @@ by block, so that embeddings may be larger than memory; safetensors are held in 
 npy and safetensors are memory-mapped when read; Parquet is read into memory.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -14,8 +14,6 @@ these rows are the shortlist. To make E small the mean of the chunk is subtracte
 all scores of a query alike.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 Pictures are uint8 (3, H, W).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from itertools import chain, zip_longest

@@ -1,7 +1,5 @@
 """What changes on the page while a run goes on: its state, its figures, and charts with captions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import median

@@ -3,8 +3,6 @@
 n images, k neighbours, c channels, y x rows and columns
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import logging

@@ -3,8 +3,6 @@
 While the run goes on it is served from memory, read-only, by default to this machine only.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import ipaddress

@@ -1,7 +1,5 @@
 """What a run folder says about its run, be it finished, under way or hardly begun."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find near-duplicates in an embedding file: pairs of images with a high cosine, and groups of such pairs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Write the embeddings of images to a file, with what is needed to compute them again."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal

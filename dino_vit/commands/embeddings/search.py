@@ -1,7 +1,5 @@
 """Find the images of an embedding file that are nearest to given images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A frozen backbone in every process of a launch, shared by the commands that evaluate features."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ many processes computed them and wherever they were interrupted: a shard consist
 the number of images and the batch size decide which. Another device may round the last bits differently.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
