@@ -4,7 +4,6 @@ AdamW with a learning rate that decays from the classifier to the patch embeddin
 label smoothing, and optionally mixup. The state is saved after every epoch, and training resumes from there.
 """
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -30,6 +29,7 @@ from dino_vit.config.settings import (
     setting,
     settings_of,
 )
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, optimizer_names, restore
 from dino_vit.core.distributed import (
     all_equal,
@@ -62,8 +62,6 @@ from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone, save_backbone
-
-log = logging.getLogger("dino_vit")
 
 
 class FinetuneConfig(SupervisedConfig):
@@ -133,12 +131,7 @@ class Finetuning:
         bf16 = choose_precision(config.precision, self.device) == "bf16"
         self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
         photometry = ViewPhotometry(
-            flip=config.flip,
-            jitter=config.jitter,
-            brightness=0.4,
-            contrast=0.4,
-            saturation=0.2,
-            hue=0.1,
+            flip=config.flip, jitter=config.jitter, brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1
         )
         self.loader = SupervisedLoader(
             self.sets.train,
@@ -224,13 +217,8 @@ class Finetuning:
             warmup=round(config.warmup_epochs * steps),
         )
         set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
-        images, shares = mix(
-            images,
-            targets,
-            classes=len(self.sets.classes),
-            alpha=config.mixup,
-            seed=derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1),
-        )
+        seed = derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1)
+        images, shares = mix(images, targets, classes=len(self.sets.classes), alpha=config.mixup, seed=seed)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             logits = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)

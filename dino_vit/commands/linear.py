@@ -4,7 +4,6 @@ The first two train on features that are computed once and cached: the CLS token
 mean patch token of the last block. Each head reads a contiguous range of these columns.
 """
 
-import logging
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from dino_vit.commands import format_table
 from dino_vit.config.settings import Count, Positive, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -37,8 +37,6 @@ from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_p
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.linear import LinearHeads, count_correct, sweep, top_classes, train_heads
-
-log = logging.getLogger("dino_vit")
 
 # From DINOv2's linear evaluation, which takes 12,500 steps of 1,024 images: ten epochs of ImageNet.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)

@@ -1,6 +1,5 @@
 """`dino-vit report`: write a page about a run, or serve it while the run goes on."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -9,6 +8,7 @@ import torch
 from pydantic import Field
 
 from dino_vit.config.settings import Settings, setting
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
@@ -18,8 +18,6 @@ from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, rando
 from dino_vit.report.page import SECTIONS, Page, Pictures, render, serve
 from dino_vit.report.record import RunRecord, read_run
 from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
-
-log = logging.getLogger("dino_vit")
 
 UNAVAILABLE = (ValueError, OSError, UnreadableImage)  # what files raise that are missing or damaged
 

@@ -198,11 +198,7 @@ class SupervisedLoader:
         if not self.global_batch:
             raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
         sampler = Sampler(
-            length=len(subset),
-            batch_size=self.global_batch,
-            seed=seed,
-            rank=rank(),
-            world_size=processes,
+            length=len(subset), batch_size=self.global_batch, seed=seed, rank=rank(), world_size=processes
         )
         self.steps_per_epoch = sampler.steps_per_epoch
         self.loader = Loader(

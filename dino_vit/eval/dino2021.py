@@ -5,7 +5,6 @@ After every epoch the head is written in the reference's format, and training re
 """
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import replacing
@@ -36,8 +36,6 @@ from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.weights import WeightsError
 from dino_vit.weights.reading import read_weights
-
-log = logging.getLogger("dino_vit")
 
 
 class Dino2021(Settings):

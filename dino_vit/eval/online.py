@@ -1,6 +1,5 @@
 """Evaluation during training: k-NN accuracy where there are labels, effective rank always."""
 
-import logging
 import math
 from dataclasses import replace
 from itertools import islice
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, share
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
@@ -16,8 +16,6 @@ from dino_vit.eval.features.extraction import Features, extract_features, pixel_
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
-
-log = logging.getLogger("dino_vit")
 
 NEIGHBOURS = 20
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better

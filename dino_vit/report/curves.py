@@ -68,31 +68,22 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         "gap": "entropy_gap",
     }
     knn, rank = record.baseline_levels("knn", "raw_pixels"), record.baseline_levels("rankme")
+    small = _small_charts(readings)
     specs: list[tuple[str, str, str, dict[str, str], dict[str, float]]] = [
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
         ("knn", "k-NN accuracy", _knn(readings, knn), {"k-NN": "knn"}, knn),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),
+        *((name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()),
     ]
-    small = _small_charts(readings)
-    specs += [(name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()]
     found = []
     for id, title, caption, fields, levels in specs:
         series = {name: _curve(record, readings, field) for name, field in fields.items()}
         values = {value for points in series.values() for _, value in points}
         if values and not (id in HIDDEN_IF_CONSTANT and len(values) == 1):
-            found.append(
-                {
-                    "id": id,
-                    "title": title,
-                    "caption": caption,
-                    "series": series,
-                    "levels": levels,
-                    "unit": "%" if id in PERCENT else "",
-                    "small": id in small,
-                }
-            )
+            chart = {"id": id, "title": title, "caption": caption, "series": series, "levels": levels}
+            found.append({**chart, "unit": "%" if id in PERCENT else "", "small": id in small})
     return found
 
 

@@ -5,7 +5,6 @@ n images, k neighbours, c channels, y x rows and columns
 
 import base64
 import io
-import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -33,8 +33,6 @@ from dino_vit.eval.pictures import as_picture, resize, shorten
 from dino_vit.models.head import DINOHead
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
-
-log = logging.getLogger("dino_vit")
 
 BATCH = 64
 NEIGHBOURS = 12

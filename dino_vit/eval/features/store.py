@@ -7,7 +7,6 @@ the number of images and the batch size decide which. Another device may round t
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
@@ -24,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.distributed import all_or_none, any_process, is_main_process, share, world_size
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import (
@@ -39,8 +39,6 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import Extraction, Features, in_batches
 from dino_vit.models.vit import VisionTransformer
-
-log = logging.getLogger("dino_vit")
 
 Dtype = Literal["float32", "float16"]
 VERSION = 2  # of the files
