@@ -51,7 +51,16 @@ def run(config: KnnConfig) -> int:
     """Classify, print the tables and write the JSON."""
     with frozen_backbone(config) as frozen:
         path = results_path("knn", weights=config.weights, output=config.output)
-        bank, queries, classes = _open(config, frozen)
+        if config.train is None:
+            subset = open_subset(config.source, config.labels)
+            subset.require_two_classes(config.source)
+            bank = queries = labelled_features(frozen, subset)  # each image is classified by the others
+            classes = tuple(subset.source.classes)
+        else:
+            sets = open_sets(config)
+            bank = labelled_features(frozen, sets.train, title="features of the bank")
+            queries = labelled_features(frozen, sets.val, title="features of the query images")
+            classes = sets.classes
         ranked = _classify(config, frozen, bank, queries, config.k)
         results = {
             "weights": frozen.describe_weights(),
@@ -69,20 +78,6 @@ def run(config: KnnConfig) -> int:
             write_results(path, results)
             print("\n\n".join([*_tables(config, results), str(path)]))
     return 0
-
-
-def _open(
-    config: KnnConfig, frozen: FrozenBackbone
-) -> tuple[LabelledFeatures, LabelledFeatures, Sequence[str]]:
-    """Return the bank and the queries, which are the same object without `train`, and the classes."""
-    if config.train is not None:
-        sets = open_sets(config)
-        bank = labelled_features(frozen, sets.train, title="features of the bank")
-        return bank, labelled_features(frozen, sets.val, title="features of the query images"), sets.classes
-    subset = open_subset(config.source, config.labels)
-    subset.require_two_classes(config.source)
-    both = labelled_features(frozen, subset)
-    return both, both, subset.source.classes
 
 
 def _classify(

@@ -90,13 +90,10 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
 def _curve(record: RunRecord, readings: Sequence[Reading], field: str) -> list[Point]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     start, scale = finite(record.baseline.get(field)), 100 if field == "data_wait" else 1
-    points = [(step, scale * value) for step, value in _points(readings, field)]
-    return points if start is None else [(0, start), *points]
-
-
-def _points(readings: Sequence[Reading], field: str) -> list[Point]:
     values = [(reading.step, finite(getattr(reading, field))) for reading in readings]
-    return thin([(step, value) for step, value in values if value is not None])
+    points = thin([(step, value) for step, value in values if value is not None])
+    points = [(step, scale * value) for step, value in points]
+    return points if start is None else [(0, start), *points]
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
@@ -129,7 +126,7 @@ def _entropies(last: Reading) -> str:
 
 
 def _knn(readings: Sequence[Reading], levels: dict[str, float]) -> str:
-    points = _points(readings, "knn")
+    points = [(reading.step, value) for reading in readings if (value := finite(reading.knn)) is not None]
     if not points:
         return ""
     step, value = points[-1]
