@@ -71,7 +71,7 @@ class FinetuneConfig(SupervisedConfig):
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
     patch_size: Count | None = setting(None, "of a randomly initialised network; null: that of arch")
-    size: Side | None = setting(None, "side, or [height, width]; null: that of the weights, or 224")
+    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
     batch_size: Count = setting(64, "images per process and step")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)

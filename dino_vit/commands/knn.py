@@ -44,7 +44,7 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
     repeats: Count = setting(5, "random banks for each number of shots")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
-    output: str | None = setting(None, "JSON to write; null: eval/knn.json in the run, or by the weights")
+    output: str | None = setting(None, "JSON file; null: eval/knn.json in the run, or beside the weights")
 
 
 def run(config: KnnConfig) -> int:

@@ -73,7 +73,7 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
-    output: str | None = setting(None, "JSON to write; null: eval/linear.json in the run, or by the weights")
+    output: str | None = setting(None, "JSON file; null: eval/linear.json in the run, or beside the weights")
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()

@@ -34,7 +34,7 @@ _DEVICE_SHARE = 0.5  # of the free memory, for features
 class SupervisedConfig(Settings):
     """Labelled images to evaluate a classifier on, and to train it on."""
 
-    source: str = Field(description="labelled images to evaluate on")
+    source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
     train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
