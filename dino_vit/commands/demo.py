@@ -21,7 +21,7 @@ from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.features.extraction import extract_features, pixel_features
 from dino_vit.eval.linear import count_correct, sweep
-from dino_vit.report.explorer import random_indices
+from dino_vit.eval.online import random_indices
 from dino_vit.report.record import read_run
 from dino_vit.training.loop import pretrain, take_step
 from dino_vit.training.setup import build_untrained, set_up
@@ -108,7 +108,7 @@ def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, di
     """Return the accuracies of the untrained network, the trained one and raw pixels, in percent."""
     record = read_run(Path(config.output))
     source, preparation = open_source(config.data.source), build_preparation(record.config)
-    indices = random_indices(source, images, config.seed)
+    indices = random_indices(source, config.seed)[:images]
     log.info("training linear probes on %d images ...", len(indices))
     networks = {"untrained": build_untrained(config)[1].backbone, "trained": load_backbone(weights)}
     features = {

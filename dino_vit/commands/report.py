@@ -14,7 +14,8 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, random_indices, to_json
+from dino_vit.eval.online import random_indices
+from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
 from dino_vit.report.page import SECTIONS, Page, Pictures, render, serve
 from dino_vit.report.record import RunRecord, read_run
 from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
@@ -83,7 +84,7 @@ def _draw_network(
     if checkpoint.metadata["source"] != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
     teacher = LoadedTeacher(checkpoint, record.config, device)
-    found = build_map(teacher, source, random_indices(source, images, record.config.seed))
+    found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])
     pictures.attention = attention_rows(teacher, source, found)
     pictures.neighbours = neighbour_rows(teacher, source, found)
     pictures.explorer = to_json(found)

@@ -28,6 +28,12 @@ def rankme(features: Tensor) -> float:
     return float(torch.special.entr(shares).sum().exp())
 
 
+def random_indices(source: Source, seed: int) -> list[int]:
+    """Return the indices of a source in a random order."""
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
+    return np.argsort(bits, kind="stable").tolist()
+
+
 class OnlineEvaluation:
     """Evaluate a backbone on the same few thousand images of a source each time, without side effects.
 
@@ -50,8 +56,7 @@ class OnlineEvaluation:
         self.source, self.preparation = source, preparation
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # of unreadable images
-        bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-        order: list[int] = np.argsort(bits, kind="stable").tolist()
+        order = random_indices(source, seed)
         labelled = list(islice((i for i in order if labels and source.label(i) is not None), images))
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]

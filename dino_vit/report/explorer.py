@@ -23,7 +23,6 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.attention import cls_attention
@@ -93,12 +92,6 @@ class ImageMap:
     thumbnails: Tensor  # uint8 (n, 3, y, x)
     attention: Tensor  # (n, y, x)
     notes: list[str]  # what is missing, and why
-
-
-def random_indices(source: Source, count: int, seed: int) -> list[int]:
-    """Return the indices of some images in a random order: those that online evaluation uses first."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-    return [int(index) for index in np.argsort(bits, kind="stable")[:count]]
 
 
 def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> ImageMap:
