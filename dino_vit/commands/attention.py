@@ -3,10 +3,6 @@
 y x rows and columns of patches
 """
 
-from __future__ import annotations
-
-import io
-import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.sizes import Size
-from dino_vit.core.storage import replacing, write_bytes
+from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread
@@ -34,8 +31,6 @@ from dino_vit.eval.pictures import Panel, resize, write_png, write_sheet
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
-
-log = logging.getLogger("dino_vit")
 
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
@@ -51,9 +46,7 @@ class AttentionConfig(Settings):
     network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Count | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
-    longest: Count | None = setting(
-        1024, "shrink images whose longer side has more pixels than this; null: never"
-    )
+    longest: Count | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: int = setting(-1, "block whose attention is drawn; negative numbers count from the last")
     heads: tuple[CountOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
     mass: Share = setting(0.6, "share of the attention that the mask holds in the fewest patches")
@@ -61,14 +54,6 @@ class AttentionConfig(Settings):
     pca: bool = setting(True, "also draw the patches' principal components as colours")
 
     positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        "weights": "checkpoint model run",
-        "source": "images data input",
-        "output": "output_dir out",
-        "block": "layer",
-        "mass": "threshold",
-        "size": "image_size",
-    }
 
 
 class ImageMaps(NamedTuple):
@@ -189,7 +174,7 @@ def draw_sheet(
         panels = {
             "image": image.picture,
             "mean of heads": pictures.overlay(image.picture, mean, patch),
-            "mask": pictures.apply_mask(image.picture, mask),
+            "mask": torch.where(mask, image.picture, image.picture // 4),  # darker outside the mask
         }
         for head in heads:
             panels[f"head {head}"] = pictures.heat(pictures.enlarge(image.heads[head], size, patch))
@@ -204,9 +189,9 @@ def draw_sheet(
         write_png(panels["mask"], sheet.with_name(f"{stem}.mask.png"))
         for kind, values in (("attention", image.heads), ("rollout", image.rollout)):
             if values is not None:
-                buffer = io.BytesIO()
-                np.save(buffer, values.numpy())
-                write_bytes(sheet.with_name(f"{stem}.{kind}.npy"), buffer.getvalue())
+                path = sheet.with_name(f"{stem}.{kind}.npy")
+                with replacing(path) as partial, partial.open("wb") as file:
+                    np.save(file, values.numpy())
     write_sheet(rows, sheet, names=names, titles=list(panels))
 
 

@@ -1,9 +1,6 @@
 """`dino-vit demo`: pretrain a small transformer in minutes, and show what it learned."""
 
-from __future__ import annotations
-
 import json
-import logging
 import time
 from contextlib import closing
 from importlib.resources import as_file, files
@@ -17,25 +14,23 @@ from dino_vit.commands import attention, report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import choose_precision, start_processes
-from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
+from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.features.extraction import extract_features, pixel_features
 from dino_vit.eval.linear import count_correct, sweep
-from dino_vit.report.explorer import random_indices
+from dino_vit.eval.online import random_indices
 from dino_vit.report.record import read_run
 from dino_vit.training.loop import pretrain, take_step
 from dino_vit.training.setup import build_untrained, set_up
 from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
 
-log = logging.getLogger("dino_vit")
-
 # Without native bf16 training takes twice as long or more; then it takes the steps that fit into this time.
 SECONDS, TIMED_STEPS, MIN_STEPS = 240.0, 8, 400
 PENALTIES = tuple(10.0**power for power in range(-4, 3))  # C of the logistic regressions
-Figures = dict[str, dict[str, float]]  # accuracies in percent, by evaluation and by network
 
 
 class DemoConfig(Settings):
@@ -43,10 +38,7 @@ class DemoConfig(Settings):
 
     output: str = setting("runs/demo", "folder of the run; a second call resumes it, or reuses its results")
     seed: CountOrZero = setting(0, "seed of every random number")
-    steps: Count | None = setting(
-        None,
-        "optimiser steps; null: 1,400, or without native bf16 those that fit into 4 minutes",
-    )
+    steps: Count | None = setting(None, "optimiser steps; null: 1,400, or those of 4 minutes without bf16")
     images: Count = setting(5000, "number of images for the linear probe")
 
 
@@ -60,9 +52,7 @@ def run(config: DemoConfig) -> int:
     weights, maps, page = Checkpoints(folder).paths()[-1], folder / "attention", folder / "report.html"
     figures = folder / "demo.json"
     if is_outdated(figures, weights):
-        write_bytes(
-            figures, json.dumps(evaluate(settings, weights, config.images), indent=2).encode() + b"\n"
-        )
+        write_results(figures, evaluate(settings, weights, config.images))
     if is_outdated(maps, weights):
         attention.run(load(attention.AttentionConfig, None, [f"weights={folder}", f"output={maps}"]))
     if is_outdated(page, weights):
@@ -95,12 +85,8 @@ def recipe(config: DemoConfig) -> PretrainConfig:
     else:
         wanted, seconds = settings.budget.steps or 0, seconds_per_step(settings)
         steps = min(wanted, max(MIN_STEPS, int(SECONDS / seconds)))
-        log.info(
-            "no native bf16 on this machine: taking %d of %d steps at %.0f ms each",
-            steps,
-            wanted,
-            1e3 * seconds,
-        )
+        text = "no native bf16 on this machine: taking %d of %d steps at %.0f ms each"
+        log.info(text, steps, wanted, 1e3 * seconds)
     return replace(settings, {"budget.steps": steps})
 
 
@@ -118,11 +104,11 @@ def seconds_per_step(settings: PretrainConfig) -> float:
             return (time.perf_counter() - start) / TIMED_STEPS
 
 
-def evaluate(config: PretrainConfig, weights: Path, images: int) -> Figures:
-    """Return the accuracies of the untrained network, the trained one and raw pixels."""
+def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, dict[str, float]]:
+    """Return the accuracies of the untrained network, the trained one and raw pixels, in percent."""
     record = read_run(Path(config.output))
     source, preparation = open_source(config.data.source), build_preparation(record.config)
-    indices = random_indices(source, images, config.seed)
+    indices = random_indices(source, config.seed)[:images]
     log.info("training linear probes on %d images ...", len(indices))
     networks = {"untrained": build_untrained(config)[1].backbone, "trained": load_backbone(weights)}
     features = {

@@ -4,24 +4,20 @@ AdamW with a learning rate that decays from the classifier to the patch embeddin
 label smoothing, and optionally mixup. The state is saved after every epoch, and training resumes from there.
 """
 
-from __future__ import annotations
-
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.sections import Arch
+from dino_vit.config.sections import Arch, PositiveShare, Side
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -30,10 +26,10 @@ from dino_vit.config.settings import (
     Positive,
     Probability,
     Problem,
-    Settings,
     setting,
     settings_of,
 )
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import (
     all_equal,
@@ -48,8 +44,8 @@ from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, choose_precision, start_processes
 from dino_vit.core.sizes import VIT_SIZES, height_width
-from dino_vit.eval.accuracy import Accuracy, top_k_accuracy, write_results
-from dino_vit.eval.datasets import SupervisedLoader, open_sets
+from dino_vit.eval.accuracy import summary, top_k_accuracy, write_results
+from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.linear import TOP_K
 from dino_vit.method.optim import (
@@ -67,34 +63,23 @@ from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone, save_backbone
 
-log = logging.getLogger("dino_vit")
 
-
-class FinetuneConfig(Settings):
+class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
 
-    source: str = Field(description="labelled images to evaluate on")
-    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
-    labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
     patch_size: Count | None = setting(None, "of a randomly initialised network; null: that of arch")
-    size: Count | tuple[Count, Count] | None = setting(
-        None, "pixels: side, or [height, width]; null: that of the weights, or 224"
-    )
+    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
-    seed: CountOrZero = setting(0, "of all random numbers")
     batch_size: Count = setting(64, "images per process and step")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     epochs: Count = setting(100, "passes over the images")
     lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.75, "factor on lr per block towards the input; 1: none"
-    )
+    layer_decay: PositiveShare = setting(0.75, "factor on lr per block towards the input; 1: none")
     weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
     clip: Positive = setting(1.0, "maximum norm of all gradients together")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
@@ -104,19 +89,6 @@ class FinetuneConfig(Settings):
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        "source": "images data data_path val",
-        "weights": "checkpoint model run pretrained init",
-        "size": "image_size img_size",
-        "batch_size": "batch_size_per_gpu",
-        "smoothing": "label_smoothing",
-        "layer_decay": "layerwise_decay",
-        "lr": "learning_rate base_lr",
-        "drop_path": "drop_path_rate",
-        "workers": "num_workers",
-    }
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield problems with the start and the length of the run."""
@@ -147,13 +119,7 @@ class Finetuning:
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
         self.device: torch.device = accelerator.device
-        self.sets = open_sets(
-            config.source,
-            labels=config.labels,
-            train=config.train,
-            train_labels=config.train_labels,
-            seed=config.seed,
-        )
+        self.sets = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.sets.classes)).to(self.device)
         self.preparation = preparation_of(self.model)
@@ -164,12 +130,7 @@ class Finetuning:
         bf16 = choose_precision(config.precision, self.device) == "bf16"
         self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
         photometry = ViewPhotometry(
-            flip=config.flip,
-            jitter=config.jitter,
-            brightness=0.4,
-            contrast=0.4,
-            saturation=0.2,
-            hue=0.1,
+            flip=config.flip, jitter=config.jitter, brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1
         )
         self.loader = SupervisedLoader(
             self.sets.train,
@@ -255,13 +216,8 @@ class Finetuning:
             warmup=round(config.warmup_epochs * steps),
         )
         set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
-        images, shares = mix(
-            images,
-            targets,
-            classes=len(self.sets.classes),
-            alpha=config.mixup,
-            seed=derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1),
-        )
+        seed = derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1)
+        images, shares = mix(images, targets, classes=len(self.sets.classes), alpha=config.mixup, seed=seed)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             logits = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)
@@ -334,11 +290,11 @@ def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: in
 
 def _write(tuning: Finetuning) -> None:
     """Write the network and the results, and print a summary."""
-    folder, last, preparation = Path(tuning.config.output), tuning.history[-1], tuning.preparation
-    facts = tuning.facts()
+    folder, facts = Path(tuning.config.output), tuning.facts()
+    path, last, preparation = folder / "backbone.safetensors", tuning.history[-1], tuning.preparation
     save_backbone(
         tuning.model,
-        folder / "backbone.safetensors",
+        path,
         mean=preparation.mean,
         std=preparation.std,
         bits=preparation.pixels.bits,
@@ -348,10 +304,6 @@ def _write(tuning: Finetuning) -> None:
         config={**facts["config"], "classes": facts["classes"]},
     )
     write_results(folder / "eval" / "finetune.json", {**facts, "history": tuning.history, "last": last})
-    top1, top5 = (Accuracy(**last[f"top{k}"]) for k in (1, TOP_K))
     classes = len(facts["classes"])
-    print(
-        f"after {plural(tuning.epoch, 'epoch')}: top-1 {top1}, top-5 {top5} of "
-        f"{top1.images:,} images of {classes} classes\n{folder / 'backbone.safetensors'}: the network, for "
-        f"load_backbone({str(folder)!r}, num_classes={classes})"
-    )
+    print(f"after {plural(tuning.epoch, 'epoch')}: {summary(last, classes)}")
+    print(f"{path}: the network, for load_backbone({str(folder)!r}, num_classes={classes})")

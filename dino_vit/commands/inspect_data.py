@@ -1,9 +1,6 @@
 """Inspect a source of images before training on it: what it contains, what is broken, and its views."""
 
-from __future__ import annotations
-
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,14 +13,14 @@ from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.core import log
+from dino_vit.core.progress import plural
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, inspect_images
 from dino_vit.eval.pictures import Panel, as_picture, write_sheet
 from dino_vit.views.build import build_pixels, make_views
-
-log = logging.getLogger("dino_vit")
 
 LISTED = 10  # names, classes or groups in a text
 
@@ -42,7 +39,6 @@ class InspectConfig(Settings):
 
     positional: ClassVar = ("source",)
     switches: ClassVar = {"json": "as_json"}
-    also_known_as: ClassVar = {"source": "images data path", "count": "images limit n"}
 
 
 def run(config: InspectConfig) -> int:
@@ -99,22 +95,22 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["looked_at"] < facts["images"]:
         yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
     if facts["height"]:
-        yield from _rows(facts)
+        yield from (f"  {title:<11} {text}" for title, text in _rows(facts))
     unreadable = [f"{image['name']}: {image['reason']}" for image in facts["unreadable"]]
     identical = [" = ".join(group[:LISTED]) for group in facts["identical"]]
-    for title, unit, lines in (("unreadable", "images", unreadable), ("identical", "groups", identical)):
+    for title, unit, lines in (("unreadable", "image", unreadable), ("identical", "group", identical)):
         if lines:
-            yield _row(title, f"{len(lines):,} {unit if len(lines) > 1 else unit[:-1]}")
+            yield f"  {title:<11} {plural(len(lines), unit)}"
             yield from (f"    {line}" for line in lines[:LISTED])
         if len(lines) > LISTED:
             yield f"    and {len(lines) - LISTED:,} more; --json lists all"
 
 
-def _rows(facts: Mapping[str, Any]) -> Iterator[str]:
+def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     height, width = facts["height"], facts["width"]
-    yield _row("format", _counts(facts["formats"]))
-    yield _row("pixels", _counts(facts["pixels"]))
-    yield _row(
+    yield "format", _counts(facts["formats"])
+    yield "pixels", _counts(facts["pixels"])
+    yield (
         "size",
         f"{height['median']:g} × {width['median']:g} (median height × width); heights {height['least']:g} to "
         f"{height['most']:g}, widths {width['least']:g} to {width['most']:g}, shorter sides from "
@@ -122,17 +118,13 @@ def _rows(facts: Mapping[str, Any]) -> Iterator[str]:
     )
     if facts["file_bytes"]:
         typical, total = facts["file_bytes"]["median"] / 1024, facts["bytes_in_all"] / 2**20
-        yield _row("file", f"{typical:,.1f} KiB (median), about {total:,.1f} MiB in total")
-    yield _row("values", f"from {facts['values'][0]:g} to {facts['values'][1]:g}")
+        yield "file", f"{typical:,.1f} KiB (median), about {total:,.1f} MiB in total"
+    yield "values", f"from {facts['values'][0]:g} to {facts['values'][1]:g}"
     if facts["mean"]:
         mean, std = ("; ".join(f"{value:.3f}" for value in facts[name]) for name in ("mean", "std"))
-        yield _row("mean, std", f"{mean} and {std}, per channel, of values from 0 to 1")
+        yield "mean, std", f"{mean} and {std}, per channel, of values from 0 to 1"
     else:
-        yield _row("mean, std", "unknown: the values are not from 0 to 1; set data.range")
-
-
-def _row(title: str, text: str) -> str:
-    return f"  {title:<11} {text}"
+        yield "mean, std", "unknown: the values are not from 0 to 1; set data.range"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

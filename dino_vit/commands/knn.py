@@ -1,18 +1,15 @@
 """Evaluate a frozen backbone by weighted k-NN classification: top-1, top-5 and per class."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, CountOrZero, Positive, setting
+from dino_vit.config.settings import Count, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -22,7 +19,13 @@ from dino_vit.eval.accuracy import (
     top_k_accuracy,
     write_results,
 )
-from dino_vit.eval.datasets import LabelledFeatures, labelled_features, open_sets, open_subset
+from dino_vit.eval.datasets import (
+    LabelledFeatures,
+    SupervisedConfig,
+    labelled_features,
+    open_sets,
+    open_subset,
+)
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.knn import few_shot_rows, weighted_knn
 from dino_vit.eval.neighbours import Search
@@ -30,44 +33,35 @@ from dino_vit.eval.neighbours import Search
 _CLASSES_SHOWN = 20
 
 
-class KnnConfig(EvaluationConfig):
+class KnnConfig(SupervisedConfig, EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     train: str | None = setting(
         None, "labelled images of the bank; null: source, where each image is classified by the others"
     )
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
-    k: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(
-        (10, 20, 100, 200), "numbers of neighbours"
-    )
+    k: tuple[Count, ...] = Field((10, 20, 100, 200), min_length=1, description="numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
     repeats: Count = setting(5, "random banks for each number of shots")
-    seed: CountOrZero = setting(0, "of the random banks")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
-    output: str | None = setting(
-        None, "JSON file to write; null: eval/knn.json in the run, or beside the weights"
-    )
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        **EvaluationConfig.also_known_as,
-        "source": "images data data_path val queries",
-        "train": "bank gallery train_data",
-        "k": "nb_knn neighbours neighbors",
-        "shots": "few_shot n_per_class",
-        "repeats": "n_tries tries",
-        "output": "output_file out",
-    }
+    output: str | None = setting(None, "JSON file; null: eval/knn.json in the run, or beside the weights")
 
 
 def run(config: KnnConfig) -> int:
     """Classify, print the tables and write the JSON."""
     with frozen_backbone(config) as frozen:
         path = results_path("knn", weights=config.weights, output=config.output)
-        bank, queries, classes = _open(config, frozen)
+        if config.train is None:
+            subset = open_subset(config.source, config.labels)
+            subset.require_two_classes(config.source)
+            bank = queries = labelled_features(frozen, subset)  # each image is classified by the others
+            classes = tuple(subset.source.classes)
+        else:
+            sets = open_sets(config)
+            bank = labelled_features(frozen, sets.train, title="features of the bank")
+            queries = labelled_features(frozen, sets.val, title="features of the query images")
+            classes = sets.classes
         ranked = _classify(config, frozen, bank, queries, config.k)
-        few_shot = [_few_shot(config, frozen, bank, queries, shots) for shots in config.shots]
         results = {
             "weights": frozen.describe_weights(),
             "settings": config.model_dump(mode="json"),
@@ -78,28 +72,12 @@ def run(config: KnnConfig) -> int:
                 {"k": k, **classification_results(of_k, queries.targets, classes)}
                 for k, of_k in ranked.items()
             ],
-            "few_shot": list(chain.from_iterable(few_shot)),
+            "few_shot": list(_few_shot(config, frozen, bank, queries)),
         }
         if is_main_process():
             write_results(path, results)
             print("\n\n".join([*_tables(config, results), str(path)]))
     return 0
-
-
-def _open(
-    config: KnnConfig, frozen: FrozenBackbone
-) -> tuple[LabelledFeatures, LabelledFeatures, Sequence[str]]:
-    """Return the bank and the queries, which are the same object without `train`, and the classes."""
-    if config.train is not None:
-        sets = open_sets(
-            config.source, labels=config.labels, train=config.train, train_labels=config.train_labels
-        )
-        bank = labelled_features(frozen, sets.train, title="features of the bank")
-        return bank, labelled_features(frozen, sets.val, title="features of the query images"), sets.classes
-    subset = open_subset(config.source, config.labels)
-    subset.require_two_classes(config.source)
-    both = labelled_features(frozen, subset)
-    return both, both, subset.source.classes
 
 
 def _classify(
@@ -128,32 +106,31 @@ def _classify(
 
 
 def _few_shot(
-    config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures, shots: int
-) -> list[dict[str, Any]]:
-    """Return, for each k, the mean and deviation of the accuracies by a few images per class."""
-    top1: dict[int, list[Accuracy]] = {}
-    for repeat in range(config.repeats):
-        rows = few_shot_rows(
-            bank.targets.cpu().numpy(), bank.indices, shots=shots, seed=config.seed, repeat=repeat
-        )
-        # Without `train` the queries are the images that were not chosen.
-        asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
-        if not len(asked):
-            raise ValueError(f"shots={shots} takes all {len(bank)} images and leaves none to classify")
-        title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
-        possible = sorted({min(k, len(rows)) for k in config.k})
-        for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
-            top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
-    return [
-        {
-            "shots": shots,
-            "k": k,
-            "mean": mean(one.percent for one in of_k),
-            "standard_deviation": stdev([one.percent for one in of_k]) if len(of_k) > 1 else None,
-            "top1": [one._asdict() for one in of_k],
-        }
-        for k, of_k in top1.items()
-    ]
+    config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures
+) -> Iterator[dict[str, Any]]:
+    """Yield, for each number of shots and each k, the mean and deviation of the accuracies."""
+    targets = bank.targets.cpu().numpy()
+    for shots in config.shots:
+        top1: dict[int, list[Accuracy]] = {}
+        for repeat in range(config.repeats):
+            rows = few_shot_rows(targets, bank.indices, shots=shots, seed=config.seed, repeat=repeat)
+            # Without `train` the queries are the images that were not chosen.
+            asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
+            if not len(asked):
+                raise ValueError(f"shots={shots} takes all {len(bank)} images and leaves none to classify")
+            title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
+            possible = sorted({min(k, len(rows)) for k in config.k})
+            for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
+                top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
+        for k, of_k in top1.items():
+            percents = [one.percent for one in of_k]
+            yield {
+                "shots": shots,
+                "k": k,
+                "mean": mean(percents),
+                "standard_deviation": stdev(percents) if len(percents) > 1 else None,
+                "top1": [one._asdict() for one in of_k],
+            }
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:

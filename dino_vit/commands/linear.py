@@ -4,19 +4,17 @@ The first two train on features that are computed once and cached: the CLS token
 mean patch token of the last block. Each head reads a contiguous range of these columns.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, CountOrZero, Positive, Settings, setting
+from dino_vit.config.settings import Count, Positive, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -24,11 +22,12 @@ from dino_vit.eval.accuracy import (
     accuracy,
     classification_results,
     results_path,
+    summary,
     write_results,
 )
 from dino_vit.eval.datasets import (
     LabelledFeatures,
-    LabelledSets,
+    SupervisedConfig,
     hold_out,
     labelled_features,
     open_sets,
@@ -38,8 +37,6 @@ from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_p
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.linear import LinearHeads, count_correct, sweep, top_classes, train_heads
-
-log = logging.getLogger("dino_vit")
 
 # From DINOv2's linear evaluation, which takes 12,500 steps of 1,024 images: ten epochs of ImageNet.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -69,46 +66,27 @@ class Logistic(Settings):
     iterations: Count = setting(1000, "maximum iterations of L-BFGS for each C")
 
 
-class LinearConfig(EvaluationConfig):
+class LinearConfig(SupervisedConfig, EvaluationConfig):
     """Train linear classifiers on a frozen backbone, and report their accuracy."""
 
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
-    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
-    seed: CountOrZero = setting(0, "of all random numbers")
-    output: str | None = setting(
-        None, "JSON file to write; null: eval/linear.json in the run folder, or beside the weights file"
-    )
+    output: str | None = setting(None, "JSON file; null: eval/linear.json in the run, or beside the weights")
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
-
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {
-        **EvaluationConfig.also_known_as,
-        "source": "images data data_path val",
-        "grid.rates": "learning_rates lrs",
-        "grid.blocks": "n_last_blocks_list",
-        "dino2021.blocks": "n_last_blocks",
-        "dino2021.mean": "avgpool_patchtokens",
-        "dino2021.probe": "pretrained_linear",
-        "dino2021.epochs": "epochs",
-    }
 
 
 def run(config: LinearConfig) -> int:
     """Train and evaluate, print the accuracies and write the JSON."""
     with frozen_backbone(config) as frozen:
         path = results_path("linear", weights=config.weights, output=config.output)
-        if config.method != "dino2021":
-            results, text = _train_on_features(config, frozen)
-        elif config.dino2021.probe:
-            results, text = _load_dino2021(config, frozen, config.dino2021.probe)
+        if config.method == "dino2021":
+            results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
         else:
-            results, text = _train_dino2021(config, frozen, path.with_suffix(".pth"))
+            results, text = _train_on_features(config, frozen)
         if is_main_process():
             other_methods = {"grid", "logistic", "dino2021"} - {config.method}
             settings = config.model_dump(mode="json", exclude=other_methods)
@@ -118,19 +96,9 @@ def run(config: LinearConfig) -> int:
     return 0
 
 
-def _open_sets(config: LinearConfig) -> LabelledSets:
-    return open_sets(
-        config.source,
-        labels=config.labels,
-        train=config.train,
-        train_labels=config.train_labels,
-        seed=config.seed,
-    )
-
-
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
     """Train heads on cached features, evaluate all of them and choose the best."""
-    sets = _open_sets(config)
+    sets = open_sets(config)
     inputs = _inputs(config, frozen.model.depth)
     with_mean = any(spec.tokens == "cls+mean" for spec in inputs)
     blocks = max(spec.blocks for spec in inputs)
@@ -151,19 +119,17 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         heads, notes = _fit_logistic(config, train, columns[0], len(sets.classes), frozen.device)
 
     top1 = _top1(heads, val)
-    cells: list[dict[str, Any]] = [
-        {setting: value, "blocks": spec.blocks, "mean": spec.tokens == "cls+mean", "top1": one._asdict()}
-        for (value, spec), one in zip(product(values, inputs), top1, strict=True)
-    ]
-    if config.select == "train":
-        chosen_by = _top1(heads, chosen_on)
-        for cell, held_out in zip(cells, chosen_by, strict=True):
-            cell["held_out"] = held_out._asdict()
-    else:
-        chosen_by = top1
+    chosen_by = top1 if config.select == "source" else _top1(heads, chosen_on)
+    cells: list[dict[str, Any]] = []
+    for (value, spec), one, by in zip(product(values, inputs), top1, chosen_by, strict=True):
+        mean = spec.tokens == "cls+mean"
+        cells.append({setting: value, "blocks": spec.blocks, "mean": mean, "top1": one._asdict()})
+        if config.select == "train":
+            cells[-1]["held_out"] = by._asdict()
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
     row, column = divmod(best, len(inputs))
-    accuracies, line = _evaluate_head(heads[column], val, sets.classes, head=row)
+    accuracies = _evaluate_head(heads[column], val, sets.classes, head=row)
+    line = summary(accuracies, len(sets.classes))
     results = {
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
@@ -274,41 +240,34 @@ def _title(spec: FeatureSpec) -> str:
 
 def _evaluate_head(
     heads: LinearHeads, val: LabelledFeatures, classes: Sequence[str], *, head: int = 0
-) -> Evaluated:
+) -> dict[str, Any]:
     """Return the top-1, top-5 and per-class accuracy of one head."""
     ranked = top_classes(heads, val.features, head=head)
-    targets = val.targets.to(ranked.device)
-    results = classification_results(ranked, targets, classes)
-    top1, top5 = Accuracy(**results["top1"]), Accuracy(**results["top5"])
-    return results, f"top-1 {top1}, top-5 {top5} of {len(val):,} images of {len(classes)} classes"
+    return classification_results(ranked, val.targets.to(ranked.device), classes)
 
 
-def _train_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
-    """Train one head as in 2021, and write it to `path`."""
-    sets, settings = _open_sets(config), config.dino2021
-    val = probe_features(frozen, sets.val, settings)
-    head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
-    accuracies, text = _evaluate_head(head, val, sets.classes)
-    best = max(percents)
-    text += (
-        f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
-        f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
-    )
-    sizes = {"images": len(val), "classes": len(sets.classes)}
-    return {**sizes, **accuracies, "probe": str(path), "percents": percents}, text
-
-
-def _load_dino2021(config: LinearConfig, frozen: FrozenBackbone, probe: str) -> Evaluated:
-    """Evaluate a head from a file; its classes are those of the source, in the same order."""
-    subset = open_subset(config.source, config.labels)
-    classes = subset.source.classes
-    head = read_probe(probe, frozen, config.dino2021)
-    known = head.bias.shape[1]
-    if known != len(classes):
-        raise ValueError(
-            f"{probe} has {known} classes, but {config.source} has {len(classes)}; give images with the "
-            "classes that it was trained on, one folder for each"
+def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
+    """Train one head as in 2021 and write it to `path`, or evaluate the one in a file."""
+    settings, text = config.dino2021, ""
+    training: dict[str, Any] = {"probe": settings.probe or str(path)}
+    if settings.probe:
+        subset = open_subset(config.source, config.labels)
+        head, classes = read_probe(settings.probe, frozen, settings), tuple(subset.source.classes)
+        if (known := head.bias.shape[1]) != len(classes):
+            raise ValueError(
+                f"{settings.probe} has {known} classes, but {config.source} has {len(classes)}; give images "
+                "with the classes that it was trained on, one folder for each"
+            )
+        val = probe_features(frozen, subset, settings)
+    else:
+        sets = open_sets(config)
+        classes, val = sets.classes, probe_features(frozen, sets.val, settings)
+        head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
+        training["percents"], best = percents, max(percents)
+        text = (
+            f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
+            f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
         )
-    val = probe_features(frozen, subset, config.dino2021)
-    accuracies, text = _evaluate_head(head, val, classes)
-    return {"images": len(val), "classes": len(classes), **accuracies, "probe": probe}, text
+    accuracies = _evaluate_head(head, val, classes)
+    results = {"images": len(val), "classes": len(classes), **accuracies, **training}
+    return results, summary(accuracies, len(classes)) + text

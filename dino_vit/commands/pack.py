@@ -4,11 +4,8 @@ Image bytes, names and labels are those of the source, so training on the shards
 `sha256sum --check SHA256SUMS` verifies a copy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
-import logging
 import os
 import shutil
 import tarfile
@@ -25,13 +22,12 @@ from pydantic import Field
 from torch import Tensor, uint8
 
 from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
-
-log = logging.getLogger("dino_vit")
 
 SUMS = "SHA256SUMS"
 _PREFETCHED = 256  # items
@@ -48,7 +44,6 @@ class PackConfig(Settings):
     check: bool = setting(True, "decode every image, and leave out unreadable ones")
 
     positional: ClassVar = ("source", "output")
-    also_known_as: ClassVar = {"output": "out output_dir", "shard_size": "maxsize shard_mb"}
 
 
 class Packed(NamedTuple):

@@ -1,8 +1,5 @@
 """`dino-vit report`: write a page about a run, or serve it while the run goes on."""
 
-from __future__ import annotations
-
-import logging
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -11,17 +8,17 @@ import torch
 from pydantic import Field
 
 from dino_vit.config.settings import Settings, setting
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, random_indices, to_json
+from dino_vit.eval.online import random_indices
+from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
 from dino_vit.report.page import SECTIONS, Page, Pictures, render, serve
 from dino_vit.report.record import RunRecord, read_run
 from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
-
-log = logging.getLogger("dino_vit")
 
 UNAVAILABLE = (ValueError, OSError, UnreadableImage)  # what files raise that are missing or damaged
 
@@ -39,8 +36,6 @@ class ReportConfig(Settings):
     serve: bool = setting(False, "serve the page to a browser instead, and keep it up to date")
     address: str = setting("127.0.0.1", "address to serve on; the default is visible on this machine only")
     port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any free port")
-
-    also_known_as: ClassVar = {"run": "weights folder", "source": "images data", "output": "out html"}
 
 
 def run(config: ReportConfig) -> int:
@@ -89,7 +84,7 @@ def _draw_network(
     if checkpoint.metadata["source"] != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
     teacher = LoadedTeacher(checkpoint, record.config, device)
-    found = build_map(teacher, source, random_indices(source, images, record.config.seed))
+    found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])
     pictures.attention = attention_rows(teacher, source, found)
     pictures.neighbours = neighbour_rows(teacher, source, found)
     pictures.explorer = to_json(found)

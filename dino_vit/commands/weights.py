@@ -1,12 +1,11 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from dino_vit.config.sections import Side
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.sizes import height_width
 from dino_vit.models.vit import VisionTransformer
@@ -22,7 +21,7 @@ class _WeightsConfig(Settings):
         None, "format of the source where files look alike: reference, timm, dino-vit, ...; null: detected"
     )
     heads: Count | None = setting(None, "attention heads, for a width that does not imply them")
-    image_size: Count | tuple[Count, Count] | None = setting(
+    image_size: Side | None = setting(
         None, "resample the positions to this side, or height and width; null: as stored"
     )
 

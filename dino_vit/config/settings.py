@@ -48,6 +48,42 @@ class ConfigError(ValueError):
 SKIP_CONTRADICTIONS = object()  # as pydantic's context: validate each field, but not all of them together
 
 
+# What the settings of the commands are called elsewhere.
+OTHER_NAMES = {
+    "batch_size": "batch_size_per_gpu",
+    "block": "layer",
+    "cache": "cache_dir",
+    "count": "images limit n",
+    "dino2021.blocks": "n_last_blocks",
+    "dino2021.mean": "avgpool_patchtokens",
+    "dino2021.probe": "pretrained_linear",
+    "drop_path": "drop_path_rate",
+    "embeddings": "index",
+    "grid.blocks": "n_last_blocks_list",
+    "grid.rates": "learning_rates lrs",
+    "images": "query queries",
+    "k": "top nb_knn neighbours neighbors",
+    "layer_decay": "layerwise_decay",
+    "lr": "learning_rate base_lr",
+    "mass": "threshold",
+    "normalise": "normalize",
+    "output": "out output_dir output_file html",
+    "pairs": "limit top",
+    "readers": "workers num_workers threads",
+    "repeats": "n_tries tries",
+    "run": "weights folder",
+    "shard_size": "maxsize shard_mb",
+    "shots": "few_shot n_per_class",
+    "size": "image_size img_size",
+    "smoothing": "label_smoothing",
+    "source": "images data data_path path input val queries",
+    "threshold": "cosine similarity",
+    "train": "bank gallery train_data",
+    "weights": "checkpoint model run pretrained pretrained_weights init",
+    "workers": "num_workers",
+}
+
+
 class Settings(BaseModel):
     """The settings of a command, or one section of them; sections do not contain further sections."""
 
@@ -66,7 +102,7 @@ class Settings(BaseModel):
     switches: ClassVar[Mapping[str, str]] = {}
 
     # Other names of dotted keys, separated by spaces; they are only used for suggestions.
-    also_known_as: ClassVar[Mapping[str, str]] = {}
+    also_known_as: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what is wrong with settings that are valid one by one."""

@@ -65,6 +65,8 @@ class Checkpoints:
                 if OWN_KEY not in metadata:
                     raise StorageError(f"{path} was not written by dino-vit")
                 return Checkpoint(path, tensors, json.loads(metadata[OWN_KEY]))
+            except json.JSONDecodeError as error:
+                log.warning("skipped a checkpoint: %s is damaged: its metadata is not JSON: %s", path, error)
             except StorageError as error:
                 log.warning("skipped a checkpoint: %s", error)
         if self.paths():

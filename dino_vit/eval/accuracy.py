@@ -1,7 +1,5 @@
 """Accuracies with confidence intervals, and the JSON files that hold them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -69,6 +67,12 @@ def classification_results(ranked: Tensor, targets: Tensor, classes: Sequence[st
         "top5": top_k_accuracy(ranked, targets, 5)._asdict(),
         "per_class": {classes[target]: one._asdict() for target, one in per_class.items()},
     }
+
+
+def summary(results: Mapping[str, Any], classes: int) -> str:
+    """Return the top-1 and top-5 accuracy of a results file as a text."""
+    top1, top5 = Accuracy(**results["top1"]), Accuracy(**results["top5"])
+    return f"top-1 {top1}, top-5 {top5} of {top1.images:,} images of {classes} classes"
 
 
 def results_path(name: str, *, weights: str, output: str | None = None) -> Path:

@@ -3,8 +3,6 @@
 b images, h heads, y x rows and columns of patches, n tokens, d channels
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,16 +1,17 @@
 """Labelled images to train and evaluate classifiers on: as sets, as features, or as augmented batches."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
+from dino_vit.config.settings import CountOrZero, Settings, setting
 from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import cores_of_a_process
@@ -30,6 +31,18 @@ _HELD_OUT_SHARE = 10  # one in so many training images is held out for model sel
 _DEVICE_SHARE = 0.5  # of the free memory, for features
 
 
+class SupervisedConfig(Settings):
+    """Labelled images to evaluate a classifier on, and to train it on."""
+
+    source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
+    labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
+    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
+    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
+    seed: CountOrZero = setting(0, "of all random numbers")
+
+    positional: ClassVar = ("source",)
+
+
 @dataclass(frozen=True)
 class LabelledSubset:
     """Images of a source that have a label, and their classes from 0 on."""
@@ -41,7 +54,7 @@ class LabelledSubset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, rows: NDArray[np.bool_]) -> LabelledSubset:
+    def __getitem__(self, rows: NDArray[np.bool_]) -> "LabelledSubset":
         return LabelledSubset(self.source, self.indices[rows], self.targets[rows])
 
     @property
@@ -72,30 +85,24 @@ class LabelledSets:
     classes: tuple[str, ...]
 
 
-def open_sets(
-    source: str,
-    *,
-    labels: str | None = None,
-    train: str | None = None,
-    train_labels: str | None = None,
-    seed: int = 0,
-) -> LabelledSets:
+def open_sets(config: SupervisedConfig) -> LabelledSets:
     """Open both sets; without `train`, a fifth of the images, chosen by the seed, is for validation."""
-    val = open_subset(source, labels)
+    source, train = config.source, config.train
+    val = open_subset(source, config.labels)
     if train is None:
         val.require_two_classes(source)
-        bits = random_bits(seed, RngPurpose.EVALUATION, val.indices)
+        bits = random_bits(config.seed, RngPurpose.EVALUATION, val.indices)
         chosen = np.zeros(len(val), dtype=bool)
         chosen[np.argsort(bits, kind="stable")[: max(1, len(val) // _VAL_SHARE)]] = True
         return LabelledSets(val[~chosen], val[chosen], tuple(val.source.classes))
-    learned = open_subset(train, train_labels, setting="train_labels")
+    learned = open_subset(train, config.train_labels, "train_labels")
     learned.require_two_classes(train)
     classes = learned.source.classes
     targets = renumber(val.targets, val.source.classes, classes, name=source)
     return LabelledSets(learned, LabelledSubset(val.source, val.indices, targets), tuple(classes))
 
 
-def open_subset(spec: str, labels: str | None, *, setting: str = "labels") -> LabelledSubset:
+def open_subset(spec: str, labels: str | None, labels_setting: str = "labels") -> LabelledSubset:
     """Open the labelled images of a source; an error names the setting that could give labels."""
     source = open_source(spec, labels)
     numbers = (source.label(index) for index in range(len(source)))
@@ -104,7 +111,7 @@ def open_subset(spec: str, labels: str | None, *, setting: str = "labels") -> La
     if not len(indices):
         raise ValueError(
             f"none of the {len(source)} images of {spec} has a label; sort them into one folder per class, "
-            f"or give {setting}=FILE with a line for each image"
+            f"or give {labels_setting}=FILE with a line for each image"
         )
     return LabelledSubset(source, indices, targets[indices])
 
@@ -138,7 +145,7 @@ class LabelledFeatures:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, rows: NDArray[np.int64]) -> LabelledFeatures:
+    def __getitem__(self, rows: NDArray[np.int64]) -> "LabelledFeatures":
         return LabelledFeatures(self.features[rows], self.targets[rows], self.indices[rows])
 
 
@@ -191,11 +198,7 @@ class SupervisedLoader:
         if not self.global_batch:
             raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
         sampler = Sampler(
-            length=len(subset),
-            batch_size=self.global_batch,
-            seed=seed,
-            rank=rank(),
-            world_size=processes,
+            length=len(subset), batch_size=self.global_batch, seed=seed, rank=rank(), world_size=processes
         )
         self.steps_per_epoch = sampler.steps_per_epoch
         self.loader = Loader(

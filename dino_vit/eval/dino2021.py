@@ -4,10 +4,7 @@ SGD with momentum, a learning rate that follows a cosine from epoch to epoch, ra
 After every epoch the head is written in the reference's format, and training resumes from there.
 """
 
-from __future__ import annotations
-
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -20,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import replacing
@@ -39,8 +37,6 @@ from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.weights import WeightsError
 from dino_vit.weights.reading import read_weights
 
-log = logging.getLogger("dino_vit")
-
 
 class Dino2021(Settings):
     """method=dino2021: one head on augmented views, through the backbone at every step."""
@@ -50,9 +46,7 @@ class Dino2021(Settings):
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
     workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
-    probe: str | None = setting(
-        None, "evaluate the head in this file instead, the reference's or one of ours"
-    )
+    probe: str | None = setting(None, "evaluate the head in this file instead, ours or the reference's")
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what the published code cannot do either."""
@@ -103,12 +97,12 @@ def train_probe(
 
     The head is kept in `path`, from which training resumes.
     """
-    model, device, size = frozen.model, frozen.device, frozen.preparation.size
+    device = frozen.device
     autocast = torch.autocast(device.type, frozen.autocast, enabled=frozen.autocast is not None)
-    flip = ViewPhotometry(flip=0.5, jitter=0.0, grey=0.0, blur=0.0)
+    flip = ViewPhotometry(flip=0.5)
     loader = SupervisedLoader(
         sets.train,
-        view=View(size=size, scale=(0.08, 1.0), photometry=flip, interpolation="bilinear"),
+        view=View(size=frozen.preparation.size, scale=(0.08, 1.0), photometry=flip, interpolation="bilinear"),
         preparation=frozen.preparation,
         batch_size=frozen.config.batch_size,
         seed=seed,
@@ -120,18 +114,7 @@ def train_probe(
     probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
     parameters = tuple(probe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
-    weights = frozen.describe_weights()
-    depends_on = {
-        "weights": weights["sha256"],
-        "network": weights["network"],
-        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
-        "classes": sets.classes,
-        "settings": settings.model_dump(exclude={"workers", "probe"}),
-        "preparation": asdict(frozen.preparation),
-        "global_batch": loader.global_batch,
-        "seed": seed,
-    }
-    facts = json.dumps(depends_on, sort_keys=True)
+    facts = _facts(sets, frozen, settings, global_batch=loader.global_batch, seed=seed)
     percents: list[float] = []
     if path.exists():
         percents = _restore(path, probe, optimizer, facts, read_probe(str(path), frozen, settings))
@@ -147,8 +130,8 @@ def train_probe(
             rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
             optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
             for images, targets in islice(batches, steps):
-                with evaluating(model), autocast:
-                    features = settings.arrange(settings.spec.of(model, images).float())
+                with evaluating(frozen.model), autocast:
+                    features = settings.arrange(settings.spec.of(frozen.model, images).float())
                 loss = F.cross_entropy(probe(features), targets)
                 gradients = torch.autograd.grad(loss, parameters)
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -160,6 +143,24 @@ def train_probe(
             if is_main_process():
                 _save(path, probe, optimizer, percents, facts)
     return head, percents
+
+
+def _facts(
+    sets: LabelledSets, frozen: FrozenBackbone, settings: Dino2021, *, global_batch: int, seed: int
+) -> str:
+    """Return all that the training depends on, as JSON."""
+    weights = frozen.describe_weights()
+    facts = {
+        "weights": weights["sha256"],
+        "network": weights["network"],
+        "sets": [subset.images.fingerprint for subset in (sets.train, sets.val)],
+        "classes": sets.classes,
+        "settings": settings.model_dump(exclude={"workers", "probe"}),
+        "preparation": asdict(frozen.preparation),
+        "global_batch": global_batch,
+        "seed": seed,
+    }
+    return json.dumps(facts, sort_keys=True)
 
 
 def _save(

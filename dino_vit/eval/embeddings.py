@@ -9,12 +9,9 @@ by block, so that embeddings may be larger than memory; safetensors are held in 
 npy and safetensors are memory-mapped when read; Parquet is read into memory.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +22,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing, save_plain, write_bytes
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.pictures import Panel, thumbnail
-
-log = logging.getLogger("dino_vit")
 
 Array = NDArray[Any]
 Blocks = Iterator[tuple[slice, Array]]

@@ -4,7 +4,6 @@ Features are L2-normalised; the score of a class is the sum of exp(cosine / temp
 nearest neighbours that belong to it.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,10 +12,9 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.eval.neighbours import Matrix, Search, nearest
-
-log = logging.getLogger("dino_vit")
 
 RANKED = 5  # classes returned per query: enough for top-1 and top-5
 NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote

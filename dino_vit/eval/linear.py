@@ -12,8 +12,6 @@ unpenalised bias.
 n images, d columns that a head reads, r heads (one per learning rate), c classes
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple

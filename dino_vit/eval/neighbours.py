@@ -14,8 +14,6 @@ these rows are the shortlist. To make E small the mean of the chunk is subtracte
 all scores of a query alike.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -210,7 +208,12 @@ class Shortlist:
         greatest = bits.new_empty(len(queries), self.blocks, self.columns // self.group)
         for block in range(self.blocks):
             first = block * self.columns
-            _multiply(rounded, self.bank[first : first + self.columns], scores[block])
+            rows = self.bank[first : first + self.columns].T
+            # The products are added up in float32.
+            if queries.is_cuda:
+                scores[block].copy_(torch.mm(rounded, rows, out_dtype=torch.float32))
+            else:
+                torch.mm(rounded, rows, out=scores[block])
             scores[block, :, self.rows - first :] = -torch.inf  # padding
             if own is not None:
                 scores[block].diagonal(own - first).fill_(-torch.inf)
@@ -262,14 +265,6 @@ def _kth_greatest(scores: Tensor, k: int) -> Tensor:
         column = bits.shape[1] - k
         kth = torch.from_numpy(np.partition(bits.numpy(), column, axis=1)[:, column])
     return kth.view(scores.dtype)
-
-
-def _multiply(queries: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Multiply with products that are added up in float32."""
-    if queries.is_cuda:
-        out.copy_(torch.mm(queries, rows.T, out_dtype=torch.float32))
-    else:
-        torch.mm(queries, rows.T, out=out)
 
 
 def _padded(queries: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Evaluation during training: k-NN accuracy where there are labels, effective rank always."""
 
-import logging
 import math
 from dataclasses import replace
 from itertools import islice
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, share
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
@@ -16,8 +16,6 @@ from dino_vit.eval.features.extraction import Features, extract_features, pixel_
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
-
-log = logging.getLogger("dino_vit")
 
 NEIGHBOURS = 20
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
@@ -28,6 +26,12 @@ def rankme(features: Tensor) -> float:
     singular = torch.linalg.svdvals(features.cpu().double())  # some accelerators lack float64
     shares = singular / singular.sum().clamp(min=torch.finfo(torch.float64).tiny)
     return float(torch.special.entr(shares).sum().exp())
+
+
+def random_indices(source: Source, seed: int) -> list[int]:
+    """Return the indices of a source in a random order."""
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
+    return np.argsort(bits, kind="stable").tolist()
 
 
 class OnlineEvaluation:
@@ -52,8 +56,7 @@ class OnlineEvaluation:
         self.source, self.preparation = source, preparation
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # of unreadable images
-        bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-        order: list[int] = np.argsort(bits, kind="stable").tolist()
+        order = random_indices(source, seed)
         labelled = list(islice((i for i in order if labels and source.label(i) is not None), images))
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]

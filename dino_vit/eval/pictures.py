@@ -3,10 +3,7 @@
 Pictures are uint8 (3, H, W).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from io import BytesIO
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core.sizes import Size
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source
@@ -85,11 +82,6 @@ def overlay(picture: Tensor, values: Tensor, patch: Size) -> Tensor:
     return blended.round().to(torch.uint8)
 
 
-def apply_mask(picture: Tensor, mask: Tensor) -> Tensor:
-    """Darken what lies outside a mask (H, W)."""
-    return torch.where(mask, picture, picture // 4)
-
-
 def side_by_side(pictures: Iterable[Tensor], gap: int = 4) -> Tensor:
     """Join pictures of one height with white gaps between them."""
     first, *others = pictures
@@ -101,9 +93,9 @@ def write_png(picture: Tensor, path: Path) -> None:
     """Write a PNG of exactly the picture's pixels."""
     from PIL import Image
 
-    buffer = BytesIO()
-    Image.fromarray(rearrange(picture, "c y x -> y x c").contiguous().numpy()).save(buffer, "PNG")
-    write_bytes(path, buffer.getvalue())
+    image = Image.fromarray(rearrange(picture, "c y x -> y x c").contiguous().numpy())
+    with replacing(path) as partial:
+        image.save(partial, "PNG")
 
 
 def write_sheet(
@@ -140,9 +132,8 @@ def write_sheet(
         axis.set_ylabel(shorten(name), fontsize=6, parse_math=False)
     for axis, title in zip(axes[0], titles, strict=False):
         axis.set_title(title, fontsize=8)
-    buffer = BytesIO()
-    figure.savefig(buffer, dpi=130, format="png")
-    write_bytes(path, buffer.getvalue())
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=130, format="png")
 
 
 def shorten(name: str, length: int = 22) -> str:

@@ -1,7 +1,5 @@
 """What changes on the page while a run goes on: its state, its figures, and charts with captions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import median
@@ -70,44 +68,32 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         "gap": "entropy_gap",
     }
     knn, rank = record.baseline_levels("knn", "raw_pixels"), record.baseline_levels("rankme")
+    small = _small_charts(readings)
     specs: list[tuple[str, str, str, dict[str, str], dict[str, float]]] = [
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
         ("knn", "k-NN accuracy", _knn(readings, knn), {"k-NN": "knn"}, knn),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),
+        *((name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()),
     ]
-    small = _small_charts(readings)
-    specs += [(name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()]
     found = []
     for id, title, caption, fields, levels in specs:
         series = {name: _curve(record, readings, field) for name, field in fields.items()}
         values = {value for points in series.values() for _, value in points}
         if values and not (id in HIDDEN_IF_CONSTANT and len(values) == 1):
-            found.append(
-                {
-                    "id": id,
-                    "title": title,
-                    "caption": caption,
-                    "series": series,
-                    "levels": levels,
-                    "unit": "%" if id in PERCENT else "",
-                    "small": id in small,
-                }
-            )
+            chart = {"id": id, "title": title, "caption": caption, "series": series, "levels": levels}
+            found.append({**chart, "unit": "%" if id in PERCENT else "", "small": id in small})
     return found
 
 
 def _curve(record: RunRecord, readings: Sequence[Reading], field: str) -> list[Point]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     start, scale = finite(record.baseline.get(field)), 100 if field == "data_wait" else 1
-    points = [(step, scale * value) for step, value in _points(readings, field)]
-    return points if start is None else [(0, start), *points]
-
-
-def _points(readings: Sequence[Reading], field: str) -> list[Point]:
     values = [(reading.step, finite(getattr(reading, field))) for reading in readings]
-    return thin([(step, value) for step, value in values if value is not None])
+    points = thin([(step, value) for step, value in values if value is not None])
+    points = [(step, scale * value) for step, value in points]
+    return points if start is None else [(0, start), *points]
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
@@ -140,7 +126,7 @@ def _entropies(last: Reading) -> str:
 
 
 def _knn(readings: Sequence[Reading], levels: dict[str, float]) -> str:
-    points = _points(readings, "knn")
+    points = [(reading.step, value) for reading in readings if (value := finite(reading.knn)) is not None]
     if not points:
         return ""
     step, value = points[-1]

@@ -3,11 +3,8 @@
 n images, k neighbours, c channels, y x rows and columns
 """
 
-from __future__ import annotations
-
 import base64
 import io
-import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.attention import cls_attention
@@ -35,8 +32,6 @@ from dino_vit.eval.pictures import as_picture, resize, shorten
 from dino_vit.models.head import DINOHead
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
-
-log = logging.getLogger("dino_vit")
 
 BATCH = 64
 NEIGHBOURS = 12
@@ -97,12 +92,6 @@ class ImageMap:
     thumbnails: Tensor  # uint8 (n, 3, y, x)
     attention: Tensor  # (n, y, x)
     notes: list[str]  # what is missing, and why
-
-
-def random_indices(source: Source, count: int, seed: int) -> list[int]:
-    """Return the indices of some images in a random order: those that online evaluation uses first."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
-    return [int(index) for index in np.argsort(bits, kind="stable")[:count]]
 
 
 def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> ImageMap:

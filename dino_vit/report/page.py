@@ -3,13 +3,10 @@
 While the run goes on it is served from memory, read-only, by default to this machine only.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import ipaddress
 import json
-import logging
 import socket
 import threading
 import time
@@ -24,12 +21,11 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.report.curves import figures, live_data
 from dino_vit.report.record import RunRecord, changed_settings, facts, read_run
 from dino_vit.report.sheets import Row
-
-log = logging.getLogger("dino_vit")
 
 SCRIPTS = ("charts.js", "explorer.js", "page.js")
 SECTIONS = ("views", "attention", "neighbours", "explorer")  # need the images; all but views, a network

@@ -1,7 +1,5 @@
 """What a run folder says about its run, be it finished, under way or hardly begun."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
@@ -12,8 +10,7 @@ from dino_vit.config import yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
-from dino_vit.core.progress import duration
-from dino_vit.core.sizes import height_width
+from dino_vit.core.progress import duration, plural
 from dino_vit.training.diagnosis import STATES, Diagnosis
 from dino_vit.training.readings import Reading, Record, read_records
 
@@ -82,39 +79,42 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
 
 def facts(record: RunRecord) -> dict[str, str]:
     """Return what ran, where, on what and for how long."""
-    config, start = record.config, record.starts[-1] if record.starts else None
+    config, machine = record.config, dict[str, str]()
     width, depth, heads = config.model.shape
     network = f"ViT/{config.model.patch_size}, width {width}, {depth} blocks, {heads} heads"
-    sizes = [height_width(size) for size in (config.views.global_size, config.views.local_size)]
-    global_size, local_size = (f"{height} × {width} px" for height, width in sizes)
+    images = config.data.source
+    global_size, local_size = (
+        f"{height} × {width} px" for height, width in (config.views.global_shape, config.views.local_shape)
+    )
     views = f"{config.views.global_count} global of {global_size}"
     if config.views.local_count:
         views += f", {config.views.local_count} local of {local_size}"
-    found = {
+    if record.starts:
+        (first, *resumed), start = record.starts, record.starts[-1]
+        backbone, head = (start["parameters"][name] / 1e6 for name in ("backbone", "head"))
+        network += f"; {backbone:.1f} M parameters, head {head:.1f} M"
+        images = f"{start['images']:,} images from {images}"
+        processes = plural(start["processes"], "process", "processes")
+        precision = "float32" if start["precision"] == "no" else start["precision"]
+        cores = f", {start['cores']} cores each" if "CUDA" not in start["device"] else ""
+        started = first["began"].replace("T", " ").replace("+00:00", " UTC")
+        if resumed:
+            times = "once, at" if len(resumed) == 1 else f"{len(resumed)} times, most recently at"
+            started += f"; resumed {times} step {start['step']:,}"
+        machine = {
+            "Device": f"{start['device']}; {processes}{cores}, {precision}",
+            "Versions": f"dino-vit {start['version']}, torch {start['torch']}",
+            "Started": started,
+        }
+    return {
         "Network": network,
-        "Images": config.data.source,
+        "Images": images,
         "Views": views,
         "Prototypes": f"{config.head.prototypes:,}",
         "Training": _progress(record),
+        **machine,
+        "Speed": _speed(record),
     }
-    if start:
-        backbone, head = (start["parameters"][name] / 1e6 for name in ("backbone", "head"))
-        processes = "1 process" if start["processes"] == 1 else f"{start['processes']} processes"
-        precision = "float32" if start["precision"] == "no" else start["precision"]
-        first, *resumed = record.starts
-        start_times = first["began"].replace("T", " ").replace("+00:00", " UTC")
-        if resumed:
-            times = "once, at" if len(resumed) == 1 else f"{len(resumed)} times, most recently at"
-            start_times += f"; resumed {times} step {resumed[-1]['step']:,}"
-        cores = f", {start['cores']} cores each" if "CUDA" not in start["device"] else ""
-        found |= {
-            "Network": f"{network}; {backbone:.1f} M parameters, head {head:.1f} M",
-            "Images": f"{start['images']:,} images from {config.data.source}",
-            "Device": f"{start['device']}; {processes}{cores}, {precision}",
-            "Versions": f"dino-vit {start['version']}, torch {start['torch']}",
-            "Started": start_times,
-        }
-    return {**found, "Speed": _speed(record)}
 
 
 def _progress(record: RunRecord) -> str:

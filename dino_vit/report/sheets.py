@@ -1,7 +1,5 @@
 """Rows of pictures for a few images: their augmented views, attention maps and nearest neighbours."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

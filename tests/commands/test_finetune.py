@@ -14,7 +14,7 @@ from dino_vit.cli import main
 from dino_vit.commands.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import read_tensors
-from dino_vit.eval.datasets import open_sets
+from dino_vit.eval.datasets import SupervisedConfig, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.processes import torchrun_environs
@@ -55,7 +55,10 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert [epoch["epoch"] for epoch in found["history"]] == list(range(1, 13))
     assert "after 12 epochs: top-1" in said
 
-    model, sets = load_backbone(output, num_classes=10), open_sets("synthetic:100:16")
+    model, sets = (
+        load_backbone(output, num_classes=10),
+        open_sets(SupervisedConfig(source="synthetic:100:16")),
+    )
     assert model.provenance.mean == (0.5, 0.5, 0.5)
     assert model.provenance.config["classes"] == list(sets.classes)
     features = extract_features(
@@ -114,7 +117,7 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
     after = tensors(tmp_path / "run", 1)
 
     torch.manual_seed(derive_seed(0, RngPurpose.NETWORK))
-    model, sets = load_backbone(weights), open_sets("synthetic:100:16")
+    model, sets = load_backbone(weights), open_sets(SupervisedConfig(source="synthetic:100:16"))
     model.add_classifier(10)
     images = torch.stack([sets.train.images.read(place) for place in range(80)])
     images = (images / 255 - 0.5) / 0.5

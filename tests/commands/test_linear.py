@@ -12,7 +12,7 @@ from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.linear import columns_of
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.eval.datasets import LabelledFeatures, hold_out, open_sets
+from dino_vit.eval.datasets import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.dino2021 import Dino2021
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
@@ -125,7 +125,7 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
 
     weight, bias = content["state_dict"].values()
     assert weight.shape == (10, 64)
-    sets, model = open_sets("synthetic:120:16"), load_backbone(weights)
+    sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
     kind = FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=blocks)
     features = extract_features(
         model, sets.val.images, range(24), preparation=preparation_of(model), batch_size=24, spec=kind

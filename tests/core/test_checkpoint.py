@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, restore
-from dino_vit.core.storage import StorageError
+from dino_vit.core.storage import StorageError, write_tensors
 from dino_vit.method.loss import Center
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
 from dino_vit.models.pair import build_networks
@@ -82,6 +82,15 @@ def test_a_file_of_someone_else_is_passed_over(tmp_path, caplog):
     (checkpoints.folder / "notes.safetensors").write_text("not a step")
     assert checkpoints.newest().step == 5
     assert "was not written by dino-vit" in caplog.text
+
+
+def test_a_description_that_is_not_json_is_damage(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 5)
+    newer = checkpoints.folder / "step-00000010.safetensors"
+    write_tensors(newer, STATE, "{")
+    assert checkpoints.newest().step == 5
+    assert f"{newer} is damaged" in caplog.text
 
 
 def test_a_state_that_is_not_finite_is_never_written(tmp_path):

@@ -9,9 +9,13 @@ from PIL import Image
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.data.sources.source import Subset
-from dino_vit.eval.datasets import SupervisedLoader, open_sets, renumber
+from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets, renumber
 from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.preparation import Preparation
+
+
+def sets_of(source, **settings):
+    return open_sets(SupervisedConfig(source=source, **settings))
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def test_labels_meet_by_the_names_of_their_classes():
 
 def test_one_set_is_split_by_the_seed():
     whole = SyntheticSource(length=103)
-    sets = open_sets("synthetic:103:32", seed=1)
+    sets = sets_of("synthetic:103:32", seed=1)
     assert sets.classes == tuple(whole.classes)
     assert (len(sets.train), len(sets.val)) == (83, 20)
     assert sorted([*sets.train.indices, *sets.val.indices]) == list(range(103))
@@ -45,12 +49,12 @@ def test_one_set_is_split_by_the_seed():
         assert list(part.indices) == sorted(part.indices)
         assert part.targets.tolist() == [index % 10 for index in part.indices]
     assert len(set(sets.val.targets.tolist())) > 5, "not a run of a sorted set"
-    again, other = (open_sets("synthetic:103:32", seed=seed) for seed in (1, 2))
+    again, other = (sets_of("synthetic:103:32", seed=seed) for seed in (1, 2))
     assert again.val.indices.tolist() == sets.val.indices.tolist() != other.val.indices.tolist()
 
 
 def test_a_part_is_a_source_of_its_images_alone():
-    sets = open_sets("synthetic:50:32")
+    sets = sets_of("synthetic:50:32")
     images = sets.val.images
     assert isinstance(images, Subset)
     assert len(images) == 10
@@ -64,7 +68,7 @@ def test_a_part_is_a_source_of_its_images_alone():
 
 
 def test_two_folders_meet_by_name(folder):
-    sets = open_sets(folder("val", "bc"), train=folder("train", "abc"))
+    sets = sets_of(folder("val", "bc"), train=folder("train", "abc"))
     assert sets.classes == ("a", "b", "c")
     assert sets.val.targets.tolist() == [1, 1, 1, 2, 2, 2]
     assert sets.val.whole
@@ -77,13 +81,13 @@ def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
     (tmp_path / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
     with pytest.raises(ValueError, match="of one class, a; two or more are needed"):
-        open_sets(two, train=two, train_labels=str(same))
+        sets_of(two, train=two, train_labels=str(same))
     with pytest.raises(ValueError, match="are of one class"):
-        open_sets(two, labels=str(same))
+        sets_of(two, labels=str(same))
     with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
-        open_sets(str(tmp_path / "flat"))
+        sets_of(str(tmp_path / "flat"))
     with pytest.raises(ValueError, match="not among the 2 of the training set: c"):
-        open_sets(folder("three", "abc"), train=two)
+        sets_of(folder("three", "abc"), train=two)
 
 
 def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
@@ -94,7 +98,7 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
             Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
     for label in range(3):
         (tmp_path / str(label) / "0.png").write_bytes(b"no image")
-    sets = open_sets(str(tmp_path), train=str(tmp_path))
+    sets = sets_of(str(tmp_path), train=str(tmp_path))
     feed = SupervisedLoader(
         sets.train,
         view=View(size=(8, 8), scale=(1.0, 1.0), photometry=ViewPhotometry(jitter=0, grey=0, blur=0)),

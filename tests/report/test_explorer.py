@@ -11,6 +11,7 @@ from PIL import Image
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features.extraction import extract_features
+from dino_vit.eval.online import random_indices
 from dino_vit.report import explorer
 from dino_vit.report.explorer import LoadedTeacher, build_atlas
 from dino_vit.report.record import read_run
@@ -21,7 +22,7 @@ def test_the_map_holds_the_features_clusters_and_neighbours_of_the_teacher(made)
     record, checkpoint = read_run(made), Checkpoints(made).newest()
     teacher = LoadedTeacher(checkpoint, record.config, torch.device("cpu"))
     source = open_source(record.config.data.source)
-    found = explorer.build_map(teacher, source, explorer.random_indices(source, 40, seed=0))
+    found = explorer.build_map(teacher, source, random_indices(source, seed=0)[:40])
     features = extract_features(
         teacher.backbone, source, found.indices, preparation=teacher.preparation, batch_size=7
     ).values

@@ -1,9 +1,6 @@
 """Find near-duplicates in an embedding file: pairs of images with a high cosine, and groups of such pairs."""
 
-from __future__ import annotations
-
 import csv
-import io
 import json
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
@@ -18,7 +15,7 @@ from pydantic import Field
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.eval.embeddings import Array, EmbeddedImages, Embeddings, read_image_embeddings
 from dino_vit.eval.neighbours import unit
 from dino_vit.eval.pictures import Panel, write_sheet
@@ -40,7 +37,6 @@ class DuplicatesConfig(Settings):
     output: str = setting("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
 
     positional: ClassVar = ("embeddings",)
-    also_known_as: ClassVar = {"threshold": "cosine similarity", "pairs": "limit top", "output": "out"}
 
 
 def run(config: DuplicatesConfig) -> int:
@@ -99,7 +95,11 @@ def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch
             advance(1)
     pairs, cosines = _closest(pairs, cosines, keep)
     closest = [(a, b, cosine) for (a, b), cosine in zip(pairs.tolist(), cosines.tolist(), strict=True)]
-    return Duplicates(closest, total, _groups(parents))
+    members: dict[int, list[int]] = {}
+    for row, root in enumerate(_roots(parents, parents).tolist()):
+        members.setdefault(root, []).append(row)
+    groups = sorted((rows for rows in members.values() if len(rows) > 1), key=len, reverse=True)
+    return Duplicates(closest, total, groups)
 
 
 def _closest(pairs: Array, cosines: Array, keep: int) -> tuple[Array, Array]:
@@ -128,14 +128,6 @@ def _roots(parents: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.in
     return roots
 
 
-def _groups(parents: NDArray[np.int64]) -> list[list[int]]:
-    """Return the rows of each group of two or more, the largest group first."""
-    members: dict[int, list[int]] = {}
-    for row, root in enumerate(_roots(parents, parents).tolist()):
-        members.setdefault(root, []).append(row)
-    return sorted((rows for rows in members.values() if len(rows) > 1), key=len, reverse=True)
-
-
 def write_json(path: Path, found: Duplicates, names: Sequence[str], config: DuplicatesConfig) -> None:
     result = {
         "embeddings": str(Path(config.embeddings).absolute()),
@@ -152,12 +144,11 @@ def write_json(path: Path, found: Duplicates, names: Sequence[str], config: Dupl
 
 def write_csv(path: Path, found: Duplicates, names: Sequence[str]) -> None:
     groups = {row: number for number, rows in enumerate(found.groups) for row in rows}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("first", "second", "cosine", "group"))
-    for first, second, cosine in found.pairs:
-        writer.writerow((names[first], names[second], f"{cosine:.6f}", groups[first]))
-    write_bytes(path, text.getvalue().encode())
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("first", "second", "cosine", "group"))
+        for first, second, cosine in found.pairs:
+            writer.writerow((names[first], names[second], f"{cosine:.6f}", groups[first]))
 
 
 def draw_pairs(embeddings: Embeddings, pairs: Sequence[Pair], path: Path) -> None:

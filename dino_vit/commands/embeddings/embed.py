@@ -1,10 +1,8 @@
 """Write the embeddings of images to a file, with what is needed to compute them again."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +11,7 @@ from dino_vit import __version__
 from dino_vit.config.settings import Count, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import replacing
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, printable, row_blocks, write_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
@@ -32,9 +30,6 @@ class EmbedConfig(EvaluationConfig):
     normalise: bool = setting(False, "scale each embedding to length 1")
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
 
-    positional: ClassVar = ("source",)
-    also_known_as: ClassVar = {**EvaluationConfig.also_known_as, "output": "out", "normalise": "normalize"}
-
 
 def run(config: EmbedConfig) -> int:
     """Write the embeddings of a source to a file."""
@@ -49,7 +44,7 @@ def run(config: EmbedConfig) -> int:
         spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
         stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
         if is_main_process():
-            embeddings = with_metadata(stored, backbone, config)
+            embeddings = with_metadata(stored, source, backbone, config)
             transform = normalised if config.normalise else np.asarray
             write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
             shape = " × ".join(map(str, stored.values.shape))
@@ -60,13 +55,14 @@ def run(config: EmbedConfig) -> int:
     return 0
 
 
-def with_metadata(stored: StoredFeatures, backbone: FrozenBackbone, config: EmbedConfig) -> Embeddings:
+def with_metadata(
+    stored: StoredFeatures, source: Source, backbone: FrozenBackbone, config: EmbedConfig
+) -> Embeddings:
     """Return stored features with names, labels, and all that is needed to compute them again."""
     provenance = backbone.model.provenance
     assert provenance is not None
-    source, indices = stored.source, stored.indices.tolist()
+    indices, path = stored.indices.tolist(), Path(config.source)
     labels = [source.label(index) for index in indices]
-    path = Path(config.source)
     metadata = {
         "format": 1,
         "dino_vit": __version__,

@@ -1,7 +1,5 @@
 """Find the images of an embedding file that are nearest to given images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +32,6 @@ class SearchConfig(Settings):
     output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
 
     positional: ClassVar = ("embeddings", "images")
-    also_known_as: ClassVar = {"embeddings": "index", "images": "query queries", "output": "out", "k": "top"}
 
 
 def run(config: SearchConfig) -> int:

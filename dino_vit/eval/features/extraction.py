@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -52,7 +52,6 @@ class FeatureSpec:
 
 
 CLS = FeatureSpec()
-_Started = tuple[Sequence[int], Tensor, Iterator[UnreadableImage | None]]  # indices, images, their reading
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,26 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
+@dataclass
 class Extraction:
     """Send batches of a source's images through a backbone; each batch is computed independently.
 
     Leaves the model as it was: the mode of each module, its gradients, every random state.
     """
 
-    def __init__(
-        self,
-        model: VisionTransformer,
-        source: Source,
-        *,
-        preparation: Preparation,
-        spec: FeatureSpec = CLS,
-        autocast: torch.dtype | None = None,
-        threads: int | None = None,
-    ) -> None:
-        self.model, self.source, self.preparation, self.spec = model, source, preparation, spec
-        self.autocast, self.threads = autocast, threads
-        self.device = model.cls_token.device
-        # Seconds that the caller waited for images; on CUDA earlier batches may still be computed meanwhile.
-        self.waited = 0.0
+    model: VisionTransformer
+    source: Source
+    _: KW_ONLY
+    preparation: Preparation
+    spec: FeatureSpec = CLS
+    autocast: torch.dtype | None = None
+    threads: int | None = None
+    # Seconds that the caller waited for images; on CUDA earlier batches may still be computed meanwhile.
+    waited: float = field(default=0.0, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.cls_token.device
 
     def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
         """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
@@ -177,7 +175,7 @@ def _read_batches(
             return error
         return None
 
-    def start(indices: Sequence[int]) -> _Started:
+    def start(indices: Sequence[int]) -> tuple[Sequence[int], Tensor, Iterator[UnreadableImage | None]]:
         images = preparation.empty(len(indices), pin=pin)
         return indices, images, pool.map(read, images, indices)
 
@@ -188,16 +186,13 @@ def _read_batches(
             # Each pair starts the batch after the one that is yielded.
             for started, _ in pairwise(chain(map(start, batches), [None])):
                 assert started is not None
-                yield _finish(*started)
+                indices, images, reading = started
+                failures = list(reading)
+                kept = [row for row, failure in enumerate(failures) if failure is None]
+                yield Features(
+                    images if len(kept) == len(indices) else images[kept],
+                    torch.tensor([indices[row] for row in kept], dtype=torch.long),
+                    tuple(failure for failure in failures if failure is not None),
+                )
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early
-
-
-def _finish(indices: Sequence[int], images: Tensor, reading: Iterator[UnreadableImage | None]) -> Features:
-    """Wait for a batch to be read, and leave out the images that cannot be."""
-    failures = list(reading)
-    readable = [row for row, failure in enumerate(failures) if failure is None]
-    if len(readable) < len(indices):
-        images = images[readable]
-    kept = torch.tensor([indices[row] for row in readable], dtype=torch.long)
-    return Features(images, kept, tuple(failure for failure in failures if failure is not None))

@@ -1,7 +1,5 @@
 """A frozen backbone in every process of a launch, shared by the commands that evaluate features."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from dino_vit.config.sections import Side
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.distributed import all_or_none, world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
@@ -31,23 +30,14 @@ class EvaluationConfig(Settings):
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
-    size: Count | tuple[Count, Count] | None = setting(
-        None, "image size in pixels: side, or [height, width]; null: that of the weights"
-    )
+    size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
     batch_size: Count = setting(128, "images per process and forward pass")
     readers: Count | None = setting(None, "threads that read images; null: one per core, at most 16")
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
-    also_known_as: ClassVar = {
-        "source": "images data data_path",
-        "weights": "checkpoint model run pretrained_weights",
-        "size": "image_size img_size",
-        "batch_size": "batch_size_per_gpu",
-        "readers": "workers num_workers threads",
-        "cache": "cache_dir",
-    }
+    positional: ClassVar = ("source",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,8 @@ many processes computed them and wherever they were interrupted: a shard consist
 the number of images and the batch size decide which. Another device may round the last bits differently.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
@@ -26,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.distributed import all_or_none, any_process, is_main_process, share, world_size
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import (
@@ -42,8 +40,6 @@ from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import Extraction, Features, in_batches
 from dino_vit.models.vit import VisionTransformer
 
-log = logging.getLogger("dino_vit")
-
 Dtype = Literal["float32", "float16"]
 VERSION = 2  # of the files
 # A shard is the most that an interruption loses, and what a process has in memory at a time.
@@ -58,7 +54,6 @@ class StoredFeatures:
     values: NDArray[Any]  # memory-mapped, read-only: (n, D), of patches (n, N, D)
     indices: NDArray[np.int64]  # (n,), in the source
     unreadable: tuple[UnreadableImage, ...]
-    source: Source
     metadata: dict[str, Any]  # what the features are a function of
 
 
@@ -144,7 +139,6 @@ class _CacheEntry:
             values=np.load(self.values, mmap_mode="c"),  # read-only for the file, yet writable for torch
             indices=indices,
             unreadable=tuple(UnreadableImage(*image) for image in description["unreadable"]),
-            source=self.extraction.source,
             metadata=self.metadata,
         )
 

@@ -203,11 +203,12 @@ def folder(tmp_path):
 def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
     for _ in range(2):  # computed, and from the cache
         caplog.clear()
-        stored = store_in(tmp_path / "cache", FolderSource(folder))
+        source = FolderSource(folder)
+        stored = store_in(tmp_path / "cache", source)
         assert len(stored.indices) == len(stored.values) == 37
         assert {image.name for image in stored.unreadable} == {"odd/03.png", "even/04.png", "even/10.png"}
         assert "3 of 40 images cannot be read and are left out: even/04.png" in caplog.text
-        assert [stored.source.name(row)[-6:-4] for row in stored.indices[:4]] == ["00", "02", "06", "08"]
+        assert [source.name(row)[-6:-4] for row in stored.indices[:4]] == ["00", "02", "06", "08"]
 
 
 def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, folder):
