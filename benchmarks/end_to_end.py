@@ -76,7 +76,7 @@ class Ours:
     """Our loop: its loader and its steps; no evaluation, no checkpoint."""
 
     def __init__(self, config: PretrainConfig, steps: int) -> None:
-        self.started = set_up(config, start_processes(trackers=(), folder=Path(config.output)))
+        self.started = set_up(config, start_processes())
         self.state, self.steps = self.started.state, steps
         self.waits: list[float] = []
 

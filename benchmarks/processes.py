@@ -54,7 +54,7 @@ def child(out: Path) -> None:
         }
         phases = {"budget.steps": None, "budget.epochs": 100, "data.batch_size": IMAGES}
         config = replace(load(PretrainConfig, DEMO), {**changes, **phases})
-        accelerator = start_processes(trackers=(), folder=Path(folder))
+        accelerator = start_processes()
         run_ = set_up(config, accelerator)
         state = run_.state
         batches = stack.enter_context(closing(state.loader.batches()))

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -78,7 +77,7 @@ class Ours:
     def __init__(self, case: Case) -> None:
         with TemporaryDirectory() as folder:
             config = replace(case.config, {"output": folder})
-            accelerator = start_processes(trackers=(), folder=Path(folder))
+            accelerator = start_processes()
             run_ = set_up(config, accelerator)
         self.state: TrainingState = run_.state
         self.state.augment = cast(Augment, lambda views, _: views)  # they are ready

@@ -67,7 +67,7 @@ class ImageMaps(NamedTuple):
 
 def run(config: AttentionConfig) -> int:
     """Write pictures and maps of every image, or an overlay of a video; processes share the sheets."""
-    accelerator = start_processes(trackers=(), folder=Path())
+    accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     heads = chosen_heads(config, model)
     folder, block = Path(config.output), config.block % model.depth

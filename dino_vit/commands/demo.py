@@ -93,7 +93,7 @@ def recipe(config: DemoConfig) -> PretrainConfig:
 def seconds_per_step(settings: PretrainConfig) -> float:
     """Take a few steps of a pretraining in a temporary folder, and return the time of one."""
     with TemporaryDirectory() as folder:
-        accelerator = start_processes(trackers=(), folder=Path(folder))
+        accelerator = start_processes()
         settings = replace(settings, {"output": folder, "run.trackers": (), "data.photometry": "device"})
         state = set_up(settings, accelerator).state
         with closing(state.loader.batches()) as batches:

@@ -102,7 +102,7 @@ class FinetuneConfig(SupervisedConfig):
 
 def run(config: FinetuneConfig) -> int:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
-    accelerator = start_processes(trackers=(), folder=Path(config.output))
+    accelerator = start_processes()
     tuning = Finetuning(config, accelerator)
     with Interruption() as interruption:
         finished = tuning.train(interruption)

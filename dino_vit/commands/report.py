@@ -40,7 +40,7 @@ class ReportConfig(Settings):
 
 def run(config: ReportConfig) -> int:
     """Write the page, or serve it until Ctrl-C."""
-    accelerator = start_processes(trackers=(), folder=Path(config.run))
+    accelerator = start_processes()
     if not accelerator.is_main_process:
         return 0
     record = read_run(Path(config.run))

@@ -22,8 +22,11 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 
 
-def start_processes(*, trackers: tuple[str, ...], folder: Path) -> Accelerator:
-    """Join the processes of `accelerate launch`, torchrun or srun; a single process has no process group."""
+def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) -> Accelerator:
+    """Join the processes of `accelerate launch`, torchrun or srun; a single process has no process group.
+
+    Trackers write to `folder`.
+    """
     check_trackers(trackers)
     adopt_slurm(os.environ)
     launched = int(os.environ.get("WORLD_SIZE", "1"))

@@ -45,7 +45,7 @@ def run(config: DuplicatesConfig) -> int:
     if output.suffix not in (".json", ".csv"):
         raise ValueError(f"output={output} must end in .json or .csv")
     embeddings = read_image_embeddings(config.embeddings)
-    device = start_processes(trackers=(), folder=Path()).device
+    device = start_processes().device
     found = find_duplicates(embeddings.values, config.threshold, keep=config.pairs, device=device)
     names = embeddings.names
     if output.suffix == ".csv":

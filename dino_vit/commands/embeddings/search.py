@@ -109,7 +109,7 @@ def query_features(config: SearchConfig, queries: Source, metadata: dict[str, An
         )
     precision = getattr(torch, metadata["precision"])
     features = extract_features(
-        model.to(start_processes(trackers=(), folder=Path()).device),
+        model.to(start_processes().device),
         queries,
         range(len(queries)),
         preparation=TypeAdapter(Preparation).validate_python(metadata["preparation"]),

@@ -91,7 +91,7 @@ class FrozenBackbone:
 @contextmanager
 def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
     """Join the processes of the launch, and load the backbone of the config in each."""
-    accelerator = start_processes(trackers=(), folder=Path())
+    accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
     size = None if config.size is None else height_width(config.size)
