@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import NamedTuple
 
 import dino_vit
-from dino_vit.config import display
+from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
 
 
@@ -101,13 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     argv = sys.argv[1:] if argv is None else argv
-    args = display.parse_arguments(build_parser(argv), argv)
+    args = arguments.parse_arguments(build_parser(argv), argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
     try:
         if args.command == "config":
             return _print_config(args)
-        config = display.config_from(args, config_class(args.command))
+        config = arguments.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
         code = run_function(args.command)(config)
     except BrokenPipeError:  # such as when `head` has read enough
@@ -135,12 +135,12 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         if name in argv:  # its settings may be declared next to code that imports torch
             cls = config_class(name)
             one.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *command.examples])
-            display.add_config_arguments(one, cls)
+            arguments.add_config_arguments(one, cls)
     one = commands.add_parser("config", help="print the settings of a command as YAML or as a JSON schema")
     one.description = "Print every setting of a command with its meaning, as YAML that loads again."
     one.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
     one.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
-    display.add_config_arguments(one, Settings)
+    arguments.add_config_arguments(one, Settings)
     return parser
 
 
@@ -163,5 +163,5 @@ def _print_config(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(display.json_schema(cls), indent=2))
     else:
-        print(display.to_yaml(display.config_from(args, cls)), end="")
+        print(display.to_yaml(arguments.config_from(args, cls)), end="")
     return 0

@@ -1,14 +1,11 @@
-import argparse
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from pydantic import Field
 
-from dino_vit.config.display import add_config_arguments, config_from, json_schema, parse_arguments, to_yaml
+from dino_vit.config.display import json_schema, to_yaml
 from dino_vit.config.loading import load
-from dino_vit.config.settings import ConfigError, Count, Settings, setting, settings_of, values
+from dino_vit.config.settings import settings_of, values
 from tests.support.cake import Cake
 
 
@@ -29,96 +26,3 @@ def test_schema_describes_every_setting() -> None:
     assert (eggs["minimum"], eggs["default"], eggs["description"]) == (1, 3, "how many")
     assert schema["additionalProperties"] is False
     assert set(schema["$defs"]) == {"Oven", "Icing"}
-
-
-def parser(cls: type[Settings]) -> argparse.ArgumentParser:
-    main = argparse.ArgumentParser(prog="bake")
-    commands = main.add_subparsers(dest="command", required=True)
-    add_config_arguments(commands.add_parser("cake"), cls)
-    return main
-
-
-def test_arguments_may_come_in_any_order(tmp_path: Path) -> None:
-    (tmp_path / "cake.yaml").write_text("eggs: 7\n")
-    file = str(tmp_path / "cake.yaml")
-    for argv in (
-        ["cake", "name=x", "--config", file, "oven.fan=off"],
-        ["cake", "--config", file, "name=x", "oven.fan=off"],
-        ["cake", "name=x", "oven.fan=off", "--config", file],
-    ):
-        cake = config_from(parse_arguments(parser(Cake), argv), Cake)
-        assert (cake.eggs, cake.name, cake.oven.fan) == (7, "x", "off")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["cake", "--eggs=3"], "settings are written without dashes: eggs=3"),
-        (["cake", "--egg-size", "3"], "settings are written without dashes: egg_size=..."),
-    ],
-)
-def test_unknown_options_are_explained(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(parser(Cake), argv)
-    assert message in capsys.readouterr().err
-
-
-class Sheet(Settings):
-    """A command with positional arguments, options and a switch."""
-
-    positional: ClassVar = ("index", "images")
-    options: ClassVar = ("page_size", "paper")
-    switches: ClassVar = {"serve": "keep_on"}
-    index: str = Field(description="where to search")
-    images: tuple[str, ...] = setting((), "what to search for")
-    keep_on: bool = setting(False, "keep on")
-    page_size: Count | tuple[Count, Count] = setting(1, "side, or height and width")
-    paper: str | None = setting(None, "what to print on")
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["here"], {"index": "here"}),
-        (
-            ["here", "a, b.png", "null", "--serve"],
-            {"index": "here", "images": ("a, b.png", "null"), "keep_on": True},
-        ),
-        (
-            ["images=[c]", "./x=y", "keep_on=true"],
-            {"index": "./x=y", "images": ("c",), "keep_on": True},
-        ),
-        (["here", "a", "index=there"], {"index": "there", "images": ("a",)}),
-        (["here", "--page-size", "3", "--paper", "1e3"], {"index": "here", "page_size": 3, "paper": "1e3"}),
-        (
-            ["here", "--page-size", "3", "4", "--serve"],
-            {"index": "here", "page_size": (3, 4), "keep_on": True},
-        ),
-        (["here", "page_size=[3, 4]", "paper=a"], {"index": "here", "page_size": (3, 4), "paper": "a"}),
-    ],
-)
-def test_settings_by_position_and_as_options(argv: list[str], expected: dict[str, object]) -> None:
-    config = config_from(parse_arguments(parser(Sheet), ["cake", *argv]), Sheet)
-    assert {name: getattr(config, name) for name in config.model_fields_set} == expected
-
-
-def test_a_positional_argument_too_many_is_an_error() -> None:
-    class One(Settings):
-        positional: ClassVar = ("name",)
-        name: str = setting("", "one argument")
-
-    with pytest.raises(ConfigError, match="'b' on the command line is not key=value"):
-        config_from(parse_arguments(parser(One), ["cake", "a", "b"]), One)
-
-
-@pytest.mark.parametrize("cls", [Cake, Sheet])
-def test_help_lists_every_setting(cls: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(parser(cls), ["cake", "--help"])
-    shown = capsys.readouterr().out
-    for key, info in settings_of(cls).items():
-        option = key in cls.options or key in cls.switches.values()
-        assert f"{key}=" in shown or option
-        assert info.doc in shown

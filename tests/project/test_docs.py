@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from dino_vit.cli import build_parser, config_class
 from dino_vit.config import yaml
-from dino_vit.config.display import config_from, parse_arguments
+from dino_vit.config.arguments import config_from, parse_arguments
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of

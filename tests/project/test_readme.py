@@ -6,10 +6,10 @@ import pytest
 
 import dino_vit
 from dino_vit.cli import build_parser
-from dino_vit.config.display import parse_arguments
+from dino_vit.config.arguments import parse_arguments
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training import readings
+from dino_vit.training import diagnosis
 from tests.support.documents import README, ROOT, commands
 
 COMMANDS = commands(README)
@@ -50,7 +50,7 @@ def test_every_file_that_is_named_exists(name):
 
 
 def test_the_table_of_states_has_all_of_them():
-    known = {value.state for value in vars(readings).values() if isinstance(value, readings.Diagnosis)}
+    known = {value.state for value in vars(diagnosis).values() if isinstance(value, diagnosis.Diagnosis)}
     table = README.split("The log names the state of the run")[1].split("\n\n")[1]
     assert set(re.findall(r"^\| ([\w() -]+?) \|", table, flags=re.MULTILINE)) - {"state"} == known
 
