@@ -18,16 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural, progress
-from dino_vit.data.labels import folder_labels, number_labels
+from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.files import Ranges, in_threads, open_file, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    IndexedSource,
-    WriteImages,
-    draft_items,
-    open_index,
-    order_by_name,
-)
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
 
 log = logging.getLogger("dino_vit")
@@ -90,19 +83,16 @@ class ArchiveSource(IndexedSource):
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
         file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(found) for found in listed])
-        names = _unique_names(images, self._files, file)
-        order = order_by_name(names)
-        names = [names[row] for row in order]
-        labels = [images[row].label for row in order]
+        labels = [image.label for image in images]
         columns = {
-            field: np.array([getattr(image, field) for image in images], dtype=np.int64)[order]
+            field: np.array([getattr(image, field) for image in images], dtype=np.int64)
             for field in ("start", "stored", "size", "method", "crc")
         }
-        return draft_items(
-            names=names,
+        return Draft(
+            names=_unique_names(images, self._files, file),
             sizes=columns["size"],
-            labels=folder_labels(names) if labels.count(None) == len(labels) else number_labels(labels),
-            columns={"file": file[order], **columns},
+            labels=None if labels.count(None) == len(labels) else number_labels(labels),
+            columns={"file": file, **columns},
             watched=self._files,
             stamps=before,
         )

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.files import is_url, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    IndexedSource,
-    WriteImages,
-    binary_array,
-    draft_items,
-    open_index,
-)
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, binary_array, open_index
 
 log = logging.getLogger("dino_vit")
 
@@ -82,7 +75,7 @@ class ArraySource(IndexedSource):
                 batch = [image.tobytes() for image in images[start : start + BATCH]]
                 write_images(binary_array(batch))
         count = len(images)
-        return draft_items(
+        return Draft(
             names=[b"%09d" % number for number in range(count)],
             sizes=np.full(count, images[0].nbytes, dtype=np.int64),
             labels=_labels(self._path, name, headers),

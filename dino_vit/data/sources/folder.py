@@ -13,17 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural, progress
-from dino_vit.data.labels import folder_labels, number_labels, read_entries
+from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    Index,
-    IndexedSource,
-    WriteImages,
-    draft_items,
-    open_index,
-    order_by_name,
-)
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image
 
 log = logging.getLogger("dino_vit")
@@ -42,9 +34,7 @@ class NoImages(ValueError):
 class PathSource(IndexedSource):
     """Images whose names are paths below a folder, absolute paths or URLs."""
 
-    def __init__(self, root: str, index: Index) -> None:
-        self.root = root
-        super().__init__(index)
+    root: str
 
     def read(self, index: int) -> bytes:
         return read_file(_join(self.root, self.name(index)))
@@ -61,7 +51,7 @@ class FolderSource(PathSource):
         if not is_folder(root):
             raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
         self.root = root
-        super().__init__(root, open_index("folder", root, self._build))
+        super().__init__(open_index("folder", root, self._build))
 
     def _build(self, _: WriteImages) -> Draft:
         listing = _list_remote(self.root) if is_url(self.root) else _list_local(self.root)
@@ -70,15 +60,7 @@ class FolderSource(PathSource):
         if listing.containers:
             text = "%s is read as a folder of images, without the %s in it, such as %s"
             log.warning(text, self.root, plural(len(listing.containers), "archive"), listing.containers[0])
-        order = order_by_name(listing.names)
-        names = [listing.names[row] for row in order]
-        return draft_items(
-            names=names,
-            sizes=np.array(listing.sizes, dtype=np.int64)[order],
-            labels=folder_labels(names),
-            watched=listing.folders,
-            stamps=np.array(listing.stamps, dtype=np.int64).reshape(-1, 3),
-        )
+        return Draft(names=listing.names, sizes=listing.sizes, watched=listing.folders, stamps=listing.stamps)
 
 
 class ListSource(PathSource):
@@ -86,27 +68,24 @@ class ListSource(PathSource):
 
     def __init__(self, path: str) -> None:
         self.root, self._path = os.path.dirname(path), path
-        super().__init__(self.root, open_index("list", path, self._build, [path]))
+        super().__init__(open_index("list", path, self._build, [path]))
 
     def _build(self, _: WriteImages) -> Draft:
         before = stamps([self._path])
         entries = list(read_entries(self._path, read_file(self._path)))
         if not entries:
             raise ValueError(f"{self._path} lists no images. Write one path per line.")
-        names = [os.fsencode(entry.name) for entry in entries]
-        order = order_by_name(names)
-        names = [names[row] for row in order]
-        return draft_items(
-            names=names,
-            sizes=self._sizes(names),
-            labels=number_labels([entries[row].label for row in order]),
+        entries.sort(key=lambda entry: os.fsencode(entry.name))
+        return Draft(
+            names=[os.fsencode(entry.name) for entry in entries],
+            sizes=self._sizes([_join(self.root, entry.name) for entry in entries]),
+            labels=number_labels([entry.label for entry in entries]),
             watched=[self._path],
             stamps=before,
         )
 
-    def _sizes(self, names: Sequence[bytes]) -> NDArray[np.int64]:
+    def _sizes(self, paths: Sequence[str]) -> NDArray[np.int64]:
         """Return the sizes of local files, and 0 for remote ones, which would take too long to ask for."""
-        paths = [_join(self.root, os.fsdecode(name)) for name in names]
         local = [row for row, path in enumerate(paths) if not is_url(path)]
         sizes = np.zeros(len(paths), dtype=np.int64)
         sizes[local] = _file_sizes([paths[row] for row in local])
@@ -128,20 +107,12 @@ class FilesSource(PathSource):
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         remote = any(map(is_url, files))
         self.root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
-        super().__init__(self.root, open_index("files", spec, lambda _: self._draft(files), files))
+        super().__init__(open_index("files", spec, lambda _: self._draft(files), files))
 
     def _draft(self, files: Sequence[str]) -> Draft:
         before = stamps(files)
         names = [os.fsencode(os.path.relpath(path, self.root) if self.root else path) for path in files]
-        order = order_by_name(names)
-        names = [names[row] for row in order]
-        return draft_items(
-            names=names,
-            sizes=before[order, 0],
-            labels=folder_labels(names),
-            watched=files,
-            stamps=before,
-        )
+        return Draft(names=names, sizes=before[:, 0], watched=files, stamps=before)
 
 
 def _join(root: str, name: str) -> str:

@@ -22,14 +22,7 @@ from numpy.typing import NDArray
 from dino_vit.core.progress import progress
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.files import open_file, read_file, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    IndexedSource,
-    WriteImages,
-    draft_items,
-    open_index,
-    order_by_name,
-)
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 log = logging.getLogger("dino_vit")
 
@@ -80,25 +73,23 @@ class Rows:
         watched: Sequence[str],
         stamps: NDArray[np.int64],
     ) -> Draft:
-        """Return the draft of an index of tables, given by name and length."""
-        names, order = self._names(tables)
-        return draft_items(
+        """Return the draft of an index of tables, given by name and length.
+
+        The items are ordered by name if all rows have a name of their own.
+        """
+        names = [name for name in self.names if name is not None]
+        named = len(set(names)) == len(self.names)
+        if not named:
+            names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
+        return Draft(
             names=names,
-            sizes=np.array(self.sizes, dtype=np.int64)[order],
-            labels=_number(columns, [self.labels[row] for row in order]),
-            columns={"row": np.array(order, dtype=np.int64)},
+            sizes=self.sizes,
+            labels=_number(columns, self.labels),
+            columns={"row": np.arange(len(names))},
             watched=watched,
             stamps=stamps,
+            by_name=named,
         )
-
-    def _names(self, tables: Sequence[tuple[str, int]]) -> tuple[list[bytes], list[int]]:
-        """Return the names and the order of rows: by name if all rows have a name of their own."""
-        known = [name for name in self.names if name is not None]
-        if len(known) == len(self.names) and len(set(known)) == len(known):
-            order = order_by_name(known)
-            return [known[row] for row in order], order
-        names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
-        return names, list(range(len(names)))
 
 
 class ParquetSource(IndexedSource):
