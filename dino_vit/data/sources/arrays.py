@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import is_url, stamps
+from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, binary_array, open_index
 
 log = logging.getLogger("dino_vit")
@@ -63,7 +63,6 @@ class ArraySource(IndexedSource):
         return {**self.__dict__, "_mapped": None}
 
     def _build(self, write_images: WriteImages) -> Draft:
-        before = stamps([self._path])
         headers = _read_headers(self._path)
         name = _choose(self._path, headers, self._key)
         header = headers[name]
@@ -78,15 +77,13 @@ class ArraySource(IndexedSource):
         return Draft(
             names=[b"%09d" % number for number in range(count)],
             sizes=np.full(count, images[0].nbytes, dtype=np.int64),
-            labels=_labels(self._path, name, headers),
+            labels=_labels(self._path, name, headers, file),
             metadata={
                 "fingerprint": _fingerprint(images),
                 "shape": header.shape[1:],
                 "dtype": header.dtype.str,
                 "channels_last": channels_last,
             },
-            watched=[self._path],
-            stamps=before,
         )
 
 
@@ -148,16 +145,14 @@ def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _labels(path: str, key: str, headers: Mapping[str, _Header]) -> Labels:
+def _labels(path: str, key: str, headers: Mapping[str, _Header], file: Any) -> Labels:
     count = headers[key].shape[0]
-    shapes = ((count,), (count, 1))
-    fitting = [name for name, header in headers.items() if name != key and header.shape in shapes]
+    fitting = [name for name, header in headers.items() if header.shape in ((count,), (count, 1))]
     if len(fitting) > 1:
         log.warning("%s: no labels, as they could be any of %s", path, ", ".join(fitting))
     if len(fitting) != 1:
         return number_labels([None] * count)
-    with np.load(path, allow_pickle=False) as file:
-        return number_labels(file[fitting[0]].reshape(-1).tolist())
+    return number_labels(file[fitting[0]].reshape(-1).tolist())
 
 
 def _fingerprint(images: NDArray[Any]) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import number_labels, read_entries
-from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file, stamps
+from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image
 
@@ -71,7 +72,6 @@ class ListSource(PathSource):
         super().__init__(open_index("list", path, self._build, [path]))
 
     def _build(self, _: WriteImages) -> Draft:
-        before = stamps([self._path])
         entries = list(read_entries(self._path, read_file(self._path)))
         if not entries:
             raise ValueError(f"{self._path} lists no images. Write one path per line.")
@@ -80,8 +80,6 @@ class ListSource(PathSource):
             names=[os.fsencode(entry.name) for entry in entries],
             sizes=self._sizes([_join(self.root, entry.name) for entry in entries]),
             labels=number_labels([entry.label for entry in entries]),
-            watched=[self._path],
-            stamps=before,
         )
 
     def _sizes(self, paths: Sequence[str]) -> NDArray[np.int64]:
@@ -110,9 +108,8 @@ class FilesSource(PathSource):
         super().__init__(open_index("files", spec, lambda _: self._draft(files), files))
 
     def _draft(self, files: Sequence[str]) -> Draft:
-        before = stamps(files)
-        names = [os.fsencode(os.path.relpath(path, self.root) if self.root else path) for path in files]
-        return Draft(names=names, sizes=before[:, 0], watched=files, stamps=before)
+        names = [os.path.relpath(path, self.root) if self.root else path for path in files]
+        return Draft(names=[os.fsencode(name) for name in names])
 
 
 def _join(root: str, name: str) -> str:
@@ -130,19 +127,20 @@ class Listing:
     folders: list[str] = field(default_factory=list)
     stamps: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def add(self, name: str) -> None:
-        """Add a file by its kind."""
-        suffix = os.path.splitext(name)[1].lower()
+    def add(self, name: str) -> bool:
+        """Add a file by its kind, and return whether it is an image."""
         if is_image(name):
             self.names.append(os.fsencode(name))
-        elif not os.path.basename(name).startswith("."):
+            return True
+        if not os.path.basename(name).startswith("."):
+            suffix = os.path.splitext(name)[1].lower()
             self.others[suffix] += 1
             if suffix in CONTAINERS:
                 self.containers.append(name)
+        return False
 
 
-@dataclass(frozen=True)
-class _Folder:
+class _Folder(NamedTuple):
     name: str  # below the root
     parents: frozenset[tuple[int, int]]  # device and inode numbers of the folders that contain it
 
@@ -191,18 +189,15 @@ def _file_sizes(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return the sizes of files, −1 for a missing one."""
     chunks = [paths[start : start + 1024] for start in range(0, len(paths), 1024)]
     with progress("Reading the sizes of files", len(paths)) as advance:
-        rows = in_threads(_stat, chunks, lambda sizes: advance(len(sizes)))
+        rows = in_threads(lambda chunk: [_size(p) for p in chunk], chunks, lambda row: advance(len(row)))
     return np.array([size for row in rows for size in row], dtype=np.int64)
 
 
-def _stat(paths: Iterable[str]) -> list[int]:
-    sizes = []
-    for path in paths:
-        try:
-            sizes.append(os.stat(path).st_size)
-        except OSError:
-            sizes.append(-1)
-    return sizes
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
 
 
 def _list_remote(root: str) -> Listing:
@@ -210,9 +205,7 @@ def _list_remote(root: str) -> Listing:
     listing, sizes = Listing(), []
     with progress(f"Listing {root}") as advance:
         for path, info in system.find(inner, detail=True).items():
-            before = len(listing.names)
-            listing.add(path.removeprefix(inner).lstrip("/"))
-            if len(listing.names) > before:
+            if listing.add(path.removeprefix(inner).lstrip("/")):
                 sizes.append(info.get("size") or 0)
             advance(1)
     listing.sizes = sizes

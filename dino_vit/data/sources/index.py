@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,16 +46,16 @@ IMAGES = pa.schema([("image", pa.large_binary())])
 class Draft:
     """What goes into an index. It is rebuilt when a watched file or folder no longer has its stamp.
 
-    Without watched files, it is rebuilt each time.
+    The files of the source are watched if it gives some. Without watched files, it is rebuilt each time.
     """
 
     names: Sequence[bytes]
-    sizes: ArrayLike
+    sizes: ArrayLike | None = None  # None: those of the watched files
     labels: Labels | None = None  # None: the first-level folders of the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    watched: Sequence[str]
-    stamps: ArrayLike
+    watched: Sequence[str] = ()
+    stamps: ArrayLike = ()
     by_name: bool = True  # order the items by the bytes of their names
 
     def items(self, began: int) -> pa.RecordBatch:
@@ -64,9 +64,11 @@ class Draft:
         if self.by_name:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
+        stamps = np.array(self.stamps, dtype=np.int64).reshape(-1, 3)
+        sizes = stamps[:, 0] if self.sizes is None else np.asarray(self.sizes, dtype=np.int64)
         digest = hashlib.sha256(b"".join(names))
         digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
-        digest.update(np.asarray(self.sizes, dtype=np.int64)[order].tobytes())
+        digest.update(sizes[order].tobytes())
         if self.labels is None:
             numbers, classes = folder_labels(names)
         else:
@@ -79,7 +81,7 @@ class Draft:
             **self.metadata,
             "began": began,
             "watched": list(self.watched),
-            "stamps": np.asarray(self.stamps).tolist(),
+            "stamps": stamps.tolist(),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
@@ -194,13 +196,13 @@ def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None =
             index = _load_current(path, files)
             if index is None:
                 with replacing(path) as partial, partial.open("wb") as file:
-                    _write(file, spec, build)
+                    _write(file, spec, build, files)
                 index = _load(path)
     except (StorageError, OSError) as error:
         log.warning("%s: the index is kept in memory, as it cannot be written to %s: %s", spec, path, error)
     if index is None:
         memory = BytesIO()
-        _write(memory, spec, build, MEMORY_LIMIT)
+        _write(memory, spec, build, files, MEMORY_LIMIT)
         index = Index(pa.py_buffer(memory.getvalue()))
     return index
 
@@ -238,7 +240,9 @@ def _reopen(path: Path, checksum: int) -> Index:
     return index
 
 
-def _write(file: BinaryIO, spec: str, build: Build, limit: float = math.inf) -> None:
+def _write(
+    file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None, limit: float = math.inf
+) -> None:
     writer = None
 
     def write_images(images: pa.Array) -> None:
@@ -254,11 +258,12 @@ def _write(file: BinaryIO, spec: str, build: Build, limit: float = math.inf) -> 
                 f"Free some space, or set DINO_VIT_CACHE to another folder."
             )
 
-    began = time.time_ns()
+    began, before = time.time_ns(), stamps(files or [])
     try:
-        items = build(write_images).items(began)
+        draft = build(write_images)
     except OSError as error:
         raise ValueError(f"{spec} cannot be read: {error}") from error
+    items = (draft if files is None else replace(draft, watched=files, stamps=before)).items(began)
     if writer is not None:
         writer.close()
     end_of_images = file.tell()

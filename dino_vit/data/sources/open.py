@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dino_vit.data.labels import join_labels
-from dino_vit.data.sources.archives import TarSource, ZipSource, compressed_message
+from dino_vit.data.sources.archives import ARCHIVES, ArchiveSource, compressed_message
 from dino_vit.data.sources.arrays import ArraySource
 from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, plain
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
@@ -113,10 +113,8 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     if len(suffixes) > 1:
         raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
-    if suffix == ".tar":
-        return TarSource(spec, files)
-    if suffix == ".zip":
-        return ZipSource(spec, files)
+    if suffix in ARCHIVES:
+        return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
         from dino_vit.data.sources.tables import ParquetSource  # as above
 

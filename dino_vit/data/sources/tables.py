@@ -17,11 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dino_vit.core.progress import progress
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import open_file, read_file, stamps
+from dino_vit.data.sources.files import open_file, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 log = logging.getLogger("dino_vit")
@@ -66,13 +65,7 @@ class Rows:
         self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
 
-    def draft(
-        self,
-        columns: TableColumns,
-        tables: Sequence[tuple[str, int]],
-        watched: Sequence[str],
-        stamps: NDArray[np.int64],
-    ) -> Draft:
+    def draft(self, columns: TableColumns, tables: Sequence[tuple[str, int]]) -> Draft:
         """Return the draft of an index of tables, given by name and length.
 
         The items are ordered by name if all rows have a name of their own.
@@ -86,8 +79,6 @@ class Rows:
             sizes=self.sizes,
             labels=_number(columns, self.labels),
             columns={"row": np.arange(len(names))},
-            watched=watched,
-            stamps=stamps,
             by_name=named,
         )
 
@@ -103,7 +94,6 @@ class ParquetSource(IndexedSource):
         return self.index.images[int(self.index.columns["row"][self._row(index)])].as_py() or b""
 
     def _build(self, write_images: WriteImages) -> Draft:
-        before = stamps(self._files)
         columns, rows, tables = None, Rows(), []
         with progress(f"Unpacking {self._spec}") as advance:
             for path in self._files:
@@ -122,7 +112,7 @@ class ParquetSource(IndexedSource):
                 f"Column {columns.image} of {self._spec} contains no image bytes, perhaps only paths. "
                 f"Write the images into the table, or give the folder that holds them."
             )
-        return rows.draft(columns, tables, self._files, before)
+        return rows.draft(columns, tables)
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:
@@ -150,7 +140,7 @@ class HubSource(IndexedSource):
         self._dataset = _load_dataset(name)
         self._columns = find_columns(self._spec, self._dataset.features.arrow_schema)
         files = [str(file["filename"]) for file in self._dataset.cache_files]
-        super().__init__(open_index("hub", self._spec, lambda _: self._build(files), files))
+        super().__init__(open_index("hub", self._spec, self._build, files))
 
     def read(self, index: int) -> bytes:
         row = int(self.index.columns["row"][self._row(index)])
@@ -159,12 +149,11 @@ class HubSource(IndexedSource):
             return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
         return bytes(image)
 
-    def _build(self, files: list[str]) -> Draft:
+    def _build(self, _: WriteImages) -> Draft:
         rows = Rows()
         for batch in self._dataset.data.table.to_batches():
             rows.add(batch, self._columns)
-        tables = [(self._spec.rpartition("/")[2], len(self._dataset))]
-        return rows.draft(self._columns, tables, files, stamps(files))
+        return rows.draft(self._columns, [(self._spec.rpartition("/")[2], len(self._dataset))])
 
 
 def _load_dataset(spec: str) -> Any:
