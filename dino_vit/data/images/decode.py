@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
 
+from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
 from torch import Tensor
 
 from dino_vit.data.images import formats
@@ -19,9 +21,9 @@ _LOCATION = re.compile(r"^\S+, \S+:\d+, ")
 _BY_START: dict[bytes, tuple[str, Reader]] = {
     b"\xff\xd8\xff": ("JPEG", formats.read_jpeg),
     b"\x89PNG\r\n\x1a\n": ("PNG", formats.read_png),
-    b"RIFF": ("WebP", formats.read_webp),
-    b"GIF8": ("GIF", formats.read_gif),
-    b"BM": ("BMP", formats.read_bmp),
+    b"RIFF": ("WebP", partial(formats.read_by, WebPImagePlugin.WebPImageFile)),
+    b"GIF8": ("GIF", partial(formats.read_by, GifImagePlugin.GifImageFile)),
+    b"BM": ("BMP", partial(formats.read_by, BmpImagePlugin.BmpImageFile)),
     b"\x93NUMPY": ("npy", formats.read_npy),
     b"II*\0": ("TIFF", read_tiff),
     b"MM\0*": ("TIFF", read_tiff),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from math import ceil, prod
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import ImageOps, JpegImagePlugin, PngImagePlugin
 from PIL.Image import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode
@@ -50,16 +50,9 @@ def read_jpeg(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     return by_torchvision(data)
 
 
-def read_webp(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    return by_pillow(WebPImagePlugin.WebPImageFile(BytesIO(data)), alpha, max_pixels)
-
-
-def read_gif(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    return by_pillow(GifImagePlugin.GifImageFile(BytesIO(data)), alpha, max_pixels)
-
-
-def read_bmp(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    return by_pillow(BmpImagePlugin.BmpImageFile(BytesIO(data)), alpha, max_pixels)
+def read_by(plugin: Callable[[BytesIO], Image], data: bytes, alpha: bool, max_pixels: int) -> Tensor:
+    """Read by a plugin of Pillow."""
+    return by_pillow(plugin(BytesIO(data)), alpha, max_pixels)
 
 
 def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
