@@ -12,16 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset
 
 log = logging.getLogger("dino_vit")
 
@@ -144,29 +141,20 @@ def _is_path(cell: str) -> bool:
     return cell.strip().lower().endswith(IMAGE_SUFFIXES)
 
 
-class LabelledSource:
-    """A source with other labels."""
+class LabelledSource(Subset):
+    """All items of a source, with other labels."""
 
     def __init__(self, source: Source, labels: Labels) -> None:
-        self.source = source
-        self._numbers, self._classes = labels
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, index: int) -> bytes | Tensor:
-        return self.source.read(index)
+        super().__init__(source, range(len(source)))
+        self._labels = labels
 
     def label(self, index: int) -> int | None:
-        number = int(self._numbers[index])
+        number = int(self._labels.numbers[index])
         return None if number < 0 else number
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
 
     @property
     def classes(self) -> list[str]:
-        return self._classes
+        return self._labels.classes
 
     @property
     def fingerprint(self) -> str:
@@ -186,13 +174,8 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
         )
     missing = values.count(None)
     if missing:
-        log.warning(
-            "%s: no label for %d of %d images, such as %r",
-            path,
-            missing,
-            len(names),
-            names[values.index(None)],
-        )
+        example = names[values.index(None)]
+        log.warning("%s: no label for %d of %d images, such as %r", path, missing, len(names), example)
     if surplus:
         extra = plural(len(surplus), "label")
         log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))

@@ -46,7 +46,7 @@ class Source(Protocol):
 class Subset:
     """The items of a source at the given indices."""
 
-    def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, indices: Sequence[int] | NDArray[np.int64]) -> None:
         self.source, self.indices = source, indices
 
     def __len__(self) -> int:
