@@ -138,8 +138,7 @@ def _layout_for(model: VisionTransformer, format: str) -> Layout:
         return layouts.huggingface_layout(
             model.architecture["layer_scale"] is not None, bool(model.registers)
         )
-    choices = (layouts.REFERENCE, layouts.TIMM, layouts.TORCHVISION)
-    return next(layout for layout in choices if layout.format == format)
+    return {"reference": layouts.REFERENCE, "timm": layouts.TIMM, "torchvision": layouts.TORCHVISION}[format]
 
 
 def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:

@@ -144,8 +144,7 @@ def by_torchvision(data: bytes) -> Tensor:
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     apply_exif_orientation = True
     mode = ImageReadMode.UNCHANGED.value
-    image: Tensor = torch.ops.image.decode_image(encoded, mode, apply_exif_orientation)
-    return image
+    return torch.ops.image.decode_image(encoded, mode, apply_exif_orientation)
 
 
 def by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import number_labels
@@ -73,26 +72,23 @@ class ArchiveSource(IndexedSource):
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
         file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(found) for found in listed])
+        names = [image.name for image in images]
+        if len(set(names)) < len(names) and len(self._files) > 1:
+            prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
+            names = [
+                prefixes[number] + b"/" + name for number, name in zip(file.tolist(), names, strict=True)
+            ]
         labels = [image.label for image in images]
         columns = {
             field: np.array([getattr(image, field) for image in images], dtype=np.int64)
             for field in ("start", "stored", "size", "method", "crc")
         }
         return Draft(
-            names=_unique_names(images, self._files, file),
+            names=names,
             sizes=columns["size"],
             labels=None if labels.count(None) == len(labels) else number_labels(labels),
             columns={"file": file, **columns},
         )
-
-
-def _unique_names(images: Sequence[Member], archives: Sequence[str], file: NDArray[np.int32]) -> list[bytes]:
-    """Return the names, prefixed with those of the archives if several archives contain the same one."""
-    names = [image.name for image in images]
-    if len(set(names)) == len(names) or len(archives) == 1:
-        return names
-    prefixes = [os.fsencode(os.path.basename(archive)) for archive in archives]
-    return [prefixes[number] + b"/" + name for number, name in zip(file.tolist(), names, strict=True)]
 
 
 def _decompress(data: bytes, method: int, size: int) -> bytes:

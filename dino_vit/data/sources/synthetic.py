@@ -81,8 +81,7 @@ class SyntheticSource:
         words = random_bits(self.seed, RngPurpose.SYNTHETIC, index, 1, np.arange((self.size**2 + 1) // 2))
         levels = words.astype("<u8", copy=False).view(np.uint8)[: 4 * self.size**2]
         total = rearrange(levels, "(h w four) -> h w four", h=self.size, four=4).sum(-1, dtype=np.float32)
-        noise: Plane = (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)
-        return noise
+        return (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def _in_pieces(x: Plane, y: Plane, u: Plane) -> tuple[Plane, Plane, Plane, Plane]:
@@ -99,14 +98,12 @@ def _in_pieces(x: Plane, y: Plane, u: Plane) -> tuple[Plane, Plane, Plane, Plane
 
 
 def _wave(t: Plane) -> Plane:
-    wave: Plane = np.sin(np.float32(2 * np.pi) * t)
-    return wave
+    return np.sin(np.float32(2 * np.pi) * t)
 
 
 def _cell(t: Plane) -> Plane:
     """Return the distance to the middle of its unit cell, from −1/2 to 1/2."""
-    distance: Plane = t - np.floor(t) - 0.5
-    return distance
+    return t - np.floor(t) - 0.5
 
 
 def _inside(distance: Plane) -> Plane:
@@ -118,8 +115,7 @@ def _from_middle(x: Plane, y: Plane) -> Plane:
     """Return the distance to the nearest point of a triangular lattice of spacing 1."""
     one = np.hypot(_cell(x), math.sqrt(3) * _cell(y / math.sqrt(3)))
     other = np.hypot(_cell(x + 0.5), math.sqrt(3) * _cell(y / math.sqrt(3) + 0.5))
-    nearest: Plane = np.minimum(one, other)
-    return nearest
+    return np.minimum(one, other)
 
 
 def _bricks(x: Plane, y: Plane, u: list[float]) -> Plane:
