@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,13 +54,27 @@ class FolderSource(PathSource):
         super().__init__(open_index("folder", root, self._build))
 
     def _build(self, _: WriteImages) -> Draft:
-        listing = _list_remote(self.root) if is_url(self.root) else _list_local(self.root)
-        if not listing.names:
-            raise NoImages(_no_images(self.root, listing.others), sorted(listing.containers))
-        if listing.containers:
+        sizes = _list_remote(self.root) if is_url(self.root) else {}
+        files, folders, stamps = (list(sizes), [], []) if is_url(self.root) else _list_local(self.root)
+        names, others = [], []
+        for name in files:
+            if is_image(name):
+                names.append(name)
+            elif not os.path.basename(name).startswith("."):
+                others.append(name)
+        containers = [name for name in others if _suffix(name) in CONTAINERS]
+        if not names:
+            raise NoImages(_no_images(self.root, others), sorted(containers))
+        if containers:
             text = "%s is read as a folder of images, without the %s in it, such as %s"
-            log.warning(text, self.root, plural(len(listing.containers), "archive"), listing.containers[0])
-        return Draft(names=listing.names, sizes=listing.sizes, watched=listing.folders, stamps=listing.stamps)
+            log.warning(text, self.root, plural(len(containers), "archive"), containers[0])
+        paths = [os.path.join(self.root, name) for name in names]
+        return Draft(
+            names=[os.fsencode(name) for name in names],
+            sizes=[sizes[name] for name in names] if sizes else _file_sizes(paths),
+            watched=folders,
+            stamps=stamps,
+        )
 
 
 class ListSource(PathSource):
@@ -116,28 +129,8 @@ def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
 
 
-@dataclass
-class Listing:
-    """The files below a folder."""
-
-    names: list[bytes] = field(default_factory=list)
-    sizes: Sequence[int] | NDArray[np.int64] = ()
-    containers: list[str] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
-    folders: list[str] = field(default_factory=list)
-    stamps: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def add(self, name: str) -> bool:
-        """Add a file by its kind, and return whether it is an image."""
-        if is_image(name):
-            self.names.append(os.fsencode(name))
-            return True
-        if not os.path.basename(name).startswith("."):
-            suffix = os.path.splitext(name)[1].lower()
-            self.others[suffix] += 1
-            if suffix in CONTAINERS:
-                self.containers.append(name)
-        return False
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
 
 
 class _Folder(NamedTuple):
@@ -145,22 +138,23 @@ class _Folder(NamedTuple):
     parents: frozenset[tuple[int, int]]  # device and inode numbers of the folders that contain it
 
 
-def _list_local(root: str) -> Listing:
-    """List a folder level by level, the folders of each level in parallel, and then ask for the sizes."""
-    listing, level = Listing(), [_Folder("", frozenset())]
+def _list_local(root: str) -> tuple[list[str], list[str], list[tuple[int, int, int]]]:
+    """Return the files below a folder, and the paths and stamps of the folders.
+
+    They are listed level by level, the folders of each level in parallel.
+    """
+    files, paths, stamps, level = [], [], [], [_Folder("", frozenset())]
     with progress(f"Listing {root}") as advance:
         while level:
             listed = in_threads(lambda folder: _list_folder(root, folder), level)
-            listing.folders += [os.path.join(root, folder.name) for folder in level]
+            paths += [os.path.join(root, folder.name) for folder in level]
             level = []
-            for files, folders, stamp in listed:
-                listing.stamps.append(stamp)
-                for name in files:
-                    listing.add(name)
+            for names, folders, stamp in listed:
+                files += names
                 level += folders
-                advance(len(files))
-    listing.sizes = _file_sizes([os.path.join(root, os.fsdecode(name)) for name in listing.names])
-    return listing
+                stamps.append(stamp)
+                advance(len(names))
+    return files, paths, stamps
 
 
 def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], tuple[int, int, int]]:
@@ -200,20 +194,18 @@ def _size(path: str) -> int:
         return -1
 
 
-def _list_remote(root: str) -> Listing:
+def _list_remote(root: str) -> dict[str, int]:
+    """Return the files below a folder and their sizes."""
     system, inner = filesystem(root)
-    listing, sizes = Listing(), []
     with progress(f"Listing {root}") as advance:
-        for path, info in system.find(inner, detail=True).items():
-            if listing.add(path.removeprefix(inner).lstrip("/")):
-                sizes.append(info.get("size") or 0)
-            advance(1)
-    listing.sizes = sizes
-    return listing
+        found = system.find(inner, detail=True)
+        advance(len(found))
+    return {path.removeprefix(inner).lstrip("/"): info.get("size") or 0 for path, info in found.items()}
 
 
-def _no_images(root: str, others: Counter[str]) -> str:
-    counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in others.most_common(5))
+def _no_images(root: str, others: Sequence[str]) -> str:
+    suffixes = Counter(map(_suffix, others)).most_common(5)
+    counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
     return (
         f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. "
     ) + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
