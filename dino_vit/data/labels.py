@@ -1,7 +1,5 @@
 """Labels of any kind as class indices, and labels from a file."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

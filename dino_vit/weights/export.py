@@ -1,7 +1,5 @@
 """Save a backbone, or export it to another library and check that the written file gives its features."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

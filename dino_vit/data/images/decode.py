@@ -1,7 +1,5 @@
 """Decode image files, and read items of a source as pixels."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The size is checked before anything is decoded. Torchvision decodes JPEG, as it 
 operator is called directly, since its Python function warns at every call from 0.29 on.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable, Iterator

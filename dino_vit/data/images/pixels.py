@@ -1,7 +1,5 @@
 """Convert images to the same channels, depth and scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Images in tar shards and zip archives, read in place: the index holds where each image's bytes are."""
 
-from __future__ import annotations
-
 import bz2
 import json
 import logging

@@ -3,8 +3,6 @@
 A .npy file is mapped into memory; the array of a .npz file is unpacked into the index, which is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import zipfile

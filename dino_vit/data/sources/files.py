@@ -1,7 +1,5 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re
@@ -177,7 +175,7 @@ class Ranges:
             raise OSError(f"{path} is truncated")
         return data
 
-    def __reduce__(self) -> tuple[type[Ranges], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Ranges, (self.paths, self.stamps)
 
 

@@ -1,7 +1,5 @@
 """A folder of images at any depth, and lists of such files."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter

@@ -7,8 +7,6 @@ at random (Parquet, .npz) unpacks them into the same file:
     images: an Arrow file, or nothing | padding | items: an Arrow file | end of images, checksum of items
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -134,7 +132,7 @@ class Index:
     def stamps(self) -> NDArray[np.int64]:
         return np.array(self.metadata["stamps"], dtype=np.int64).reshape(-1, 3)
 
-    def __reduce__(self) -> tuple[Callable[..., Index], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return (_reopen, (self._path, self.checksum)) if self._path else (Index, (self._data,))
 
 

@@ -15,8 +15,6 @@
 All but arrays may be URLs that fsspec knows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

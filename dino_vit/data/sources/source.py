@@ -1,18 +1,14 @@
 """The interface of a set of images, and parts of one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy")
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")

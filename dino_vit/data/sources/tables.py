@@ -4,8 +4,6 @@ Both are read from an Arrow file that is mapped into memory. The `datasets` libr
 Parquet file is unpacked into the index: reading one image of it would mean decompressing its whole row group.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
