@@ -15,8 +15,6 @@ from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 from dino_vit.weights.reading import RawWeights, WeightsError
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -27,7 +25,7 @@ class Layout:
     pairs: tuple[tuple[str, str], ...] = ()  # (theirs, ours); {i} is the number of a block
     dropped: Mapping[str, str] = field(default_factory=dict)  # pattern of our names: what they belong to
     norm_eps: float = 1e-6
-    normalisation: Normalisation | None = IMAGENET_NORMALISATION
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = IMAGENET_NORMALISATION
     removed: str = ""  # pattern of what is cut out of a name before it is looked up
 
     def to_ours(self, name: str) -> str:

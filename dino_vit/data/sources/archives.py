@@ -110,9 +110,10 @@ def tar_images(path: str) -> list[Member]:
     with open_file(path) as file:
         members = list_members(path, file)
         images = [member for member in members if is_image(member.name)]
-        labels = _read_labels(path, file, members, {split_key(image.name)[0] for image in images})
-    _warn_of_several(path, images)
-    return [image._replace(label=labels.get(split_key(image.name)[0])) for image in images]
+        keys = [split_key(image.name) for image in images]
+        labels = _read_labels(path, file, members, {key for key, _ in keys})
+    _warn_of_several(path, keys)
+    return [image._replace(label=labels.get(key)) for image, (key, _) in zip(images, keys, strict=True)]
 
 
 def list_members(path: str, file: BinaryIO) -> list[Member]:
@@ -219,11 +220,10 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
     return content if isinstance(content, (str, int, float)) else None
 
 
-def _warn_of_several(path: str, images: Iterable[Member]) -> None:
+def _warn_of_several(path: str, keys: Iterable[tuple[bytes, bytes]]) -> None:
     """Warn if samples have several images, which may be a mask beside a photograph."""
     extensions: dict[bytes, set[bytes]] = defaultdict(set)
-    for image in images:
-        key, extension = split_key(image.name)
+    for key, extension in keys:
         extensions[key].add(extension)
     several = Counter(b", ".join(sorted(found)) for found in extensions.values() if len(found) > 1)
     for found, count in several.most_common(1):

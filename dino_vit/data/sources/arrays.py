@@ -42,20 +42,19 @@ class ArraySource(IndexedSource):
         super().__init__(open_index("array", f"{path}:{key}" if key else path, self._build, [path]))
 
     def read(self, index: int) -> Tensor:
-        image = self._image(self._row(index))
+        row, metadata = self._row(index), self.index.metadata
+        if self.index.images is not None:
+            flat = np.frombuffer(self.index.images[row].as_buffer(), metadata["dtype"])
+            image = flat.reshape(metadata["shape"])
+        else:
+            if self._mapped is None:
+                self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
+            image = self._mapped[row]
         if image.ndim == 2:
             image = image[None]
-        elif self.index.metadata["channels_last"]:
+        elif metadata["channels_last"]:
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
-
-    def _image(self, row: int) -> NDArray[Any]:
-        if self.index.images is not None:
-            image = np.frombuffer(self.index.images[row].as_buffer(), self.index.metadata["dtype"])
-            return image.reshape(self.index.metadata["shape"])
-        if self._mapped is None:
-            self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
-        return self._mapped[row]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": None}

@@ -51,14 +51,14 @@ class Rows:
     def add(self, batch: pa.RecordBatch, columns: TableColumns) -> pa.Array:
         """Add rows, and return their images."""
         images = batch.column(columns.image)
-        paths = batch.column(columns.name) if columns.name else None
+        paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
+        labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
         if columns.nested:
             if "path" in images.type.names:
                 paths = pc.struct_field(images, "path")
             images = pc.struct_field(images, "bytes")
-        texts = [None] * len(images) if paths is None else paths.to_pylist()
-        self.names += [None if text is None else os.fsencode(text) for text in texts]
-        self.labels += batch.column(columns.label).to_pylist() if columns.label else [None] * len(images)
+        self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
+        self.labels += labels.to_pylist()
         images = images.cast(pa.large_binary())
         self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
