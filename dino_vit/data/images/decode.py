@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
-from dino_vit.data.images.tiff import read_tiff
 from dino_vit.data.sources.open import Source
 
 Reader = Callable[[bytes, bool, int], Tensor]
@@ -23,10 +22,10 @@ _BY_START: dict[bytes, tuple[str, Reader]] = {
     b"GIF8": ("GIF", partial(formats.read_by, GifImagePlugin.GifImageFile)),
     b"BM": ("BMP", partial(formats.read_by, BmpImagePlugin.BmpImageFile)),
     b"\x93NUMPY": ("npy", formats.read_npy),
-    b"II*\0": ("TIFF", read_tiff),
-    b"MM\0*": ("TIFF", read_tiff),
-    b"II+\0": ("TIFF", read_tiff),  # more than 4 GB
-    b"MM\0+": ("TIFF", read_tiff),
+    b"II*\0": ("TIFF", formats.read_tiff),
+    b"MM\0*": ("TIFF", formats.read_tiff),
+    b"II+\0": ("TIFF", formats.read_tiff),  # more than 4 GB
+    b"MM\0+": ("TIFF", formats.read_tiff),
 }
 
 
