@@ -49,14 +49,13 @@ def _translate(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 DINO_HEADS = {r"(dino_head|ibot_head|projection_head|prototypes|head\.(mlp|last_layer))\..*": "DINO head"}
 CLASSIFIER = {r"head\.(weight|bias)": "classifier"}
-GATED = (("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2"))
 
 OURS = Layout("dino-vit", "hf", dropped=CLASSIFIER)
 REFERENCE = Layout("reference", "dino", dropped={**DINO_HEADS, **CLASSIFIER})
 DINOV2 = Layout(
     "dinov2",
     "dinov2",
-    pairs=GATED,
+    pairs=(("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2")),
     dropped={**DINO_HEADS, r"mask_token": "mask token"},
     removed=r"(?<=^blocks\.)\d+\.(?=\d+\.)",  # training stores blocks in chunks: blocks.{chunk}.{i}
 )

@@ -89,13 +89,9 @@ def in_threads(
     """Map items in threads, in order, and call `done` with each result; the first error cancels the rest."""
     results = []
     with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            for future in futures:
-                results.append(future.result())
-                done(results[-1])
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for result in pool.map(work, items):
+            results.append(result)
+            done(result)
     return results
 
 
