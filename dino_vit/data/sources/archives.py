@@ -53,12 +53,11 @@ class ArchiveSource(IndexedSource):
         self._ranges = Ranges(self._files, self.index.stamps)
 
     def read(self, index: int) -> bytes:
-        row, columns = self._row(index), self.index.columns
-        data = self._ranges.read(*(int(columns[name][row]) for name in ("file", "start", "stored")))
-        method, crc = int(columns["method"][row]), int(columns["crc"][row])
-        if method != zipfile.ZIP_STORED:
-            data = _decompress(data, method, int(columns["size"][row]))
-        if crc >= 0 and zlib.crc32(data) != crc:
+        item = {name: int(column[index]) for name, column in self.index.columns.items()}
+        data = self._ranges.read(item["file"], item["start"], item["stored"])
+        if item["method"] != zipfile.ZIP_STORED:
+            data = _decompress(data, item["method"], item["size"])
+        if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
             raise OSError("its checksum in the archive is another")
         return data
 

@@ -42,14 +42,14 @@ class ArraySource(IndexedSource):
         super().__init__(open_index("array", f"{path}:{key}" if key else path, self._build, [path]))
 
     def read(self, index: int) -> Tensor:
-        row, metadata = self._row(index), self.index.metadata
+        metadata = self.index.metadata
         if self.index.images is not None:
-            flat = np.frombuffer(self.index.images[row].as_buffer(), metadata["dtype"])
+            flat = np.frombuffer(self.index.images[index].as_buffer(), metadata["dtype"])
             image = flat.reshape(metadata["shape"])
         else:
             if self._mapped is None:
                 self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
-            image = self._mapped[row]
+            image = self._mapped[index]
         if image.ndim == 2:
             image = image[None]
         elif metadata["channels_last"]:

@@ -146,10 +146,10 @@ class IndexedSource:
         return len(self.index.names)
 
     def name(self, index: int) -> str:
-        return os.fsdecode(self.index.names[self._row(index)].as_py())
+        return os.fsdecode(self.index.names[index].as_py())
 
     def label(self, index: int) -> int | None:
-        label = int(self.index.columns["label"][self._row(index)])
+        label = int(self.index.columns["label"][index])
         return None if label < 0 else label
 
     @property
@@ -159,9 +159,6 @@ class IndexedSource:
     @property
     def fingerprint(self) -> str:
         return str(self.index.metadata["fingerprint"])
-
-    def _row(self, index: int) -> int:
-        return range(len(self))[index]
 
 
 def cache_folder() -> Path:

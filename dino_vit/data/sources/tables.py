@@ -89,7 +89,7 @@ class ParquetSource(IndexedSource):
         super().__init__(open_index("parquet", spec, self._build, self._files))
 
     def read(self, index: int) -> bytes:
-        return self.index.images[int(self.index.columns["row"][self._row(index)])].as_py() or b""
+        return self.index.images[int(self.index.columns["row"][index])].as_py() or b""
 
     def _build(self, write_images: WriteImages) -> Draft:
         columns, rows, tables = None, Rows(), []
@@ -141,7 +141,7 @@ class HubSource(IndexedSource):
         super().__init__(open_index("hub", self._spec, self._build, files))
 
     def read(self, index: int) -> bytes:
-        row = int(self.index.columns["row"][self._row(index)])
+        row = int(self.index.columns["row"][index])
         image = self._dataset.data.column(self._columns.image)[row].as_py()
         if self._columns.nested:
             return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
