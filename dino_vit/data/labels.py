@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
 
 log = logging.getLogger("dino_vit")
 
@@ -83,7 +83,7 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
     `columns` are possible names of the column of labels, if there are more than two columns.
     """
     text = data.decode("utf-8-sig", errors="surrogateescape")
-    suffix = os.path.splitext(path)[1].lower()
+    suffix = suffix_of(path)
     if suffix in (".csv", ".tsv"):
         table = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",")
         return _table_entries(path, [row for row in table if any(row)], columns)
@@ -183,7 +183,7 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
 def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, object]:
     """Read a value for each name: from a JSON object, or a list as for `read_entries`."""
     data = Path(path).read_bytes()
-    if os.path.splitext(path)[1].lower() != ".json":
+    if suffix_of(path) != ".json":
         table: dict[str, object] = {}
         for name, label in read_entries(path, data, columns):
             if table.setdefault(name, label) != label:

@@ -14,7 +14,7 @@ from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image, suffix_of
 
 log = logging.getLogger("dino_vit")
 
@@ -24,9 +24,14 @@ CONTAINERS = (".tar", ".parquet", ".zip")
 class NoImages(ValueError):
     """A folder without images, and the archives in it."""
 
-    def __init__(self, message: str, containers: Sequence[str]) -> None:
-        super().__init__(message)
-        self.containers = containers
+    def __init__(self, root: str, others: Sequence[str], containers: Sequence[str]) -> None:
+        suffixes = Counter(map(suffix_of, others)).most_common(5)
+        counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
+        super().__init__(
+            (f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. ")
+            + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
+        )
+        self.containers = sorted(containers)
 
 
 class PathSource(IndexedSource):
@@ -60,9 +65,9 @@ class FolderSource(PathSource):
                 names.append(name)
             elif not os.path.basename(name).startswith("."):
                 others.append(name)
-        containers = [name for name in others if _suffix(name) in CONTAINERS]
+        containers = [name for name in others if suffix_of(name) in CONTAINERS]
         if not names:
-            raise NoImages(_no_images(self.root, others), sorted(containers))
+            raise NoImages(self.root, others, containers)
         if containers:
             text = "%s is read as a folder of images, without the %s in it, such as %s"
             log.warning(text, self.root, plural(len(containers), "archive"), containers[0])
@@ -125,10 +130,6 @@ class FilesSource(PathSource):
 
 def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
 
 
 class _Folder(NamedTuple):
@@ -199,11 +200,3 @@ def _list_remote(root: str) -> dict[str, int]:
         found = system.find(inner, detail=True)
         advance(len(found))
     return {path.removeprefix(inner).lstrip("/"): info.get("size") or 0 for path, info in found.items()}
-
-
-def _no_images(root: str, others: Sequence[str]) -> str:
-    suffixes = Counter(map(_suffix, others)).most_common(5)
-    counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
-    return (
-        f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. "
-    ) + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."

@@ -25,7 +25,7 @@ from dino_vit.data.sources.archives import ARCHIVES, ArchiveSource, compressed_m
 from dino_vit.data.sources.arrays import ArraySource
 from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, plain
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
 from dino_vit.data.sources.synthetic import SyntheticSource
 
 __all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
@@ -85,7 +85,7 @@ def _open_folder(root: str) -> Source:
         if not error.containers:
             raise
         names = error.containers
-    suffixes = sorted({os.path.splitext(name)[1].lower() for name in names})
+    suffixes = sorted(set(map(suffix_of, names)))
     splits = {found[1].lower() for name in names if (found := _SPLIT.search(name))}
     if len(suffixes) > 1 or len(splits) > 1:
         what = "several kinds of archives" if len(suffixes) > 1 else f"splits ({', '.join(sorted(splits))})"
@@ -105,7 +105,7 @@ def _pattern(root: str, name: str) -> str:
 
 def _open_files(spec: str, files: Sequence[str]) -> Source:
     """Open files by their suffix, which must be the same."""
-    suffixes = {os.path.splitext(path)[1].lower() for path in files}
+    suffixes = set(map(suffix_of, files))
     if suffixes.issubset(IMAGE_SUFFIXES) and (len(files) > 1 or suffixes != {".npy"}):
         return FilesSource(spec, files)
     if len(suffixes) > 1:

@@ -67,10 +67,15 @@ class Subset:
         return f"{self.source.fingerprint}-{len(self)}-{digest[:16]}"
 
 
+def suffix_of(name: str) -> str:
+    """Return the suffix of a name in lower case."""
+    return os.path.splitext(name)[1].lower()
+
+
 def is_image(name: str | bytes) -> bool:
     """Tell whether this is the name of an image file that is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)
-    return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES and not _HIDDEN.search(text)
+    return suffix_of(text) in IMAGE_SUFFIXES and not _HIDDEN.search(text)
 
 
 def spread(length: int, count: int) -> list[int]:
