@@ -88,7 +88,7 @@ WriteImages = Callable[[pa.Array], None]
 Build = Callable[[WriteImages], Draft]
 
 
-# pyarrow's own conversions from NumPy import pandas where it is installed, which takes up to a second.
+# pyarrow's own conversions from and to NumPy import pandas where it is installed, which takes up to a second.
 
 
 def binary_array(values: Sequence[bytes]) -> pa.Array:
@@ -99,7 +99,6 @@ def binary_array(values: Sequence[bytes]) -> pa.Array:
 
 
 def _to_arrow(values: NDArray[Any]) -> pa.Array:
-    values = np.ascontiguousarray(values)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
@@ -122,15 +121,11 @@ class Index:
             raise ValueError("its checksum is wrong")
         items = pa.ipc.open_file(content).get_batch(0)
         self.names = items["name"]
-        # from_dlpack as to_numpy imports pandas.
         self.columns = {name: np.from_dlpack(items[name]) for name in items.schema.names if name != "name"}
         self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
+        self.stamps = np.array(self.metadata["stamps"], dtype=np.int64).reshape(-1, 3)
         images = pa.ipc.open_file(data[:end_of_images]).read_all() if end_of_images else None
         self.images: pa.ChunkedArray = None if images is None else images["image"]
-
-    @property
-    def stamps(self) -> NDArray[np.int64]:
-        return np.array(self.metadata["stamps"], dtype=np.int64).reshape(-1, 3)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopen, (self._path, self.checksum)) if self._path else (Index, (self._data,))
