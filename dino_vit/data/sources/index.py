@@ -62,17 +62,18 @@ class Draft:
         if self.by_name:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
+        rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
         stamps = np.array(self.stamps, dtype=np.int64).reshape(-1, 3)
         sizes = stamps[:, 0] if self.sizes is None else np.asarray(self.sizes, dtype=np.int64)
         digest = hashlib.sha256(b"".join(names))
         digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
-        digest.update(sizes[order].tobytes())
+        digest.update(sizes[rows].tobytes())
         if self.labels is None:
             numbers, classes = folder_labels(names)
         else:
-            numbers, classes = self.labels.numbers[order], self.labels.classes
+            numbers, classes = self.labels.numbers[rows], self.labels.classes
         arrays = {"name": binary_array(names), "label": _to_arrow(numbers)}
-        arrays |= {name: _to_arrow(column[order]) for name, column in self.columns.items()}
+        arrays |= {name: _to_arrow(column[rows]) for name, column in self.columns.items()}
         metadata = {
             "fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}",
             "classes": classes,
