@@ -30,9 +30,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
-from dino_vit.data.labels import folder_labels
 from dino_vit.data.sources.files import stamps
-from dino_vit.data.sources.index import Draft, WriteImages, draft_items
+from dino_vit.data.sources.index import Draft, WriteImages
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.source import Source
 
@@ -48,13 +47,8 @@ class MadeUp(FolderSource):
     def _build(self, _: WriteImages) -> Draft:
         names = made_up_names()
         folders = [self.root, *(os.path.join(self.root, f"n{number:08d}") for number in range(FOLDERS))]
-        return draft_items(
-            names=names,
-            sizes=np.full(len(names), 110_000),
-            labels=folder_labels(names),
-            watched=folders,
-            stamps=stamps(folders),
-        )
+        sizes = np.full(len(names), 110_000)
+        return Draft(names=names, sizes=sizes, watched=folders, stamps=stamps(folders))
 
 
 def made_up_names() -> list[bytes]:

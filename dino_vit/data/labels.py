@@ -1,7 +1,5 @@
 """Labels of any kind as class indices, and labels from a file."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -12,16 +10,13 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
 
 log = logging.getLogger("dino_vit")
 
@@ -88,7 +83,7 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
     `columns` are possible names of the column of labels, if there are more than two columns.
     """
     text = data.decode("utf-8-sig", errors="surrogateescape")
-    suffix = os.path.splitext(path)[1].lower()
+    suffix = suffix_of(path)
     if suffix in (".csv", ".tsv"):
         table = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",")
         return _table_entries(path, [row for row in table if any(row)], columns)
@@ -144,29 +139,20 @@ def _is_path(cell: str) -> bool:
     return cell.strip().lower().endswith(IMAGE_SUFFIXES)
 
 
-class LabelledSource:
-    """A source with other labels."""
+class LabelledSource(Subset):
+    """All items of a source, with other labels."""
 
     def __init__(self, source: Source, labels: Labels) -> None:
-        self.source = source
-        self._numbers, self._classes = labels
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, index: int) -> bytes | Tensor:
-        return self.source.read(index)
+        super().__init__(source, range(len(source)))
+        self._labels = labels
 
     def label(self, index: int) -> int | None:
-        number = int(self._numbers[index])
+        number = int(self._labels.numbers[index])
         return None if number < 0 else number
-
-    def name(self, index: int) -> str:
-        return self.source.name(index)
 
     @property
     def classes(self) -> list[str]:
-        return self._classes
+        return self._labels.classes
 
     @property
     def fingerprint(self) -> str:
@@ -186,13 +172,8 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
         )
     missing = values.count(None)
     if missing:
-        log.warning(
-            "%s: no label for %d of %d images, such as %r",
-            path,
-            missing,
-            len(names),
-            names[values.index(None)],
-        )
+        example = names[values.index(None)]
+        log.warning("%s: no label for %d of %d images, such as %r", path, missing, len(names), example)
     if surplus:
         extra = plural(len(surplus), "label")
         log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))
@@ -202,7 +183,7 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
 def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, object]:
     """Read a value for each name: from a JSON object, or a list as for `read_entries`."""
     data = Path(path).read_bytes()
-    if os.path.splitext(path)[1].lower() != ".json":
+    if suffix_of(path) != ".json":
         table: dict[str, object] = {}
         for name, label in read_entries(path, data, columns):
             if table.setdefault(name, label) != label:

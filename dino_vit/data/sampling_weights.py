@@ -1,7 +1,5 @@
 """Sampling weights from a file: how often each image is drawn, relative to the others."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Inspect images of a source: format, size, channels, depth and damage; and measure mean and std."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter, defaultdict

@@ -44,11 +44,6 @@ class Attention(nn.Module):
         x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)  # (B, h, queries, d)
         return self.proj_drop(self.proj(rearrange(x, "b h n d -> b n (h d)")))
 
-    def weights(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
-        """Return the attention weights of the given queries, (B, h, queries, N), in float32."""
-        q, k, _ = self.split(x)
-        return self.softmax(q[:, :, queries], k)
-
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights of queries (B, h, n, d) on keys (B, h, N, d), in float32."""
         with torch.autocast(q.device.type, enabled=False):

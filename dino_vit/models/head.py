@@ -21,8 +21,7 @@ class Prototypes(nn.Module):
 
     def weight(self) -> Tensor:
         """Return the effective weight (prototypes, dim)."""
-        weight: Tensor = torch._weight_norm(self.weight_v, self.weight_g, 0)
-        return weight
+        return torch._weight_norm(self.weight_v, self.weight_g, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight())
@@ -65,11 +64,6 @@ class DINOHead(nn.Module):
         # In float16 the square of a small entry underflows; in bfloat16 a unit vector is off by 0.4 %.
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
 
-    def prototype_weight(self) -> Tensor:
-        """Return the effective weight of the prototypes (prototypes, bottleneck)."""
-        return self.last_layer.weight()
-
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (rows, prototypes)."""
-        logits: Tensor = self.last_layer(self.project(x))
-        return logits
+        return self.last_layer(self.project(x))

@@ -38,7 +38,7 @@ class Network(nn.Module):
         """Compute the output for views by size, each (views of that size · b, C, h, w)."""
         cls = torch.cat([self.backbone(view) for view in views])
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        return Output(cls, self.head.project(cls), self.head.prototype_weight())
+        return Output(cls, self.head.project(cls), self.head.last_layer.weight())
 
 
 def build_networks(

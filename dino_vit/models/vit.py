@@ -167,7 +167,8 @@ class VisionTransformer(nn.Module):
         for index, block in enumerate(self.blocks[: max(wanted) + 1]):
             assert isinstance(block, Block)
             if index in wanted:
-                taken[index] = block.attn.weights(block.norm1(tokens), queries)
+                q, k, _ = block.attn.split(block.norm1(tokens))
+                taken[index] = block.attn.softmax(q[:, :, queries], k)
             if index < max(wanted):
                 tokens = block(tokens)
         return [taken[index] for index in wanted]
@@ -204,8 +205,7 @@ class VisionTransformer(nn.Module):
     def _run(self, block: nn.Module, tokens: Tensor, queries: slice = ALL) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(block, tokens, queries, use_reentrant=False)
-            return recomputed
+            return checkpoint(block, tokens, queries, use_reentrant=False)
         return block(tokens, queries)
 
     def _block_indices(self, blocks: Sequence[int]) -> list[int]:

@@ -1,7 +1,5 @@
 """Save a backbone, or export it to another library and check that the written file gives its features."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -24,7 +22,12 @@ from dino_vit.weights.reading import FORMAT_VERSION, WeightsError, read_weights
 
 log = logging.getLogger("dino_vit")
 
-EXPORTS = ("reference", "timm", "torchvision", "huggingface")
+EXPORTS = {
+    "reference": layouts.REFERENCE,
+    "timm": layouts.TIMM,
+    "torchvision": layouts.TORCHVISION,
+    "huggingface": layouts.HF_VIT,  # or a DINOv2, which has layer scale
+}
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "huggingface": "transformers"}
 SUFFIXES = (".pth", ".pt", ".safetensors")
 HUGGINGFACE_FILES = {"config.json", "preprocessor_config.json", "model.safetensors"}
@@ -73,7 +76,10 @@ def export_backbone(
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(EXPORTS)}")
     _check_target(path, format, overwrite)
     _check_architecture(model, format)
-    layout = _layout_for(model, format)
+    layout = EXPORTS[format]
+    if format == "huggingface":
+        scaled = model.architecture["layer_scale"] is not None
+        layout = layouts.huggingface_layout(scaled, bool(model.registers))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
@@ -131,15 +137,6 @@ def _check_architecture(model: VisionTransformer, format: str) -> None:
     }
     if found := [fault for fault, present in faults.items() if present]:
         raise WeightsError(f"the {format} format does not support {', '.join(found)}")
-
-
-def _layout_for(model: VisionTransformer, format: str) -> Layout:
-    if format == "huggingface":
-        return layouts.huggingface_layout(
-            model.architecture["layer_scale"] is not None, bool(model.registers)
-        )
-    choices = (layouts.REFERENCE, layouts.TIMM, layouts.TORCHVISION)
-    return next(layout for layout in choices if layout.format == format)
 
 
 def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:

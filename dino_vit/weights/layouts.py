@@ -4,8 +4,6 @@ Our own names are those of the 2021 DINO code and of timm: cls_token, pos_embed,
 blocks.{i}.norm1, blocks.{i}.attn.qkv, blocks.{i}.attn.proj, blocks.{i}.ls1.gamma, blocks.{i}.mlp.fc1, norm.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +15,6 @@ from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 from dino_vit.weights.reading import RawWeights, WeightsError
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -29,7 +25,7 @@ class Layout:
     pairs: tuple[tuple[str, str], ...] = ()  # (theirs, ours); {i} is the number of a block
     dropped: Mapping[str, str] = field(default_factory=dict)  # pattern of our names: what they belong to
     norm_eps: float = 1e-6
-    normalisation: Normalisation | None = IMAGENET_NORMALISATION
+    normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = IMAGENET_NORMALISATION
     removed: str = ""  # pattern of what is cut out of a name before it is looked up
 
     def to_ours(self, name: str) -> str:
@@ -53,14 +49,13 @@ def _translate(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 DINO_HEADS = {r"(dino_head|ibot_head|projection_head|prototypes|head\.(mlp|last_layer))\..*": "DINO head"}
 CLASSIFIER = {r"head\.(weight|bias)": "classifier"}
-GATED = (("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2"))
 
 OURS = Layout("dino-vit", "hf", dropped=CLASSIFIER)
 REFERENCE = Layout("reference", "dino", dropped={**DINO_HEADS, **CLASSIFIER})
 DINOV2 = Layout(
     "dinov2",
     "dinov2",
-    pairs=GATED,
+    pairs=(("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2")),
     dropped={**DINO_HEADS, r"mask_token": "mask token"},
     removed=r"(?<=^blocks\.)\d+\.(?=\d+\.)",  # training stores blocks in chunks: blocks.{chunk}.{i}
 )

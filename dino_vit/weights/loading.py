@@ -1,7 +1,5 @@
 """Load a backbone: strictly, and logging in one line what was loaded and converted."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Read the tensors of one backbone from a folder, a file or a dict, without running anything in it."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

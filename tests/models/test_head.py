@@ -43,7 +43,7 @@ def test_forward_is_the_naive_head():
         direction = state["last_layer.weight_v"][k] / state["last_layer.weight_v"][k].square().sum().sqrt()
         expected[:, k] = h @ (direction * state["last_layer.weight_g"][k])
     torch.testing.assert_close(head(x), expected)
-    torch.testing.assert_close(head.project(x) @ head.prototype_weight().T, expected)
+    torch.testing.assert_close(head.project(x) @ head.last_layer.weight().T, expected)
 
 
 def test_gradients_are_those_of_weight_norm():

@@ -64,7 +64,7 @@ def train(*, lr=2e-3, teacher_temp=0.04, centred=True):
         features = student[1].project(student[0](views))
         loss = dino_loss(
             features,
-            student[1].prototype_weight(),
+            student[1].last_layer.weight(),
             logits,
             center.center,
             views=VIEWS,

@@ -1,16 +1,15 @@
 """Decode image files, and read items of a source as pixels."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
 
+from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
 from torch import Tensor
 
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
-from dino_vit.data.images.tiff import read_tiff
 from dino_vit.data.sources.open import Source
 
 Reader = Callable[[bytes, bool, int], Tensor]
@@ -19,14 +18,14 @@ _LOCATION = re.compile(r"^\S+, \S+:\d+, ")
 _BY_START: dict[bytes, tuple[str, Reader]] = {
     b"\xff\xd8\xff": ("JPEG", formats.read_jpeg),
     b"\x89PNG\r\n\x1a\n": ("PNG", formats.read_png),
-    b"RIFF": ("WebP", formats.read_webp),
-    b"GIF8": ("GIF", formats.read_gif),
-    b"BM": ("BMP", formats.read_bmp),
+    b"RIFF": ("WebP", partial(formats.read_by, WebPImagePlugin.WebPImageFile)),
+    b"GIF8": ("GIF", partial(formats.read_by, GifImagePlugin.GifImageFile)),
+    b"BM": ("BMP", partial(formats.read_by, BmpImagePlugin.BmpImageFile)),
     b"\x93NUMPY": ("npy", formats.read_npy),
-    b"II*\0": ("TIFF", read_tiff),
-    b"MM\0*": ("TIFF", read_tiff),
-    b"II+\0": ("TIFF", read_tiff),  # more than 4 GB
-    b"MM\0+": ("TIFF", read_tiff),
+    b"II*\0": ("TIFF", formats.read_tiff),
+    b"MM\0*": ("TIFF", formats.read_tiff),
+    b"II+\0": ("TIFF", formats.read_tiff),  # more than 4 GB
+    b"MM\0+": ("TIFF", formats.read_tiff),
 }
 
 

@@ -1,7 +1,5 @@
 """Convert images to the same channels, depth and scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,7 +73,8 @@ class Pixels:
         """Return floating-point values from 0 to 1."""
         if image.dtype.is_complex:
             raise ValueError(f"{kind_of(image)} values cannot be converted to brightness")
-        low, high = self.range or (0.0, largest_value(image.dtype))
+        has_unit_range = image.dtype.is_floating_point or image.dtype == torch.bool
+        low, high = self.range or (0.0, 1.0 if has_unit_range else float(torch.iinfo(image.dtype).max))
         if image.dtype == torch.uint8 and high > 255:
             raise ValueError(
                 f"its 8 bits cannot reach data.range=[{low:g}, {high:g}]; use images of one depth"
@@ -94,13 +93,6 @@ class Pixels:
 
 
 RGB = Pixels()
-
-
-def largest_value(dtype: torch.dtype) -> float:
-    """Return the value of full brightness."""
-    if dtype.is_floating_point or dtype == torch.bool:
-        return 1.0
-    return float(torch.iinfo(dtype).max)
 
 
 def kind_of(image: Tensor) -> str:

@@ -1,7 +1,5 @@
 """Images in tar shards and zip archives, read in place: the index holds where each image's bytes are."""
 
-from __future__ import annotations
-
 import bz2
 import json
 import logging
@@ -15,19 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural, progress
-from dino_vit.data.labels import folder_labels, number_labels
-from dino_vit.data.sources.files import Ranges, in_threads, open_file, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    IndexedSource,
-    WriteImages,
-    draft_items,
-    open_index,
-    order_by_name,
-)
+from dino_vit.data.labels import number_labels
+from dino_vit.data.sources.files import Ranges, in_threads, open_file
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
 
 log = logging.getLogger("dino_vit")
@@ -51,70 +41,51 @@ class Member(NamedTuple):
 
 
 class ArchiveSource(IndexedSource):
-    """Images in archives. Their names are never used as paths.
+    """Images in archives of one kind. Their names are never used as paths.
 
     Labels are those in the archive, or else the first-level folders of the names. If several archives contain
     the same name, all names are prefixed with the archive's own.
     """
 
-    kind: str
-
-    def __init__(self, spec: str, files: Sequence[str]) -> None:
-        self._spec, self._files = spec, list(files)
-        super().__init__(open_index(self.kind, spec, self._build, self._files))
+    def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
+        self._suffix, self._spec, self._files = suffix, spec, list(files)
+        super().__init__(open_index(suffix[1:], spec, self._build, self._files))
         self._ranges = Ranges(self._files, self.index.stamps)
 
     def read(self, index: int) -> bytes:
-        row, columns = self._row(index), self.index.columns
-        data = self._ranges.read(*(int(columns[name][row]) for name in ("file", "start", "stored")))
-        method, crc = int(columns["method"][row]), int(columns["crc"][row])
-        if method != zipfile.ZIP_STORED:
-            data = _decompress(data, method, int(columns["size"][row]))
-        if crc >= 0 and zlib.crc32(data) != crc:
+        item = {name: int(column[index]) for name, column in self.index.columns.items()}
+        data = self._ranges.read(item["file"], item["start"], item["stored"])
+        if item["method"] != zipfile.ZIP_STORED:
+            data = _decompress(data, item["method"], item["size"])
+        if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
             raise OSError("its checksum in the archive is another")
         return data
 
-    @staticmethod
-    def list_images(path: str, length: int) -> list[Member]:
-        """Return the images in an archive of `length` bytes."""
-        raise NotImplementedError
-
     def _build(self, _: WriteImages) -> Draft:
-        before = stamps(self._files)
-        pairs = [(path, int(length)) for path, length in zip(self._files, before[:, 0], strict=True)]
+        list_images = ARCHIVES[self._suffix]
         with progress(f"Indexing {self._spec}") as advance:
-            listed = in_threads(
-                lambda pair: self.list_images(*pair), pairs, lambda found: advance(len(found))
-            )
+            listed = in_threads(list_images, self._files, lambda found: advance(len(found)))
         images = [image for found in listed for image in found]
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
         file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(found) for found in listed])
-        names = _unique_names(images, self._files, file)
-        order = order_by_name(names)
-        names = [names[row] for row in order]
-        labels = [images[row].label for row in order]
+        names = [image.name for image in images]
+        if len(set(names)) < len(names) and len(self._files) > 1:
+            prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
+            names = [
+                prefixes[number] + b"/" + name for number, name in zip(file.tolist(), names, strict=True)
+            ]
+        labels = [image.label for image in images]
         columns = {
-            field: np.array([getattr(image, field) for image in images], dtype=np.int64)[order]
+            field: np.array([getattr(image, field) for image in images], dtype=np.int64)
             for field in ("start", "stored", "size", "method", "crc")
         }
-        return draft_items(
+        return Draft(
             names=names,
             sizes=columns["size"],
-            labels=folder_labels(names) if labels.count(None) == len(labels) else number_labels(labels),
-            columns={"file": file[order], **columns},
-            watched=self._files,
-            stamps=before,
+            labels=None if labels.count(None) == len(labels) else number_labels(labels),
+            columns={"file": file, **columns},
         )
-
-
-def _unique_names(images: Sequence[Member], archives: Sequence[str], file: NDArray[np.int32]) -> list[bytes]:
-    """Return the names, prefixed with those of the archives if several archives contain the same one."""
-    names = [image.name for image in images]
-    if len(set(names)) == len(names) or len(archives) == 1:
-        return names
-    prefixes = [os.fsencode(os.path.basename(archive)) for archive in archives]
-    return [prefixes[number] + b"/" + name for number, name in zip(file.tolist(), names, strict=True)]
 
 
 def _decompress(data: bytes, method: int, size: int) -> bytes:
@@ -133,26 +104,24 @@ def _decompress(data: bytes, method: int, size: int) -> bytes:
     return data
 
 
-class TarSource(ArchiveSource):
-    """Tar shards in WebDataset's layout: `key.jpg` and possibly its label in `key.cls` or `key.json`."""
-
-    kind = "tar"
-
-    @staticmethod
-    def list_images(path: str, length: int) -> list[Member]:
-        with open_file(path) as file:
-            members = list_members(path, file, length)
-            images = [member for member in members if is_image(member.name)]
-            labels = _read_labels(path, file, members, {split_key(image.name)[0] for image in images})
-        _warn_of_several(path, images)
-        return [image._replace(label=labels.get(split_key(image.name)[0])) for image in images]
+def tar_images(path: str) -> list[Member]:
+    """List the images of a tar in WebDataset's layout: `key.jpg`, its label in `key.cls` or `key.json`."""
+    with open_file(path) as file:
+        members = list_members(path, file)
+        images = [member for member in members if is_image(member.name)]
+        keys = [split_key(image.name) for image in images]
+        labels = _read_labels(path, file, members, {key for key, _ in keys})
+    _warn_of_several(path, keys)
+    return [image._replace(label=labels.get(key)) for image, (key, _) in zip(images, keys, strict=True)]
 
 
-def list_members(path: str, file: BinaryIO, length: int) -> list[Member]:
+def list_members(path: str, file: BinaryIO) -> list[Member]:
     """Return the regular files and hard links of a tar, also of several tars one after another.
 
     `tarfile` takes damage for the end of the archive, so each end is checked for its block of zeros.
     """
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
     start = file.read(6)
     kind = next((kind for magic, kind in COMPRESSED.items() if start.startswith(magic)), None)
     if kind:
@@ -250,11 +219,10 @@ def _label_in_json(path: str, name: bytes, text: str) -> object:
     return content if isinstance(content, (str, int, float)) else None
 
 
-def _warn_of_several(path: str, images: Iterable[Member]) -> None:
+def _warn_of_several(path: str, keys: Iterable[tuple[bytes, bytes]]) -> None:
     """Warn if samples have several images, which may be a mask beside a photograph."""
     extensions: dict[bytes, set[bytes]] = defaultdict(set)
-    for image in images:
-        key, extension = split_key(image.name)
+    for key, extension in keys:
         extensions[key].add(extension)
     several = Counter(b", ".join(sorted(found)) for found in extensions.values() if len(found) > 1)
     for found, count in several.most_common(1):
@@ -262,24 +230,19 @@ def _warn_of_several(path: str, images: Iterable[Member]) -> None:
         log.warning(text, path, plural(count, "sample"), os.fsdecode(found))
 
 
-class ZipSource(ArchiveSource):
-    """The images in zip archives."""
-
-    kind = "zip"
-
-    @staticmethod
-    def list_images(path: str, length: int) -> list[Member]:
-        try:
-            with open_file(path) as file, zipfile.ZipFile(file) as archive:
-                infos = [info for info in archive.infolist() if is_image(info.filename)]
-                images = [_zip_member(file, info) for info in infos]
-        except (zipfile.BadZipFile, NotImplementedError) as error:
-            raise ValueError(
-                f"{path} is damaged or not a zip archive: {error}. Copy or pack it again."
-            ) from error
-        if any(info.flag_bits & 1 for info in infos):
-            raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
-        return images
+def zip_images(path: str) -> list[Member]:
+    """List the images of a zip archive."""
+    try:
+        with open_file(path) as file, zipfile.ZipFile(file) as archive:
+            infos = [info for info in archive.infolist() if is_image(info.filename)]
+            images = [_zip_member(file, info) for info in infos]
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(
+            f"{path} is damaged or not a zip archive: {error}. Copy or pack it again."
+        ) from error
+    if any(info.flag_bits & 1 for info in infos):
+        raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
+    return images
 
 
 def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
@@ -292,3 +255,6 @@ def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
     start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
     name = os.fsencode(info.filename.removeprefix("./"))
     return Member(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)
+
+
+ARCHIVES = {".tar": tar_images, ".zip": zip_images}

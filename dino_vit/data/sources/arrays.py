@@ -3,8 +3,6 @@
 A .npy file is mapped into memory; the array of a .npz file is unpacked into the index, which is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import zipfile
@@ -18,15 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import is_url, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    IndexedSource,
-    WriteImages,
-    binary_array,
-    draft_items,
-    open_index,
-)
+from dino_vit.data.sources.files import is_url
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, binary_array, open_index
 
 log = logging.getLogger("dino_vit")
 
@@ -51,26 +42,24 @@ class ArraySource(IndexedSource):
         super().__init__(open_index("array", f"{path}:{key}" if key else path, self._build, [path]))
 
     def read(self, index: int) -> Tensor:
-        image = self._image(self._row(index))
+        metadata = self.index.metadata
+        if self.index.images is not None:
+            flat = np.frombuffer(self.index.images[index].as_buffer(), metadata["dtype"])
+            image = flat.reshape(metadata["shape"])
+        else:
+            if self._mapped is None:
+                self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
+            image = self._mapped[index]
         if image.ndim == 2:
             image = image[None]
-        elif self.index.metadata["channels_last"]:
+        elif metadata["channels_last"]:
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
-
-    def _image(self, row: int) -> NDArray[Any]:
-        if self.index.images is not None:
-            image = np.frombuffer(self.index.images[row].as_buffer(), self.index.metadata["dtype"])
-            return image.reshape(self.index.metadata["shape"])
-        if self._mapped is None:
-            self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
-        return self._mapped[row]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": None}
 
     def _build(self, write_images: WriteImages) -> Draft:
-        before = stamps([self._path])
         headers = _read_headers(self._path)
         name = _choose(self._path, headers, self._key)
         header = headers[name]
@@ -82,18 +71,16 @@ class ArraySource(IndexedSource):
                 batch = [image.tobytes() for image in images[start : start + BATCH]]
                 write_images(binary_array(batch))
         count = len(images)
-        return draft_items(
+        return Draft(
             names=[b"%09d" % number for number in range(count)],
             sizes=np.full(count, images[0].nbytes, dtype=np.int64),
-            labels=_labels(self._path, name, headers),
+            labels=_labels(self._path, name, headers, file),
             metadata={
                 "fingerprint": _fingerprint(images),
                 "shape": header.shape[1:],
                 "dtype": header.dtype.str,
                 "channels_last": channels_last,
             },
-            watched=[self._path],
-            stamps=before,
         )
 
 
@@ -155,16 +142,14 @@ def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _labels(path: str, key: str, headers: Mapping[str, _Header]) -> Labels:
+def _labels(path: str, key: str, headers: Mapping[str, _Header], file: Any) -> Labels:
     count = headers[key].shape[0]
-    shapes = ((count,), (count, 1))
-    fitting = [name for name, header in headers.items() if name != key and header.shape in shapes]
+    fitting = [name for name, header in headers.items() if header.shape in ((count,), (count, 1))]
     if len(fitting) > 1:
         log.warning("%s: no labels, as they could be any of %s", path, ", ".join(fitting))
     if len(fitting) != 1:
         return number_labels([None] * count)
-    with np.load(path, allow_pickle=False) as file:
-        return number_labels(file[fitting[0]].reshape(-1).tolist())
+    return number_labels(file[fitting[0]].reshape(-1).tolist())
 
 
 def _fingerprint(images: NDArray[Any]) -> str:

@@ -1,16 +1,12 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
-from __future__ import annotations
-
 import glob
-import itertools
 import os
 import re
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -93,13 +89,9 @@ def in_threads(
     """Map items in threads, in order, and call `done` with each result; the first error cancels the rest."""
     results = []
     with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            for future in futures:
-                results.append(future.result())
-                done(results[-1])
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for result in pool.map(work, items):
+            results.append(result)
+            done(result)
     return results
 
 
@@ -107,7 +99,7 @@ def stamps(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return size, version and time of change (ns, 0: unknown) of each path; size −1 if it does not exist."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
     rows = in_threads(lambda chunk: [_stamp(path) for path in chunk], chunks)
-    return np.array(list(itertools.chain(*rows)), dtype=np.int64).reshape(-1, 3)
+    return np.array([stamp for row in rows for stamp in row], dtype=np.int64).reshape(-1, 3)
 
 
 def _stamp(path: str) -> tuple[int, int, int]:
@@ -166,37 +158,21 @@ class Ranges:
 
     def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64]) -> None:
         self.paths, self.stamps = paths, stamps
-        self._forget()
+        self._open = lru_cache(OPEN_FILES)(_Descriptor)
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
         if is_url(path):
             data = _remotely(path, lambda system, inner: system.cat_file(inner, start, start + size))
         else:
-            data = self._open(file, path).read(start, size)
+            length, version, _ = self.stamps[file].tolist()
+            data = self._open(path, length, version).read(start, size)
         if len(data) != size:
             raise OSError(f"{path} is truncated")
         return data
 
-    def _open(self, file: int, path: str) -> _Descriptor:
-        with self._lock:
-            if file not in self._opened:
-                self._opened[file] = _Descriptor(path, int(self.stamps[file][0]), int(self.stamps[file][1]))
-            self._opened.move_to_end(file)
-            if len(self._opened) > OPEN_FILES:
-                self._opened.popitem(last=False)
-            return self._opened[file]
-
-    def _forget(self) -> None:
-        self._opened: OrderedDict[int, _Descriptor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "stamps": self.stamps}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ranges, (self.paths, self.stamps)
 
 
 class _Descriptor:
@@ -210,7 +186,7 @@ class _Descriptor:
 
     def read(self, start: int, size: int) -> bytes:
         data = os.pread(self.number, size, start)
-        while 0 < len(data) < size:  # Linux returns 2 GiB at most
+        while len(data) < size:  # Linux returns 2 GiB at most
             more = os.pread(self.number, size - len(data), start + len(data))
             if not more:
                 break

@@ -1,30 +1,20 @@
 """A folder of images at any depth, and lists of such files."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural, progress
-from dino_vit.data.labels import folder_labels, number_labels, read_entries
-from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    Index,
-    IndexedSource,
-    WriteImages,
-    draft_items,
-    open_index,
-    order_by_name,
-)
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image
+from dino_vit.data.labels import number_labels, read_entries
+from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image, suffix_of
 
 log = logging.getLogger("dino_vit")
 
@@ -34,17 +24,20 @@ CONTAINERS = (".tar", ".parquet", ".zip")
 class NoImages(ValueError):
     """A folder without images, and the archives in it."""
 
-    def __init__(self, message: str, containers: Sequence[str]) -> None:
-        super().__init__(message)
-        self.containers = containers
+    def __init__(self, root: str, others: Sequence[str], containers: Sequence[str]) -> None:
+        suffixes = Counter(map(suffix_of, others)).most_common(5)
+        counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
+        super().__init__(
+            (f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. ")
+            + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
+        )
+        self.containers = sorted(containers)
 
 
 class PathSource(IndexedSource):
     """Images whose names are paths below a folder, absolute paths or URLs."""
 
-    def __init__(self, root: str, index: Index) -> None:
-        self.root = root
-        super().__init__(index)
+    root: str
 
     def read(self, index: int) -> bytes:
         return read_file(_join(self.root, self.name(index)))
@@ -61,23 +54,29 @@ class FolderSource(PathSource):
         if not is_folder(root):
             raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
         self.root = root
-        super().__init__(root, open_index("folder", root, self._build))
+        super().__init__(open_index("folder", root, self._build))
 
     def _build(self, _: WriteImages) -> Draft:
-        listing = _list_remote(self.root) if is_url(self.root) else _list_local(self.root)
-        if not listing.names:
-            raise NoImages(_no_images(self.root, listing.others), sorted(listing.containers))
-        if listing.containers:
+        sizes = _list_remote(self.root) if is_url(self.root) else {}
+        files, folders, stamps = (list(sizes), [], []) if is_url(self.root) else _list_local(self.root)
+        names, others = [], []
+        for name in files:
+            if is_image(name):
+                names.append(name)
+            elif not os.path.basename(name).startswith("."):
+                others.append(name)
+        containers = [name for name in others if suffix_of(name) in CONTAINERS]
+        if not names:
+            raise NoImages(self.root, others, containers)
+        if containers:
             text = "%s is read as a folder of images, without the %s in it, such as %s"
-            log.warning(text, self.root, plural(len(listing.containers), "archive"), listing.containers[0])
-        order = order_by_name(listing.names)
-        names = [listing.names[row] for row in order]
-        return draft_items(
-            names=names,
-            sizes=np.array(listing.sizes, dtype=np.int64)[order],
-            labels=folder_labels(names),
-            watched=listing.folders,
-            stamps=np.array(listing.stamps, dtype=np.int64).reshape(-1, 3),
+            log.warning(text, self.root, plural(len(containers), "archive"), containers[0])
+        paths = [os.path.join(self.root, name) for name in names]
+        return Draft(
+            names=[os.fsencode(name) for name in names],
+            sizes=[sizes[name] for name in names] if sizes else _file_sizes(paths),
+            watched=folders,
+            stamps=stamps,
         )
 
 
@@ -86,27 +85,21 @@ class ListSource(PathSource):
 
     def __init__(self, path: str) -> None:
         self.root, self._path = os.path.dirname(path), path
-        super().__init__(self.root, open_index("list", path, self._build, [path]))
+        super().__init__(open_index("list", path, self._build, [path]))
 
     def _build(self, _: WriteImages) -> Draft:
-        before = stamps([self._path])
         entries = list(read_entries(self._path, read_file(self._path)))
         if not entries:
             raise ValueError(f"{self._path} lists no images. Write one path per line.")
-        names = [os.fsencode(entry.name) for entry in entries]
-        order = order_by_name(names)
-        names = [names[row] for row in order]
-        return draft_items(
-            names=names,
-            sizes=self._sizes(names),
-            labels=number_labels([entries[row].label for row in order]),
-            watched=[self._path],
-            stamps=before,
+        entries.sort(key=lambda entry: os.fsencode(entry.name))
+        return Draft(
+            names=[os.fsencode(entry.name) for entry in entries],
+            sizes=self._sizes([_join(self.root, entry.name) for entry in entries]),
+            labels=number_labels([entry.label for entry in entries]),
         )
 
-    def _sizes(self, names: Sequence[bytes]) -> NDArray[np.int64]:
+    def _sizes(self, paths: Sequence[str]) -> NDArray[np.int64]:
         """Return the sizes of local files, and 0 for remote ones, which would take too long to ask for."""
-        paths = [_join(self.root, os.fsdecode(name)) for name in names]
         local = [row for row, path in enumerate(paths) if not is_url(path)]
         sizes = np.zeros(len(paths), dtype=np.int64)
         sizes[local] = _file_sizes([paths[row] for row in local])
@@ -128,70 +121,39 @@ class FilesSource(PathSource):
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         remote = any(map(is_url, files))
         self.root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
-        super().__init__(self.root, open_index("files", spec, lambda _: self._draft(files), files))
+        super().__init__(open_index("files", spec, lambda _: self._draft(files), files))
 
     def _draft(self, files: Sequence[str]) -> Draft:
-        before = stamps(files)
-        names = [os.fsencode(os.path.relpath(path, self.root) if self.root else path) for path in files]
-        order = order_by_name(names)
-        names = [names[row] for row in order]
-        return draft_items(
-            names=names,
-            sizes=before[order, 0],
-            labels=folder_labels(names),
-            watched=files,
-            stamps=before,
-        )
+        names = [os.path.relpath(path, self.root) if self.root else path for path in files]
+        return Draft(names=[os.fsencode(name) for name in names])
 
 
 def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
 
 
-@dataclass
-class Listing:
-    """The files below a folder."""
-
-    names: list[bytes] = field(default_factory=list)
-    sizes: Sequence[int] | NDArray[np.int64] = ()
-    containers: list[str] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
-    folders: list[str] = field(default_factory=list)
-    stamps: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def add(self, name: str) -> None:
-        """Add a file by its kind."""
-        suffix = os.path.splitext(name)[1].lower()
-        if is_image(name):
-            self.names.append(os.fsencode(name))
-        elif not os.path.basename(name).startswith("."):
-            self.others[suffix] += 1
-            if suffix in CONTAINERS:
-                self.containers.append(name)
-
-
-@dataclass(frozen=True)
-class _Folder:
+class _Folder(NamedTuple):
     name: str  # below the root
     parents: frozenset[tuple[int, int]]  # device and inode numbers of the folders that contain it
 
 
-def _list_local(root: str) -> Listing:
-    """List a folder level by level, the folders of each level in parallel, and then ask for the sizes."""
-    listing, level = Listing(), [_Folder("", frozenset())]
+def _list_local(root: str) -> tuple[list[str], list[str], list[tuple[int, int, int]]]:
+    """Return the files below a folder, and the paths and stamps of the folders.
+
+    They are listed level by level, the folders of each level in parallel.
+    """
+    files, paths, stamps, level = [], [], [], [_Folder("", frozenset())]
     with progress(f"Listing {root}") as advance:
         while level:
             listed = in_threads(lambda folder: _list_folder(root, folder), level)
-            listing.folders += [os.path.join(root, folder.name) for folder in level]
+            paths += [os.path.join(root, folder.name) for folder in level]
             level = []
-            for files, folders, stamp in listed:
-                listing.stamps.append(stamp)
-                for name in files:
-                    listing.add(name)
+            for names, folders, stamp in listed:
+                files += names
                 level += folders
-                advance(len(files))
-    listing.sizes = _file_sizes([os.path.join(root, os.fsdecode(name)) for name in listing.names])
-    return listing
+                stamps.append(stamp)
+                advance(len(names))
+    return files, paths, stamps
 
 
 def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], tuple[int, int, int]]:
@@ -220,36 +182,21 @@ def _file_sizes(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return the sizes of files, −1 for a missing one."""
     chunks = [paths[start : start + 1024] for start in range(0, len(paths), 1024)]
     with progress("Reading the sizes of files", len(paths)) as advance:
-        rows = in_threads(_stat, chunks, lambda sizes: advance(len(sizes)))
+        rows = in_threads(lambda chunk: [_size(p) for p in chunk], chunks, lambda row: advance(len(row)))
     return np.array([size for row in rows for size in row], dtype=np.int64)
 
 
-def _stat(paths: Iterable[str]) -> list[int]:
-    sizes = []
-    for path in paths:
-        try:
-            sizes.append(os.stat(path).st_size)
-        except OSError:
-            sizes.append(-1)
-    return sizes
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
 
 
-def _list_remote(root: str) -> Listing:
+def _list_remote(root: str) -> dict[str, int]:
+    """Return the files below a folder and their sizes."""
     system, inner = filesystem(root)
-    listing, sizes = Listing(), []
     with progress(f"Listing {root}") as advance:
-        for path, info in system.find(inner, detail=True).items():
-            before = len(listing.names)
-            listing.add(path.removeprefix(inner).lstrip("/"))
-            if len(listing.names) > before:
-                sizes.append(info.get("size") or 0)
-            advance(1)
-    listing.sizes = sizes
-    return listing
-
-
-def _no_images(root: str, others: Counter[str]) -> str:
-    counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in others.most_common(5))
-    return (
-        f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. "
-    ) + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
+        found = system.find(inner, detail=True)
+        advance(len(found))
+    return {path.removeprefix(inner).lstrip("/"): info.get("size") or 0 for path, info in found.items()}

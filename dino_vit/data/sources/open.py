@@ -15,19 +15,17 @@
 All but arrays may be URLs that fsspec knows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from dino_vit.data.labels import join_labels
-from dino_vit.data.sources.archives import TarSource, ZipSource, compressed_message
+from dino_vit.data.sources.archives import ARCHIVES, ArchiveSource, compressed_message
 from dino_vit.data.sources.arrays import ArraySource
 from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, plain
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
-from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
+from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
 from dino_vit.data.sources.synthetic import SyntheticSource
 
 __all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
@@ -87,7 +85,7 @@ def _open_folder(root: str) -> Source:
         if not error.containers:
             raise
         names = error.containers
-    suffixes = sorted({os.path.splitext(name)[1].lower() for name in names})
+    suffixes = sorted(set(map(suffix_of, names)))
     splits = {found[1].lower() for name in names if (found := _SPLIT.search(name))}
     if len(suffixes) > 1 or len(splits) > 1:
         what = "several kinds of archives" if len(suffixes) > 1 else f"splits ({', '.join(sorted(splits))})"
@@ -107,16 +105,14 @@ def _pattern(root: str, name: str) -> str:
 
 def _open_files(spec: str, files: Sequence[str]) -> Source:
     """Open files by their suffix, which must be the same."""
-    suffixes = {os.path.splitext(path)[1].lower() for path in files}
+    suffixes = set(map(suffix_of, files))
     if suffixes.issubset(IMAGE_SUFFIXES) and (len(files) > 1 or suffixes != {".npy"}):
         return FilesSource(spec, files)
     if len(suffixes) > 1:
         raise ValueError(f"{spec!r} matches files of several kinds: {', '.join(sorted(suffixes))}.")
     (suffix,) = suffixes
-    if suffix == ".tar":
-        return TarSource(spec, files)
-    if suffix == ".zip":
-        return ZipSource(spec, files)
+    if suffix in ARCHIVES:
+        return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
         from dino_vit.data.sources.tables import ParquetSource  # as above
 

@@ -1,18 +1,14 @@
 """The interface of a set of images, and parts of one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy")
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
@@ -46,7 +42,7 @@ class Source(Protocol):
 class Subset:
     """The items of a source at the given indices."""
 
-    def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, indices: Sequence[int] | NDArray[np.int64]) -> None:
         self.source, self.indices = source, indices
 
     def __len__(self) -> int:
@@ -71,10 +67,15 @@ class Subset:
         return f"{self.source.fingerprint}-{len(self)}-{digest[:16]}"
 
 
+def suffix_of(name: str) -> str:
+    """Return the suffix of a name in lower case."""
+    return os.path.splitext(name)[1].lower()
+
+
 def is_image(name: str | bytes) -> bool:
     """Tell whether this is the name of an image file that is not hidden, nor in a hidden folder."""
     text = os.fsdecode(name)
-    return os.path.splitext(text)[1].lower() in IMAGE_SUFFIXES and not _HIDDEN.search(text)
+    return suffix_of(text) in IMAGE_SUFFIXES and not _HIDDEN.search(text)
 
 
 def spread(length: int, count: int) -> list[int]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 
 Plane = NDArray[np.floating[Any]]
-Pattern = Callable[[Plane, Plane, list[float]], Plane]
 
 VERSION = 2  # of the pictures: a run does not go on with others
 PIECES = 4, 6  # of a quilt, at least and at most
@@ -48,7 +47,7 @@ class SyntheticSource:
         u, of_pieces = draws[:18].tolist(), rearrange(draws[18:].astype(np.float32), "(u n) -> u n", u=8)
         pieces = PIECES[0] + math.floor((PIECES[1] - PIECES[0] + 1) * u[0])
         x, y, tone, polarity = _in_pieces(*self._bent(u[1], u[2]), of_pieces[:, :pieces])
-        pattern = PATTERNS[index % len(PATTERNS)](x, y, u[4:])
+        pattern = PATTERNS[self.classes[index % len(PATTERNS)]](x, y, u[4:])
         # No class is brighter or has more contrast than another.
         pattern = polarity * (pattern - pattern.mean()) / pattern.std()
         noise = (0.05 + 0.07 * u[3]) * self._noise(index)
@@ -65,7 +64,7 @@ class SyntheticSource:
 
     @property
     def classes(self) -> list[str]:
-        return [pattern.__name__.strip("_") for pattern in PATTERNS]
+        return list(PATTERNS)
 
     @property
     def fingerprint(self) -> str:
@@ -82,8 +81,7 @@ class SyntheticSource:
         words = random_bits(self.seed, RngPurpose.SYNTHETIC, index, 1, np.arange((self.size**2 + 1) // 2))
         levels = words.astype("<u8", copy=False).view(np.uint8)[: 4 * self.size**2]
         total = rearrange(levels, "(h w four) -> h w four", h=self.size, four=4).sum(-1, dtype=np.float32)
-        noise: Plane = (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)
-        return noise
+        return (total - 510) / math.sqrt(4 * (256**2 - 1) / 12)
 
 
 def _in_pieces(x: Plane, y: Plane, u: Plane) -> tuple[Plane, Plane, Plane, Plane]:
@@ -100,14 +98,12 @@ def _in_pieces(x: Plane, y: Plane, u: Plane) -> tuple[Plane, Plane, Plane, Plane
 
 
 def _wave(t: Plane) -> Plane:
-    wave: Plane = np.sin(np.float32(2 * np.pi) * t)
-    return wave
+    return np.sin(np.float32(2 * np.pi) * t)
 
 
 def _cell(t: Plane) -> Plane:
     """Return the distance to the middle of its unit cell, from −1/2 to 1/2."""
-    distance: Plane = t - np.floor(t) - 0.5
-    return distance
+    return t - np.floor(t) - 0.5
 
 
 def _inside(distance: Plane) -> Plane:
@@ -119,28 +115,7 @@ def _from_middle(x: Plane, y: Plane) -> Plane:
     """Return the distance to the nearest point of a triangular lattice of spacing 1."""
     one = np.hypot(_cell(x), math.sqrt(3) * _cell(y / math.sqrt(3)))
     other = np.hypot(_cell(x + 0.5), math.sqrt(3) * _cell(y / math.sqrt(3) + 0.5))
-    nearest: Plane = np.minimum(one, other)
-    return nearest
-
-
-def _stripes(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _wave(x)
-
-
-def _zigzag(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _wave(x + 1.2 * np.abs(_cell(0.7 * y)))
-
-
-def _checkers(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return np.tanh(4 * _wave(0.55 * x) * _wave(0.55 * y))
-
-
-def _dots(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _inside(_from_middle(x, y) - 0.28)
-
-
-def _rings(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _inside(np.abs(_from_middle(0.62 * x, 0.62 * y) - 0.33) - 0.13)
+    return np.minimum(one, other)
 
 
 def _bricks(x: Plane, y: Plane, u: list[float]) -> Plane:
@@ -148,17 +123,9 @@ def _bricks(x: Plane, y: Plane, u: list[float]) -> Plane:
     return _inside(np.minimum(bed, head) - 0.1)
 
 
-def _basket(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _wave(1.5 * np.where(_wave(0.36 * x) * _wave(0.36 * y) > 0, x, y))
-
-
 def _crosses(x: Plane, y: Plane, u: list[float]) -> Plane:
     across, along = np.abs(_cell(0.62 * x)) / 0.62, np.abs(_cell(0.62 * y)) / 0.62
     return _inside(np.maximum(np.minimum(across, along) - 0.16, np.maximum(across, along) - 0.6))
-
-
-def _net(x: Plane, y: Plane, u: list[float]) -> Plane:
-    return _inside(np.minimum(np.abs(_cell(0.8 * x)), np.abs(_cell(0.8 * y))) / 0.8 - 0.13)
 
 
 def _labyrinth(x: Plane, y: Plane, u: list[float]) -> Plane:
@@ -167,15 +134,16 @@ def _labyrinth(x: Plane, y: Plane, u: list[float]) -> Plane:
     return np.asarray(np.tanh(1.2 * np.sum(waves, axis=0)))
 
 
-PATTERNS: tuple[Pattern, ...] = (
-    _stripes,
-    _zigzag,
-    _checkers,
-    _dots,
-    _rings,
-    _bricks,
-    _basket,
-    _crosses,
-    _net,
-    _labyrinth,
-)
+# By class. `u` are uniform random numbers of the image.
+PATTERNS: dict[str, Callable[[Plane, Plane, list[float]], Plane]] = {
+    "stripes": lambda x, y, u: _wave(x),
+    "zigzag": lambda x, y, u: _wave(x + 1.2 * np.abs(_cell(0.7 * y))),
+    "checkers": lambda x, y, u: np.tanh(4 * _wave(0.55 * x) * _wave(0.55 * y)),
+    "dots": lambda x, y, u: _inside(_from_middle(x, y) - 0.28),
+    "rings": lambda x, y, u: _inside(np.abs(_from_middle(0.62 * x, 0.62 * y) - 0.33) - 0.13),
+    "bricks": _bricks,
+    "basket": lambda x, y, u: _wave(1.5 * np.where(_wave(0.36 * x) * _wave(0.36 * y) > 0, x, y)),
+    "crosses": _crosses,
+    "net": lambda x, y, u: _inside(np.minimum(np.abs(_cell(0.8 * x)), np.abs(_cell(0.8 * y))) / 0.8 - 0.13),
+    "labyrinth": _labyrinth,
+}

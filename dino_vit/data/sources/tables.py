@@ -4,8 +4,6 @@ Both are read from an Arrow file that is mapped into memory. The `datasets` libr
 Parquet file is unpacked into the index: reading one image of it would mean decompressing its whole row group.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -17,19 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dino_vit.core.progress import progress
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import open_file, read_file, stamps
-from dino_vit.data.sources.index import (
-    Draft,
-    IndexedSource,
-    WriteImages,
-    draft_items,
-    open_index,
-    order_by_name,
-)
+from dino_vit.data.sources.files import open_file, read_file
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 log = logging.getLogger("dino_vit")
 
@@ -61,44 +51,34 @@ class Rows:
     def add(self, batch: pa.RecordBatch, columns: TableColumns) -> pa.Array:
         """Add rows, and return their images."""
         images = batch.column(columns.image)
-        paths = batch.column(columns.name) if columns.name else None
+        paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
+        labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
         if columns.nested:
             if "path" in images.type.names:
                 paths = pc.struct_field(images, "path")
             images = pc.struct_field(images, "bytes")
-        texts = [None] * len(images) if paths is None else paths.to_pylist()
-        self.names += [None if text is None else os.fsencode(text) for text in texts]
-        self.labels += batch.column(columns.label).to_pylist() if columns.label else [None] * len(images)
+        self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
+        self.labels += labels.to_pylist()
         images = images.cast(pa.large_binary())
         self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
         return images
 
-    def draft(
-        self,
-        columns: TableColumns,
-        tables: Sequence[tuple[str, int]],
-        watched: Sequence[str],
-        stamps: NDArray[np.int64],
-    ) -> Draft:
-        """Return the draft of an index of tables, given by name and length."""
-        names, order = self._names(tables)
-        return draft_items(
-            names=names,
-            sizes=np.array(self.sizes, dtype=np.int64)[order],
-            labels=_number(columns, [self.labels[row] for row in order]),
-            columns={"row": np.array(order, dtype=np.int64)},
-            watched=watched,
-            stamps=stamps,
-        )
+    def draft(self, columns: TableColumns, tables: Sequence[tuple[str, int]]) -> Draft:
+        """Return the draft of an index of tables, given by name and length.
 
-    def _names(self, tables: Sequence[tuple[str, int]]) -> tuple[list[bytes], list[int]]:
-        """Return the names and the order of rows: by name if all rows have a name of their own."""
-        known = [name for name in self.names if name is not None]
-        if len(known) == len(self.names) and len(set(known)) == len(known):
-            order = order_by_name(known)
-            return [known[row] for row in order], order
-        names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
-        return names, list(range(len(names)))
+        The items are ordered by name if all rows have a name of their own.
+        """
+        names = [name for name in self.names if name is not None]
+        named = len(set(names)) == len(self.names)
+        if not named:
+            names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
+        return Draft(
+            names=names,
+            sizes=self.sizes,
+            labels=_number(columns, self.labels),
+            columns={"row": np.arange(len(names))},
+            by_name=named,
+        )
 
 
 class ParquetSource(IndexedSource):
@@ -109,10 +89,9 @@ class ParquetSource(IndexedSource):
         super().__init__(open_index("parquet", spec, self._build, self._files))
 
     def read(self, index: int) -> bytes:
-        return self.index.images[int(self.index.columns["row"][self._row(index)])].as_py() or b""
+        return self.index.images[int(self.index.columns["row"][index])].as_py() or b""
 
     def _build(self, write_images: WriteImages) -> Draft:
-        before = stamps(self._files)
         columns, rows, tables = None, Rows(), []
         with progress(f"Unpacking {self._spec}") as advance:
             for path in self._files:
@@ -131,7 +110,7 @@ class ParquetSource(IndexedSource):
                 f"Column {columns.image} of {self._spec} contains no image bytes, perhaps only paths. "
                 f"Write the images into the table, or give the folder that holds them."
             )
-        return rows.draft(columns, tables, self._files, before)
+        return rows.draft(columns, tables)
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:
@@ -159,21 +138,20 @@ class HubSource(IndexedSource):
         self._dataset = _load_dataset(name)
         self._columns = find_columns(self._spec, self._dataset.features.arrow_schema)
         files = [str(file["filename"]) for file in self._dataset.cache_files]
-        super().__init__(open_index("hub", self._spec, lambda _: self._build(files), files))
+        super().__init__(open_index("hub", self._spec, self._build, files))
 
     def read(self, index: int) -> bytes:
-        row = int(self.index.columns["row"][self._row(index)])
+        row = int(self.index.columns["row"][index])
         image = self._dataset.data.column(self._columns.image)[row].as_py()
         if self._columns.nested:
             return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
         return bytes(image)
 
-    def _build(self, files: list[str]) -> Draft:
+    def _build(self, _: WriteImages) -> Draft:
         rows = Rows()
         for batch in self._dataset.data.table.to_batches():
             rows.add(batch, self._columns)
-        tables = [(self._spec.rpartition("/")[2], len(self._dataset))]
-        return rows.draft(self._columns, tables, files, stamps(files))
+        return rows.draft(self._columns, [(self._spec.rpartition("/")[2], len(self._dataset))])
 
 
 def _load_dataset(spec: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 import dino_vit.data.sources.folder
 from dino_vit.data.labels import number_labels
-from dino_vit.data.sources.index import cache_folder, draft_items, open_index
+from dino_vit.data.sources.index import Draft, cache_folder, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
 
@@ -70,8 +70,7 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
     write(path)
     age(tmp_path)
     before = open_source(str(path))
-    index = before.index._file
-    assert open_source(str(path)).index._file == index
+    assert open_source(str(path)).index.checksum == before.index.checksum
     write(path, dict(list(FILES.items())[:3]))
     after = open_source(str(path))
     assert (len(before), len(after)) == (5, 3)
@@ -181,7 +180,7 @@ def open_slowly(folder):
         stamps = np.array([[-1, -1, 0]], dtype=np.int64)
         watched = [str(folder / "missing")]
         sizes, labels = np.ones(1, dtype=np.int64), number_labels([None])
-        return draft_items(names=[b"a"], sizes=sizes, labels=labels, watched=watched, stamps=stamps)
+        return Draft(names=[b"a"], sizes=sizes, labels=labels, watched=watched, stamps=stamps)
 
     assert open_index("test", str(folder), build).names.to_pylist() == [b"a"]
 
