@@ -1,7 +1,5 @@
 """The console command `dino-vit`: one table of commands, each of which imports only what it needs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

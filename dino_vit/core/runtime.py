@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
+from dino_vit.core import log
 from dino_vit.core.distributed import rank
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -48,7 +49,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
             "launch one, or hide the device (ACCELERATE_USE_CPU=1)"
         )
     if not accelerator.is_main_process:
-        logging.getLogger("dino_vit").setLevel(logging.ERROR)  # log on rank 0 only
+        log.setLevel(logging.ERROR)  # log on rank 0 only
     return accelerator
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -15,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
-
-log = logging.getLogger("dino_vit")
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]

@@ -1,23 +1,21 @@
 """Sampling weights from a file: how often each image is drawn, relative to the others."""
 
 import hashlib
-import logging
 import math
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.data.labels import read_table
 from dino_vit.data.sources.source import Source
 
-log = logging.getLogger("dino_vit")
-
 WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
 
-def read_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
+def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
     """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
     table = read_table(str(path), WEIGHT_COLUMNS)
     names = [source.name(index) for index in range(len(source))]
@@ -50,7 +48,7 @@ def _weight(path: str, name: str, value: object) -> float:
     return weight
 
 
-def describe(weights: NDArray[np.float64]) -> str:
+def describe_sampling(weights: NDArray[np.float64]) -> str:
     """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
     share = weights / weights.sum()
     never = np.count_nonzero(weights == 0)
@@ -58,7 +56,7 @@ def describe(weights: NDArray[np.float64]) -> str:
     return f"{text}; {never:,} are never drawn" if never else text
 
 
-def fingerprint(weights: NDArray[np.float64] | None) -> str | None:
+def sampling_fingerprint(weights: NDArray[np.float64] | None) -> str | None:
     """Return a digest of the weights."""
     if weights is None:
         return None

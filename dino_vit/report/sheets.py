@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sampling_weights import read_weights
+from dino_vit.data.sampling_weights import read_sampling_weights
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.pictures import as_picture, heat, resize, shorten
 from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     """Recreate the views of a few images in an epoch, as the networks saw them."""
-    weights = read_weights(source, config.data.weights) if config.data.weights else None
+    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
     indices = sampler.order(epoch)[:ROWS].tolist()
     kinds = [f"global {n + 1}" for n in range(config.views.global_count)]

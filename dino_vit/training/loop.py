@@ -23,7 +23,7 @@ from dino_vit.method.optim import (
     set_rates,
     step_if_finite,
 )
-from dino_vit.models.pair import embedding_std, first_rows
+from dino_vit.models.student_teacher import embedding_std, first_rows
 from dino_vit.training.plan import Rates
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up

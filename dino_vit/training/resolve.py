@@ -25,7 +25,7 @@ from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
-from dino_vit.data.sampling_weights import fingerprint
+from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
 from dino_vit.views.build import build_augment, build_pixels, build_views, choose_workers
@@ -172,7 +172,7 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
         changes.append(f"run.precision={wanted} was {resumed.metadata['precision']} and is {precision} here")
     if resumed.metadata["source"] != facts.source.fingerprint:
         changes.append(f"the images of {config.data.source} have changed")
-    if resumed.metadata.get("weights") != fingerprint(facts.weights):
+    if resumed.metadata.get("weights") != sampling_fingerprint(facts.weights):
         changes.append(f"the sampling weights have changed (data.weights={config.data.weights})")
     batch, per_pass = resumed.metadata["global_batch"], config.data.batch_size * facts.processes
     if batch % per_pass:

@@ -13,12 +13,12 @@ from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision
-from dino_vit.data.sampling_weights import describe, read_weights
+from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.loss import Center
 from dino_vit.method.optim import build_optimizer, parameter_groups
-from dino_vit.models.pair import Network, build_networks
+from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.training.plan import make_plan
@@ -40,7 +40,7 @@ class ReadyRun(NamedTuple):
 def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
     source = open_source(config.data.source, config.data.labels)
-    weights = read_weights(source, config.data.weights) if config.data.weights else None
+    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     resumed = _find_checkpoint(checkpoints, config)
     trained: VisionTransformer | None = None
@@ -68,7 +68,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
     if resumed:
         state.restore(resumed)
     if weights is not None:
-        notes.append(describe(weights))
+        notes.append(describe_sampling(weights))
     return ReadyRun(state, choices, notes, resumed.path if resumed else None)
 
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.runtime import DTYPES, Precision
-from dino_vit.data.sampling_weights import fingerprint
+from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.loss import Center
-from dino_vit.models.pair import Network
+from dino_vit.models.student_teacher import Network
 from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
 from dino_vit.training.readings import Reading
@@ -150,7 +150,7 @@ class TrainingState:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
-            "weights": fingerprint(self.loader.sampler.weights),
+            "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.skipped_steps,

@@ -1,7 +1,6 @@
 """Save a backbone, or export it to another library and check that the written file gives its features."""
 
 import json
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,14 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dino_vit.core import log
 from dino_vit.core.storage import save_plain, sync, write_tensors
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.reading import FORMAT_VERSION, WeightsError, read_weights
-
-log = logging.getLogger("dino_vit")
 
 EXPORTS = {
     "reference": layouts.REFERENCE,

@@ -1,6 +1,5 @@
 """Load a backbone: strictly, and logging in one line what was loaded and converted."""
 
-import logging
 import math
 import re
 from collections import Counter
@@ -12,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import Provenance, VisionTransformer
 from dino_vit.weights.layouts import HYBRID_ROOT, Layout, merge, recognise
 from dino_vit.weights.reading import RawWeights, WeightsError, read_weights
-
-log = logging.getLogger("dino_vit")
 
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 

@@ -13,7 +13,7 @@ import torch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import read_metadata
-from dino_vit.data.sampling_weights import describe, fingerprint, read_weights
+from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.report.sheets import view_rows
@@ -44,7 +44,7 @@ def test_weights_meet_images_by_name(tmp_path, name):
     else:
         separator = "\t" if name.endswith("tsv") else ","
         written(path, weights).write_text(path.read_text().replace(",", separator))
-    found = read_weights(SOURCE, path)
+    found = read_sampling_weights(SOURCE, path)
     assert found.dtype == np.float64
     assert found.tolist() == list(range(63, -1, -1))
 
@@ -52,7 +52,7 @@ def test_weights_meet_images_by_name(tmp_path, name):
 def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
     weights = dict.fromkeys(NAMES, 0.5) | {"b/none": 1, "a/none": 1}
     with caplog.at_level(logging.WARNING, "dino_vit"):
-        assert (read_weights(SOURCE, written(tmp_path / "w.csv", weights)) == 0.5).all()
+        assert (read_sampling_weights(SOURCE, written(tmp_path / "w.csv", weights)) == 0.5).all()
     assert "2 weights for names not in the source, such as 'a/none'" in caplog.text
 
 
@@ -72,27 +72,29 @@ def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
 def test_weights_that_cannot_be_meant_are_refused(tmp_path, changed, said):
     path = written(tmp_path / "w.csv", dict.fromkeys(NAMES, 1) | changed)
     with pytest.raises(ValueError, match=said):
-        read_weights(SOURCE, path)
+        read_sampling_weights(SOURCE, path)
 
 
 def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
     path = written(tmp_path / "w.csv", dict.fromkeys(NAMES[1:], 1))
     with pytest.raises(ValueError, match=f"no weight for 1 of 64 images, such as '{NAMES[0]}'"):
-        read_weights(SOURCE, path)
+        read_sampling_weights(SOURCE, path)
     path.write_text(path.read_text() + f"{NAMES[0]},1\n{NAMES[0]},2\n")
     with pytest.raises(ValueError, match=f"two values for '{NAMES[0]}': '1' and '2'"):
-        read_weights(SOURCE, path)
+        read_sampling_weights(SOURCE, path)
 
 
 def test_how_uneven_weights_are_is_said_in_images():
-    assert describe(np.ones(1000)) == "sampling weights: 1,000 of 1,000 images effectively"
-    assert "2 of 4 images effectively; 2 are never drawn" in describe(np.array([0.0, 3, 3, 0]))
+    assert describe_sampling(np.ones(1000)) == "sampling weights: 1,000 of 1,000 images effectively"
+    assert "2 of 4 images effectively; 2 are never drawn" in describe_sampling(np.array([0.0, 3, 3, 0]))
 
 
 def test_a_fingerprint_tells_weights_apart():
-    assert fingerprint(None) is None
-    assert fingerprint(np.array([1.0, 2])) == fingerprint(np.array([1.0, 2]))
-    assert len({fingerprint(np.array(weights)) for weights in ([1.0, 2], [2.0, 1], [1.0, 2, 0])}) == 3
+    assert sampling_fingerprint(None) is None
+    assert sampling_fingerprint(np.array([1.0, 2])) == sampling_fingerprint(np.array([1.0, 2]))
+    assert (
+        len({sampling_fingerprint(np.array(weights)) for weights in ([1.0, 2], [2.0, 1], [1.0, 2, 0])}) == 3
+    )
 
 
 def kill_before_step_8():
@@ -115,7 +117,8 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     run(tmp_path / "plain", SHORT)
     assert readings(tmp_path / "plain") != readings(tmp_path / "whole")
     metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
-    assert json.loads(metadata)["weights"] == fingerprint(read_weights(open_source("synthetic:64:32"), moved))
+    weights = read_sampling_weights(open_source("synthetic:64:32"), moved)
+    assert json.loads(metadata)["weights"] == sampling_fingerprint(weights)
 
 
 def test_two_processes_draw_what_one_draws(tmp_path):

@@ -2,7 +2,6 @@
 
 import bz2
 import json
-import logging
 import os
 import struct
 import tarfile
@@ -14,13 +13,12 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.files import Ranges, in_threads, open_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
-
-log = logging.getLogger("dino_vit")
 
 LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .json
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label

@@ -4,7 +4,6 @@ A .npy file is mapped into memory; the array of a .npz file is unpacked into the
 """
 
 import hashlib
-import logging
 import zipfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,11 +14,10 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, binary_array, open_index
-
-log = logging.getLogger("dino_vit")
 
 BATCH = 256  # images
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here

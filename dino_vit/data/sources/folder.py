@@ -1,6 +1,5 @@
 """A folder of images at any depth, and lists of such files."""
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -10,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image, suffix_of
-
-log = logging.getLogger("dino_vit")
 
 CONTAINERS = (".tar", ".parquet", ".zip")
 

@@ -9,7 +9,6 @@ at random (Parquet, .npz) unpacks them into the same file:
 
 import hashlib
 import json
-import logging
 import math
 import os
 import struct
@@ -26,11 +25,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
+from dino_vit.core import log
 from dino_vit.core.storage import StorageError, replacing
 from dino_vit.data.labels import Labels, folder_labels
 from dino_vit.data.sources.files import stamps
-
-log = logging.getLogger("dino_vit")
 
 TRAILER = struct.Struct("<QI")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy

@@ -5,7 +5,6 @@ Parquet file is unpacked into the index: reading one image of it would mean deco
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dino_vit.core import log
 from dino_vit.core.progress import progress
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.files import open_file, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
-
-log = logging.getLogger("dino_vit")
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
