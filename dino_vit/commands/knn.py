@@ -66,7 +66,7 @@ def run(config: KnnConfig) -> int:
             "weights": frozen.describe_weights(),
             "settings": config.model_dump(mode="json"),
             "images": len(queries),
-            "bank": len(bank) - (queries is bank),
+            "bank": len(bank) - (queries is bank),  # no image is its own neighbour
             "classes": len(classes),
             "results": [
                 {"k": k, **classification_results(of_k, queries.targets, classes)}

@@ -40,7 +40,7 @@ def number_labels(values: Sequence[object]) -> Labels:
     texts = [None if value in (None, "", b"") else _text(value) for value in values]
     classes = sorted({text for text in texts if text is not None}, key=os.fsencode)
     numeric = [_number(text) for text in classes]
-    if None not in numeric:
+    if None not in numeric:  # so that 10 comes after 9
         classes = sorted(classes, key=lambda text: (_number(text), text))
     numbers: dict[str | None, int] = {text: number for number, text in enumerate(classes)}
     numbers[None] = -1
@@ -61,6 +61,7 @@ def _number(text: str) -> float | None:
 
 def folder_labels(names: Sequence[bytes]) -> Labels:
     """Label sorted paths by their first-level folder below the folder that they all share."""
+    # The names are sorted: what the first and the last share, all share.
     folders = (name.split(b"/")[:-1] for name in (names[0], names[-1]))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
     start = sum(len(folder) + 1 for folder, _ in shared)
@@ -80,6 +81,7 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
 
     `columns` are possible names of the column of labels, if there are more than two columns.
     """
+    # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
     text = data.decode("utf-8-sig", errors="surrogateescape")
     suffix = suffix_of(path)
     if suffix in (".csv", ".tsv"):
@@ -92,7 +94,7 @@ def _line_entry(line: str) -> Entry:
     found = _LINE.fullmatch(line)
     if found:
         return Entry(found[1], found[2])
-    name, _, label = line.partition("\t")
+    name, _, label = line.partition("\t")  # no suffix of an image
     return Entry(name, label or None)
 
 

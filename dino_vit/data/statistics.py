@@ -73,6 +73,7 @@ class ImageSummary:
     def channels(self) -> int:
         """Return the channels that all images have or can be converted to, else the most frequent ones."""
         counts = Counter(image.channels for image in self.images)
+        # Grey can be repeated to RGB, but not the reverse.
         return 3 if counts.keys() == {1, 3} else counts.most_common(1)[0][0]
 
     @property

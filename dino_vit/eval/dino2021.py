@@ -127,6 +127,7 @@ def train_probe(
         closing(loader.batches(done * steps)) as batches,
     ):
         for epoch in range(done, settings.epochs):
+            # The published code changes the rate once per epoch.
             rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
             optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
             for images, targets in islice(batches, steps):

@@ -102,7 +102,7 @@ class OnlineEvaluation:
     def _accuracy(self, features: Features) -> float:
         """Return the per cent of images that their neighbours classify correctly."""
         values, count = features.values, len(features.values)
-        if count < 2:
+        if count < 2:  # most images became unreadable
             return math.nan
         labels = torch.tensor([self.source.label(i) for i in features.indices.tolist()], device=values.device)
         k = min(NEIGHBOURS, count - 1)

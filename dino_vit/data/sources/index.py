@@ -243,6 +243,7 @@ def _write(
                 f"Free some space, or set DINO_VIT_CACHE to another folder."
             )
 
+    # Before anything is read, so that a change meanwhile is noticed next time.
     began, before = time.time_ns(), stamps(files or [])
     try:
         draft = build(write_images)
