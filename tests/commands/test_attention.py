@@ -13,7 +13,6 @@ from dino_vit.commands.attention import file_stems, pad
 from dino_vit.eval.attention import cls_attention
 from dino_vit.eval.pictures import resize
 from dino_vit.views.preparation import preparation_of
-from tests.support.runs import command, program, run
 
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
 
@@ -99,26 +98,6 @@ def test_file_names_are_safe_and_their_own():
     assert len({name.lower() for name in found}) == len(given)
     assert all(re.fullmatch(r"[\w-]+", name) and not name.startswith(("-", "sheet-")) for name in found)
     assert found[:4] == ["etc-passwd", "a-b", "a-b-2", "A-B-3"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    output = tmp_path_factory.mktemp("trained") / "run"
-    run(output, {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0})
-    return output
-
-
-@pytest.mark.parametrize("processes", [0, 1, 2])
-def test_a_checkpoint_of_the_loop_by_every_way_to_start(trained, tmp_path, processes):
-    settings = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
-    if processes:
-        out = program("attention", *settings, processes=processes)
-    else:
-        out = command(tmp_path / "log", "attention", *settings)
-    assert out.count("14 images on 2 sheets") == 1
-    found = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"sheet-1.png", "sheet-2.png"} < found
-    assert sum(name.endswith(".attention.npy") for name in found) == 14
 
 
 def test_mistakes_are_explained(weights, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -17,18 +17,10 @@ from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
-from tests.support.processes import torchrun_environs
-from tests.support.runs import Command, command, program, run
+from tests.support.processes import command_in_two
+from tests.support.runs import command
 
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
-
-
-@pytest.fixture
-def weights(tmp_path):
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2, registers=1)
-    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return tmp_path / "a.safetensors"
 
 
 def arguments(output, *more, source="synthetic:100:16"):
@@ -95,10 +87,8 @@ def test_two_processes_train_as_one(tmp_path, weights):
     """Stochastic depth is drawn in each process for its own images, so it is off."""
     more = (f"weights={weights}", "drop_path=0")
     one, _ = tune(tmp_path / "one", *more)
-    argv = arguments(tmp_path / "two", *more, "batch_size=8")
-    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())]
-    assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
-    assert "top-1" not in pair[1].said, "only rank 0 prints"
+    _, second = command_in_two(tmp_path / "log", *arguments(tmp_path / "two", *more, "batch_size=8"))
+    assert "top-1" not in second, "only rank 0 prints"
     two = json.loads((tmp_path / "two" / "eval" / "finetune.json").read_text())
     for ours, theirs in zip(two["history"], one["history"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -131,14 +121,6 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
         scale = 0.5 ** (4 - layer) if layer < 3 else 1
         moved = (after[f"model.{name}"] - before[name]).abs()
         torch.testing.assert_close(moved, torch.full_like(moved, rate * scale), rtol=0.02, atol=0)
-
-
-def test_the_program_finetunes_a_checkpoint_in_two_processes(tmp_path):
-    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
-    argv = arguments(tmp_path / "tuned", f"weights={tmp_path / 'run'}", "epochs=2", source="synthetic:50:32")
-    said = program("finetune", *argv[1:], processes=2)
-    assert said.count("after 2 epochs") == 1
-    assert load_backbone(tmp_path / "tuned", num_classes=10).image_size == (32, 32)
 
 
 def test_it_trains_a_randomly_initialised_network(tmp_path):

@@ -3,43 +3,21 @@
 import json
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from dino_vit import VisionTransformer, save_backbone
 from dino_vit.cli import main
-from dino_vit.data.sources.open import SyntheticSource, open_source
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.knn import few_shot_rows
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
-from tests.support.processes import torchrun_environs
-from tests.support.runs import Command, command, program, run
-
-PROGRAM = Path(__file__).parents[2] / "eval" / "knn.py"
-
-
-@pytest.fixture
-def weights(tmp_path):
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
-    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return tmp_path / "a.safetensors"
-
-
-def write_images(folder, classes, per_class, first=0):
-    """Write a folder of each class, with patterns that are its own, whichever classes there are beside it."""
-    patterns = SyntheticSource(length=1000, size=16)
-    for name in classes:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for number in range(first, first + per_class):
-            image = patterns.read(10 * number + "abcdefghij".index(name[0]))
-            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{number}.png")
-    return folder
+from tests.support.images import write_classes
+from tests.support.processes import command_in_two
+from tests.support.runs import command
 
 
 def arguments(weights, source, output, *more):
@@ -76,8 +54,8 @@ def naive_right(bank, bank_labels, query, label, k, top, itself=None):
 @pytest.mark.parametrize("search", ["auto", "faiss", "torch"])
 def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights, search):
     """The queries lack a class of the bank, so that equal numbers are not equal classes."""
-    train = write_images(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
-    val = write_images(tmp_path / "val", ["b", "d", "e"], 4, first=50)
+    train = write_classes(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
+    val = write_classes(tmp_path / "val", ["b", "d", "e"], 4, first=50)
     Image.new("RGB", (16, 16)).save(val / "nobody.png")  # of no class
     found, said = evaluate(weights, val, f"train={train}", "k=[3,20,1000]", f"search={search}")
     bank, bank_labels = features_of(weights, train)
@@ -102,7 +80,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
 
 
 def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weights):
-    images = write_images(tmp_path / "images", "abc", 8)
+    images = write_classes(tmp_path / "images", "abc", 8)
     found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "repeats=3", "seed=4")
     bank, labels = features_of(weights, images)
     right = [naive_right(bank, labels, bank[i], labels[i], 5, 1, itself=i) for i in range(24)]
@@ -127,40 +105,26 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
     more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
     argv = arguments(weights, "synthetic:51:16", tmp_path / "two.json", *more)
-    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())]
-    assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
+    first, second = command_in_two(tmp_path / "two", *argv)
     two = json.loads((tmp_path / "two.json").read_text())
     assert (two["results"], two["few_shot"]) == (one["results"], one["few_shot"])
-    assert "top-1 %" in pair[0].said
-    assert "top-1 %" not in pair[1].said, "only the first process speaks"
-
-
-def test_two_launched_programs_judge_a_run_as_the_command_does(tmp_path):
-    """Leave-one-out, where a share of the queries must know which rows of the bank they are."""
-    run(tmp_path / "run", {"budget.steps": 10})
-    settings = ["synthetic:61:32", "k=[5]", "precision=no", f"weights={tmp_path / 'run'}"]
-    said = program("knn", *settings, processes=2)
-    path = tmp_path / "run" / "eval" / "knn.json"
-    assert said.splitlines()[-1] == str(path)
-    two = json.loads(path.read_text())
-    command(tmp_path / "log", "knn", *settings)
-    assert json.loads(path.read_text()) == two
-    assert two["images"] == 61
+    assert "top-1 %" in first
+    assert "top-1 %" not in second, "only the first process speaks"
 
 
 def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     flat = tmp_path / "flat"
     flat.mkdir()
     Image.new("RGB", (16, 16)).save(flat / "a.png")
-    one = write_images(tmp_path / "one", "ab", 3)
+    one = write_classes(tmp_path / "one", "ab", 3)
     same = tmp_path / "same.csv"
     same.write_text("".join(f"{folder}/{number}.png,a\n" for folder in "ab" for number in range(3)))
-    two = write_images(tmp_path / "two", "ab", 3)
+    two = write_classes(tmp_path / "two", "ab", 3)
     for source, more, said in (
         (flat, [], "none of the 1 images"),
         (one, [f"labels={same}"], "are of one class"),
         (two, [f"train={one}", f"train_labels={same}"], "are of one class"),
-        (write_images(tmp_path / "three", "abc", 3), [f"train={two}"], "classes that are not among the 2"),
+        (write_classes(tmp_path / "three", "abc", 3), [f"train={two}"], "classes that are not among the 2"),
         (two, ["shots=[3]"], "shots=3 takes all 6 images"),
         (two, ["k=[0]"], "k"),
         (two, ["k=[]"], "at least 1"),
