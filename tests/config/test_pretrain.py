@@ -151,7 +151,10 @@ def test_the_named_configs_are_there() -> None:
         (["photometry.noise_std=[0.2, 0.1]"], "photometry.noise_std=[0.2, 0.1] must go from low to high"),
         (["photometry.noise_std=[1, 10]"], "photometry.noise_std"),
         (["data.channels=1"], "photometry.saturation=0 photometry.hue=0 photometry.grey=0"),
-        (["data.mean=[0.5]"], "data.mean has 1 values, but data.channels=3"),
+        (
+            ["data.mean=[0.5]"],
+            "data.mean has 1 values, but data.channels=3; give one value per channel, or data.mean=null",
+        ),
         (["teacher.momentum_end=0.9"], "teacher.momentum=0.996 is above teacher.momentum_end=0.9"),
         (["run.keep_every=1500"], "is not a multiple of run.checkpoint_every=1000"),
         (["loss.teacher_temp=0"], "loss.teacher_temp = 0 (command line): must be a number above 0"),
