@@ -1,7 +1,6 @@
 """The whole command: figures equal to a loop over features, in one process or two, from any launcher."""
 
 import json
-import math
 import statistics
 
 import pytest
@@ -16,6 +15,7 @@ from dino_vit.eval.knn import few_shot_rows
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 from tests.support.images import write_classes
+from tests.support.naive import ranked_classes
 from tests.support.processes import command_in_two
 from tests.support.runs import command
 
@@ -42,15 +42,6 @@ def features_of(weights, source):
     return unit, [source.classes[source.label(index)] for index in range(len(source))]
 
 
-def naive_right(bank, bank_labels, query, label, k, top, itself=None):
-    """Whether the label is among the first of the classes by score, in Python numbers."""
-    near = sorted((-float(row @ query), i) for i, row in enumerate(bank) if i != itself)[:k]
-    scores = {}
-    for similarity, i in near:
-        scores[bank_labels[i]] = scores.get(bank_labels[i], 0) + math.exp(-similarity / 0.07)
-    return label in sorted(scores, key=lambda name: -scores[name])[:top]
-
-
 @pytest.mark.parametrize("search", ["auto", "faiss", "torch"])
 def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights, search):
     """The queries lack a class of the bank, so that equal numbers are not equal classes."""
@@ -64,10 +55,8 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     assert (found["images"], found["bank"], found["classes"]) == (12, 49, 7)
     for figures, k in zip(found["results"], (3, 20, 49), strict=True):
         for top in (1, 5):
-            right = [
-                naive_right(bank, bank_labels, query, label, k, top)
-                for query, label in zip(queries, labels, strict=True)
-            ]
+            found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
+            right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
             assert figures[f"top{top}"] == accuracy(sum(right), 12)._asdict()
             if top == 1:
                 of_class = {
@@ -79,11 +68,17 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
 
 
+def first_class(features, labels, query, rows):
+    """Return the class of an image by its 5 nearest among some rows."""
+    near = [float(features[row] @ features[query]) for row in rows]
+    return ranked_classes(near, [labels[row] for row in rows], 5)[0]
+
+
 def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weights):
     images = write_classes(tmp_path / "images", "abc", 8)
     found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "repeats=3", "seed=4")
     bank, labels = features_of(weights, images)
-    right = [naive_right(bank, labels, bank[i], labels[i], 5, 1, itself=i) for i in range(24)]
+    right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
     assert found["results"][0]["top1"]["correct"] == sum(right)
     assert found["bank"] == 23
     numbers = torch.tensor(["abc".index(label) for label in labels]).numpy()
@@ -91,8 +86,7 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
     for repeat in range(3):
         rows = few_shot_rows(numbers, torch.arange(24).numpy(), shots=2, seed=4, repeat=repeat)
         others = [i for i in range(24) if i not in rows]
-        few = [labels[row] for row in rows]
-        right = [naive_right(bank[rows], few, bank[i], labels[i], 5, 1) for i in others]
+        right = [first_class(bank, labels, i, rows.tolist()) == labels[i] for i in others]
         percents.append(100 * sum(right) / 18)
     (figures,) = found["few_shot"]
     assert [one["percent"] for one in figures["top1"]] == pytest.approx(percents)

@@ -1,11 +1,10 @@
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from dino_vit import VisionTransformer
 from dino_vit.eval import attention
+from tests.support.naive import attention_weights
 
 
 def backbone(**changes):
@@ -19,22 +18,13 @@ def backbone(**changes):
 
 
 def by_hand(model, images, block):
-    """Return softmax(q·k/√d) of a block, query by query and head by head, (b, h, n, n)."""
+    """Return the attention of a block, query by query and head by head, (b, h, n, n)."""
     model.eval()
     tokens = model.embed(images)
     for number in range(block):
         tokens = model.blocks[number](tokens)
-    qkv = model.blocks[block].attn.qkv(model.blocks[block].norm1(tokens)).double()
-    size = model.width // model.heads
-    weights = torch.empty(len(images), model.heads, tokens.shape[1], tokens.shape[1], dtype=torch.float64)
-    for head in range(model.heads):
-        q = qkv[..., head * size : (head + 1) * size]
-        k = qkv[..., model.width + head * size : model.width + (head + 1) * size]
-        for query in range(tokens.shape[1]):
-            scores = (q[:, query, None] * k).sum(-1) / math.sqrt(size)
-            weights[:, head, query] = scores.exp() / scores.exp().sum(-1, keepdim=True)
     model.train()
-    return weights.detach()
+    return attention_weights(model.blocks[block], tokens)
 
 
 @pytest.mark.parametrize("block", [0, 1, -1])

@@ -9,6 +9,7 @@ from torch import nn
 
 from dino_vit.models.block import DropPath
 from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
+from tests.support.naive import attention_weights
 
 TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
@@ -106,21 +107,6 @@ def test_the_grid_of_the_hybrid_is_that_of_its_feature_map():
         VisionTransformer(image_size=64, patch_size=8, stem="hybrid")
 
 
-def naive_attention(layer, tokens):
-    """Head by head, query by query."""
-    width, heads = tokens.shape[-1], layer.attn.heads
-    size = width // heads
-    qkv = F.linear(layer.norm1(tokens), layer.attn.qkv.weight, layer.attn.qkv.bias)
-    weights = torch.empty(len(tokens), heads, tokens.shape[1], tokens.shape[1])
-    for head in range(heads):
-        q = qkv[..., head * size : (head + 1) * size]
-        k = qkv[..., width + head * size : width + (head + 1) * size]
-        for query in range(tokens.shape[1]):
-            scores = (k @ q[:, query, :, None])[..., 0] / size**0.5
-            weights[:, head, query] = scores.softmax(dim=-1)
-    return weights
-
-
 def test_attention_weights_of_every_block_equal_the_loop():
     model = VisionTransformer(**TINY).eval()
     images = torch.randn(2, 3, 32, 40)
@@ -128,7 +114,7 @@ def test_attention_weights_of_every_block_equal_the_loop():
     maps = model.get_attention(images)
     assert len(maps) == 3
     for layer, found in zip(model.blocks, maps, strict=True):
-        assert torch.allclose(found, naive_attention(layer, tokens), atol=1e-6)
+        assert torch.allclose(found.double(), attention_weights(layer, tokens), atol=1e-6)
         tokens = layer(tokens)
     last = model.get_attention(images, [-1], queries=slice(0, 1))
     assert torch.allclose(last[0], maps[2][:, :, :1], atol=1e-7)

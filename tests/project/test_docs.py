@@ -46,12 +46,8 @@ def trained(tmp_path_factory):
     settings = {"data.source": folder / "photos", "run.eval_every": 1, "optim.warmup_epochs": 0.5}
     (folder / "runs").mkdir()
     run(folder / "runs" / "pretrain", {**settings, "run.trackers": "[tensorboard]"})
-    embed = [
-        "embed",
-        folder / "photos",
-        f"weights={folder / 'runs/pretrain'}",
-        f"cache={folder / 'features'}",
-    ]
+    settings = [f"weights={folder / 'runs/pretrain'}", f"cache={folder / 'features'}"]
+    embed = ["embed", folder / "photos", *settings]
     for suffix, index in (("parquet", "flat"), ("npy", "null"), ("safetensors", "null")):
         command(folder / "log", *embed, f"output={folder / 'photos'}.{suffix}", f"index={index}")
     command(folder / "log", "knn", *embed[1:])
@@ -135,6 +131,7 @@ def test_the_recipe_has_our_defaults():
     own = ("model.width", "model.depth", "model.heads", "model.checkpoint_blocks")
     parts = ("model", "head", "views", "photometry", "loss", "optim", "teacher")
     assert {key for key in SETTINGS if key.split(".")[0] in parts} - set(own) <= shown.keys()
+    assert {"seed", "data.batch_size", "data.mean", "data.std", "budget.epochs"} <= shown.keys()
 
 
 def test_the_recipe_says_all_that_auto_fills():
@@ -200,12 +197,8 @@ def test_a_checkpoint_holds_what_the_page_says(trained):
     tensors = read_tensors(path)[0]
     assert all(any(group.fullmatch(name) for group in groups.values()) for name in tensors)
     assert all(any(group.fullmatch(name) for name in tensors) for group in groups.values())
-    examples = [
-        name
-        for _, meaning in named
-        for name in meaning
-        if re.search(r"(weight|embed|token|bias|_[vg])$", name)
-    ]
+    tensor = re.compile(r"(weight|embed|token|bias|_[vg])$")
+    examples = [name for _, meaning in named for name in meaning if tensor.search(name)]
     assert len(examples) >= 8
     assert all(any(name.endswith(f".{example}") for name in tensors) for example in examples)
 
@@ -231,11 +224,8 @@ def test_the_settings_of_a_run_go_on_with_it(trained, tmp_path):
 def test_features_and_embeddings_hold_what_the_page_says(trained):
     page = PAGES["checkpoints"].split("## Features and embeddings")[1]
     (folder,) = (trained / "features").iterdir()
-    assert (
-        {path.name for path in folder.iterdir()}
-        == {"values.npy", "features.safetensors"}
-        <= set(quoted(page))
-    )
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"values.npy", "features.safetensors"} <= set(quoted(page))
     schema = pq.read_schema(trained / "photos.parquet")
     (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
     assert columns == [*schema.names, "dino_vit"]

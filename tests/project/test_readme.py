@@ -32,11 +32,6 @@ def test_every_pretraining_command_has_good_settings(arguments):
     assert load(PretrainConfig, args.config and ROOT / args.config, args.settings).data.source == "photos"
 
 
-@pytest.mark.parametrize("parts", [p for p in COMMANDS if p[0] == "dino-vit"], ids=" ".join)
-def test_every_console_command_parses(parts):
-    parse_arguments(build_parser(parts[1:]), parts[1:])
-
-
 @pytest.mark.parametrize("target", [parts[1] for parts in COMMANDS if parts[0] == "make"])
 def test_every_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
