@@ -1,6 +1,4 @@
-import json
 import pickle
-import zipfile
 from pathlib import Path
 
 import datasets
@@ -312,10 +310,3 @@ def test_cifar_10():
         assert source.name(index).split("/")[1] == source.classes[source.label(index)]
     with pytest.raises(ValueError, match=r"splits \(test, train\)"):
         open_source(str(CIFAR))
-
-
-def test_names_are_only_names_in_json_too(tmp_path):
-    write_zip(tmp_path / "a.zip", {"a.png": b"a"}, method=zipfile.ZIP_STORED)
-    (tmp_path / "labels.json").write_text(json.dumps({"a.png": 7}))
-    source = open_source(str(tmp_path / "a.zip"), labels=tmp_path / "labels.json")
-    assert items(source) == [("a.png", b"a", "7")]
