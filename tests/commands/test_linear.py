@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from dino_vit import load_backbone
 from dino_vit.cli import main
@@ -181,9 +180,6 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 
 def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys):
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    Image.new("RGB", (16, 16)).save(flat / "a.png")
     two = write_classes(tmp_path / "two", "ab", 4)
     head = tmp_path / "head.pth"
     tensors = {"module.linear.weight": torch.zeros(3, 32), "module.linear.bias": torch.zeros(3)}
@@ -192,7 +188,6 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
     torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
     published = ["method=dino2021", "dino2021.blocks=1"]
     for source, more, said in (
-        (flat, [], "none of the 1 images"),
         (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),

@@ -64,6 +64,9 @@ def test_the_named_configs_are_there() -> None:
             "is not shorter than the run (100 epochs)",
         ),
         (["optim.lr=0.05"], "optim.lr=0.05 is 0.0125 at a global batch of 64"),
+        (["optim.accumulate=100"], "at a global batch of 6400"),
+        (["recipe=auto", "loss.teacher_temp=0.3"], "teacher_temp=0.3"),
+        (["recipe=auto", "optim.lr=0.05"], "optim.lr=0.05"),
         (["optim.lr=0.05", "optim.lr_scaling=none"], "adamw learns between"),
         (["optim.min_lr=1e-3"], "optim.min_lr=0.001 is above optim.lr"),
         (["optim.warmup_epochs=100"], "set optim.warmup_epochs=10.0, or a larger budget.epochs"),
@@ -135,15 +138,6 @@ def test_what_makes_sense_is_accepted(overrides: list[str]) -> None:
 def test_a_default_that_stands_in_for_a_mistake_is_not_blamed() -> None:
     text = refused("budget.epochs=5", "optim.warmup_epochs=two")
     assert text == "optim.warmup_epochs = two (command line): must be a number of at least 0"
-
-
-def test_accumulation_counts_for_the_rate() -> None:
-    assert "at a global batch of 6400" in refused("optim.accumulate=100")
-
-
-def test_recipe_auto_does_not_excuse_what_it_will_not_fill() -> None:
-    assert "teacher_temp=0.3" in refused("recipe=auto", "loss.teacher_temp=0.3")
-    assert "optim.lr=0.05" in refused("recipe=auto", "optim.lr=0.05")
 
 
 def test_a_huge_network_has_patches_of_14_unless_told_otherwise() -> None:

@@ -251,16 +251,6 @@ def append(path, steps):
         append_record(path, replace(HEALTHY, step=step).to_record("learning"))
 
 
-def test_a_resumed_run_writes_what_it_would_have_written(tmp_path):
-    whole, path = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
-    append(whole, range(50, 501, 50))
-    append(path, range(50, 401, 50))
-    assert [record["step"] for record in drop_later_records(path, 220)] == [50, 100, 150, 200]
-    append(path, range(250, 501, 50))
-    assert path.read_bytes() == whole.read_bytes()
-    assert sorted(os.listdir(tmp_path)) == ["resumed.jsonl", "whole.jsonl"]
-
-
 def test_a_file_that_needs_no_cut_is_left_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, [50, 100])
