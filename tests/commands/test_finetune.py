@@ -132,10 +132,7 @@ def test_it_trains_a_randomly_initialised_network(tmp_path):
 def test_mistakes_are_reported(tmp_path, weights, capsys):
     for more, said in (
         ([], "either weights to start from, or arch"),
-        (
-            [f"weights={weights}", "warmup_epochs=3"],
-            "must be shorter than the run (epochs=3)",
-        ),
+        ([f"weights={weights}", "warmup_epochs=3"], "must be shorter than the run (epochs=3)"),
         ([f"weights={weights}", "arch=vit_tiny"], "either weights"),
         (["weights=none.pth"], "none.pth does not exist"),
         ([f"weights={weights}", "train=nowhere"], "nowhere"),

@@ -1,4 +1,3 @@
-import io
 import math
 from dataclasses import replace
 
@@ -6,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +15,7 @@ from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, rankme
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
+from tests.support.images import write_synthetic
 from tests.support.naive import ranked_classes
 
 PREPARATION = Preparation(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -141,11 +140,9 @@ def test_a_broken_network_has_no_figures():
 
 def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
     for number in range(12):
-        path = tmp_path / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        buffer = io.BytesIO()
-        Image.new("RGB", (32, 32), (20 * number, 0, 255 - 20 * number)).save(buffer, "PNG")
-        path.write_bytes(buffer.getvalue() if number > 1 else b"")
+        write_synthetic(tmp_path / "ab"[number % 2] / f"{number}.png", number)
+    for number in range(2):
+        (tmp_path / "ab"[number] / f"{number}.png").write_bytes(b"")
     evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
     assert math.isfinite(evaluation(backbone())["knn"])
     assert "leaves out unreadable images: 2, first b/1.png" in caplog.text
@@ -167,7 +164,6 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
 
 
 def _evaluate(number, rendezvous, weights):
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
     try:
         model = backbone()

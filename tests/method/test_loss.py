@@ -157,7 +157,6 @@ def test_teacher_targets_are_centred_and_sharpened_in_float32():
 
 
 def test_the_center_is_the_same_in_one_or_many_pieces():
-    torch.manual_seed(0)
     whole, pieces = Center(prototypes=7), Center(prototypes=7)
     expected = torch.zeros(1, 7)
     for _ in range(3):

@@ -21,14 +21,13 @@ from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_metadata, read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES
-from tests.support.documents import blocks, commands, quoted, rows
+from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
 from tests.support.runs import command, run
 
-ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 ARCHITECTURE = PAGES.pop("architecture")
-COMMANDS = [parts for text in PAGES.values() for parts in commands(text)]
+COMMANDS = [parts for text in (*PAGES.values(), README) for parts in commands(text) if parts[0] != "make"]
 SETTINGS = settings_of(PretrainConfig)
 PROGRAMS = {
     "launch/pretrain.py": "pretrain",
@@ -65,7 +64,7 @@ def inside(trained, monkeypatch):
 
 def test_there_are_pages_and_commands():
     assert PAGES.keys() == {"recipe", "data", "checkpoints", "multi-node"}
-    assert len(COMMANDS) >= 20
+    assert len(COMMANDS) >= 30
 
 
 @pytest.mark.parametrize("parts", COMMANDS, ids=" ".join)
@@ -111,16 +110,17 @@ def test_the_map_names_packages_and_modules_that_exist():
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in PAGES)])
 def test_files_and_links_exist(page):
-    named = re.findall(r"\b(?:launch|configs|docs|benchmarks|eval)/[\w/.-]*\w\.\w+", PAGES[page])
+    own = (ROOT / page).read_text()
+    named = re.findall(r"\b(?:launch|configs|docs|benchmarks|eval)/[\w/.-]*\w\.\w+", own)
     assert [name for name in named if not (ROOT / name).is_file()] == []
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page]):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", own):
         path, _, anchor = target.partition("#")
-        text = (ROOT / "docs" / path).read_text()
-        assert not anchor or re.search(
-            rf"^#+ {anchor.replace('-', ' ')}$", text, re.MULTILINE | re.IGNORECASE
-        )
+        linked = (ROOT / page).parent / path
+        assert linked.is_file()
+        heading = rf"(?mi)^#+ {anchor.replace('-', ' ')}$"
+        assert not anchor or re.search(heading, linked.read_text())
 
 
 def test_the_recipe_has_our_defaults():

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
-from PIL import Image
-
 from dino_vit.cli import main
-from dino_vit.data.sources.synthetic import SyntheticSource
+from tests.support.images import write_synthetic
 from tests.support.runs import run
 
 HOSTILE = "<script>alert(1)</script>.png"  # a folder and a file, as far as a disk is concerned
@@ -17,13 +15,9 @@ IMAGES = 72
 
 def write_images(folder: Path) -> None:
     """Write images of three classes below a folder; the hostile name is of a fourth."""
-    source = SyntheticSource(length=10 * IMAGES, size=32)
     for index in range(IMAGES):
         name = f"{['dots', 'nets', 'bricks'][index % 3]}/{index:03}.png" if index else HOSTILE
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image = source.read(3 + index % 3 + 10 * (index // 3) if index else 0)
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+        write_synthetic(folder / name, 3 + index % 3 + 10 * (index // 3) if index else 0)
 
 
 def make_run(folder: Path, settings: Mapping[str, object] = {}) -> Path:

@@ -3,10 +3,9 @@ import torch
 from PIL import Image
 
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.views.loader import Batch
-from tests.support.images import broken_files
+from tests.support.images import broken_files, write_synthetic
 from tests.support.processes import run_in_two
 from tests.support.runs import readings, run
 
@@ -15,9 +14,8 @@ from tests.support.runs import readings, run
 def broken_set(tmp_path_factory):
     """Twelve files broken in as many ways among 228 good ones: 5 %."""
     folder = tmp_path_factory.mktemp("broken")
-    source = SyntheticSource(length=228, size=24)
-    for number in range(len(source)):
-        Image.fromarray(source.read(number)[0].numpy()).save(folder / f"{number:03d}.png")
+    for number in range(228):
+        write_synthetic(folder / f"{number:03d}.png", number, size=24)
     for name, data in broken_files().items():
         (folder / f"broken-{name}").write_bytes(data)
     return folder

@@ -33,15 +33,6 @@ WIDTH, PROTOTYPES, BATCH, VIEWS = 32, 64, 24, 4
 FLAT = math.log(65536)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Threads only wait for each other in networks this small, the longer the busier the machine is."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def draw_views(generator):
     """Coloured waves under noise: the views of an image share its colour and the direction of its wave."""
     axis = torch.linspace(-1, 1, 16)

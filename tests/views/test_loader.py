@@ -4,7 +4,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import RGB, Pixels
@@ -14,6 +13,7 @@ from dino_vit.views.geometry import View, crop_views
 from dino_vit.views.loader import SHARED, Loader
 from dino_vit.views.photometry import Augment
 from dino_vit.views.sampler import Sampler
+from tests.support.images import write_synthetic
 from tests.support.views import draw_boxes, draw_rows, views_of
 
 AUGMENT = Augment(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
@@ -157,8 +157,7 @@ def test_the_global_random_state_is_left_alone():
 @pytest.fixture
 def damaged(tmp_path):
     for number in range(30):
-        image = SyntheticSource(length=30).read(number)
-        Image.fromarray(image[0].numpy()).save(tmp_path / f"{number:02d}.png")
+        write_synthetic(tmp_path / f"{number:02d}.png", number)
     (tmp_path / "03.png").write_bytes(b"")
     (tmp_path / "11.png").write_bytes(b"no image")
     return FolderSource(tmp_path)

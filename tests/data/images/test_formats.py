@@ -47,8 +47,6 @@ sys.path.insert(0, {tests!r})
 warnings.simplefilter("ignore")
 from tests.data.images.test_formats import fuzzed
 from dino_vit.data.images.decode import UnreadableImage, decode
-import torch
-torch.set_num_threads(1)
 read = refused = 0
 for name, data in fuzzed(random.Random(0)):
     start = time.monotonic()

@@ -111,14 +111,6 @@ def test_synthetic_pixels_say_little_about_the_class():
     assert neighbours_are_right(pixels - pixels.mean(1, keepdim=True), labels) < 0.38
 
 
-def test_synthetic_classes_differ_by_what_does_not_move():
-    """The amplitude spectrum, blind to place, tells classes apart: there is something to learn."""
-    source = SyntheticSource(length=3000)
-    images = torch.stack([source.read(index)[0] for index in range(3000)]).float()
-    spectrum = torch.fft.fft2(images - images.mean((1, 2), keepdim=True)).abs().flatten(1).sqrt()
-    assert neighbours_are_right(spectrum, torch.arange(3000) % 10) > 0.3
-
-
 def test_synthetic_images_are_made_fast():
     source = SyntheticSource()
     start = time.process_time()
