@@ -13,12 +13,11 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.processes import command_in_two
-from tests.support.runs import command
+from tests.support.runs import command, tensors
 
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
 
@@ -31,10 +30,6 @@ def tune(output, *more, **options):
     said = command(output.with_suffix(".log"), *arguments(output, *more), **options)
     path = output / "eval" / "finetune.json"
     return (json.loads(path.read_text()) if path.exists() else None), said
-
-
-def tensors(output, epoch):
-    return read_tensors(output / "state" / "checkpoints" / f"step-{epoch:08d}.safetensors")[0]
 
 
 def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
@@ -66,8 +61,8 @@ def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weig
     assert nothing is None
     assert "resuming after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
     assert said[0]["history"] == whole["history"]
-    for name, tensor in tensors(tmp_path / "whole", 3).items():
-        assert torch.equal(tensors(tmp_path / "killed", 3)[name], tensor), name
+    for name, tensor in tensors(tmp_path / "whole" / "state", 3).items():
+        assert torch.equal(tensors(tmp_path / "killed" / "state", 3)[name], tensor), name
     _, said = tune(tmp_path / "whole", *more, "smoothing=0", code=2)
     assert "a run with another config" in said
 
@@ -93,15 +88,17 @@ def test_two_processes_train_as_one(tmp_path, weights):
     for ours, theirs in zip(two["history"], one["history"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["top1"]["images"] == theirs["top1"]["images"] == 20
-    for name, tensor in tensors(tmp_path / "one", 3).items():
-        torch.testing.assert_close(tensors(tmp_path / "two", 3)[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
+    for name, tensor in tensors(tmp_path / "one" / "state", 3).items():
+        torch.testing.assert_close(
+            tensors(tmp_path / "two" / "state", 3)[name], tensor, atol=2e-4, rtol=1e-2, msg=name
+        )
 
 
 def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
     """One batch of all images, whose loss and moves are written out."""
     more = (f"weights={weights}", "epochs=1", "warmup_epochs=0", "drop_path=0", "layer_decay=0.5", "flip=0")
     found, _ = tune(tmp_path / "run", *more, "batch_size=80", "crop=[1, 1]", "clip=0.5", "smoothing=0.3")
-    after = tensors(tmp_path / "run", 1)
+    after = tensors(tmp_path / "run" / "state", 1)
 
     torch.manual_seed(derive_seed(0, RngPurpose.NETWORK))
     model, sets = load_backbone(weights), open_sets("synthetic:100:16")

@@ -15,15 +15,12 @@ from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, rankme
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
+from tests.support.backbones import backbone
 from tests.support.images import write_synthetic
 from tests.support.naive import ranked_classes
 
 PREPARATION = Preparation(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
 SETTINGS = {"preparation": PREPARATION}
-
-
-def backbone():
-    return VisionTransformer(image_size=32, patch_size=8, width=24, depth=2, heads=2)
 
 
 @pytest.mark.parametrize("shape", [(50, 8), (5, 12), (9, 9)])

@@ -3,7 +3,6 @@ import hashlib
 import json
 import re
 import shutil
-import threading
 from http.client import HTTPConnection
 
 import pytest
@@ -12,7 +11,7 @@ from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.report.page import Page, PageServer, Pictures
 from dino_vit.report.record import read_run
-from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
+from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
 
 
 def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
@@ -130,14 +129,8 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
 @pytest.fixture
 def served(made):
     """A server of the run's page, with pictures that cost nothing."""
-    page = Page(made, lambda record: Pictures(notes=["drawn"]))
-    server = PageServer(page, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Page(made, lambda record: Pictures(notes=["drawn"]))) as server:
+        yield server
 
 
 def ask(server, path, method="GET", host=None):

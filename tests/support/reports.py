@@ -1,11 +1,14 @@
 """A run on a few image files, one of them with a name that looks like a script, and its page."""
 
 import json
+import threading
 from collections.abc import Mapping
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
 from dino_vit.cli import main
+from dino_vit.report.page import PageServer
 from tests.support.images import write_synthetic
 from tests.support.runs import run
 
@@ -62,3 +65,17 @@ def write_report(folder, *settings):
     """Have the command write the page, and return it."""
     assert main(["report", str(folder), *settings]) == 0
     return ParsedPage((folder / "report.html").read_text())
+
+
+@contextmanager
+def serving(page):
+    """Serve a live page on a free port in a thread."""
+    server = PageServer(page, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -4,7 +4,6 @@ import math
 import time
 from itertools import islice, pairwise
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ import dino_vit.training.setup
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.reporter import Reporter
 from tests.support.runs import readings, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
@@ -68,13 +68,6 @@ def lose(monkeypatch):
     return lose
 
 
-def reference_schedule(base, final, total, warmup=0):
-    """The reference's table of a rate, by step."""
-    rest = np.arange(total - warmup)
-    cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * rest / len(rest)))
-    return np.concatenate([np.linspace(0, base, warmup), cosine])
-
-
 def determined(module):
     """A state without key biases: no softmax sees them, so AdamW makes full steps of mere rounding."""
     found = tensors_of(module)
@@ -109,9 +102,11 @@ def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
     settings = {"loss.teacher_temp": 0.07, "loss.warmup_teacher_temp_epochs": 2, "budget.steps": 32}
     state = opened(tmp_path, settings).state
     rates = [state.plan.rates(step) for step in range(32)]
-    assert [r.lr for r in rates] == pytest.approx(reference_schedule(0.03 * 8 / 256, 1e-6, 32, warmup=8))
-    assert [r.weight_decay for r in rates] == pytest.approx(reference_schedule(0.04, 0.4, 32))
-    assert [r.momentum for r in rates] == pytest.approx(reference_schedule(0.996, 1, 32))
+    schedules = {"lr": (0.03 * 8 / 256, 1e-6, 8), "weight_decay": (0.04, 0.4, 0), "momentum": (0.996, 1, 0)}
+    for name, (base, final, warmup) in schedules.items():
+        ends = {"base": base, "final": final, "total": 32, "warmup": warmup}
+        expected = [warmup_cosine(step, **ends) for step in range(32)]
+        assert [getattr(rate, name) for rate in rates] == pytest.approx(expected)
     assert [r.teacher_temp for r in rates] == pytest.approx([0.04] * 8 + [0.07] * 24)
 
 

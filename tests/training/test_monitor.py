@@ -16,11 +16,6 @@ from dino_vit.core.progress import duration
 from dino_vit.training.monitor import RunProgress
 from dino_vit.training.readings import LEARNING, UNIFORM
 from tests.support.readings import HEALTHY, Clock, show_some
-from tests.support.runs import ROOT
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
 
 
 def test_without_a_terminal_there_are_plain_aligned_lines():
@@ -75,7 +70,7 @@ def on_a_terminal(program, *, width=100, stdout=None):
     """Run a program whose stderr, and stdout unless given, is a terminal; return all that it received."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    variables = {**environment(), "TERM": "xterm-256color"}
+    variables = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     variables.pop("COLUMNS", None)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -189,9 +184,8 @@ def test_an_error_gives_the_terminal_back():
 
 
 def test_a_log_file_gets_no_control_codes_even_where_colour_is_forced():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHOW)], capture_output=True, env=environment(), check=True
-    )
+    command, forced = [sys.executable, "-c", textwrap.dedent(SHOW)], {**os.environ, "FORCE_COLOR": "1"}
+    done = subprocess.run(command, capture_output=True, env=forced, check=True)
     assert b"\x1b" not in done.stderr
     assert done.stderr.count(b"img/s") == 5
     assert done.stdout == b""

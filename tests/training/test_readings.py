@@ -1,5 +1,4 @@
 import math
-import os
 import re
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from dino_vit.training.readings import (
     read_records,
 )
 from tests.support.readings import HEALTHY
-from tests.support.runs import ROOT
 from tests.support.training import trained
 
 PROTOTYPES = 64
@@ -240,8 +238,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         for step in range(1, 10**9):
             append_record(Path({str(path)!r}), replace(HEALTHY, step=step).to_record("learning"))
     """
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(writer)], env=environ)
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(writer)])
     deadline = time.monotonic() + 60
     while not path.exists() or path.stat().st_size < 10**5:
         assert time.monotonic() < deadline
