@@ -88,10 +88,9 @@ def test_two_processes_train_as_one(tmp_path, weights):
     for ours, theirs in zip(two["history"], one["history"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["top1"]["images"] == theirs["top1"]["images"] == 20
-    for name, tensor in tensors(tmp_path / "one" / "state", 3).items():
-        torch.testing.assert_close(
-            tensors(tmp_path / "two" / "state", 3)[name], tensor, atol=2e-4, rtol=1e-2, msg=name
-        )
+    alone, together = (tensors(tmp_path / name / "state", 3) for name in ("one", "two"))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
 
 
 def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):

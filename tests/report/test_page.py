@@ -15,6 +15,7 @@ from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_re
 
 
 def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
+    """A name like a script is only a name; only the page's own script and style may run."""
     page = write_report(made)
     size = (made / "report.html").stat().st_size
     assert size < 5e6
@@ -28,19 +29,11 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert "head.prototypes 256 65536" in page.text
     assert "Map, attention and neighbours: teacher at step 20." in page.text
     assert page.data["explorer"]["count"] == IMAGES
-    assert {chart["id"] for chart in page.data["charts"]} >= {"loss", "entropies", "knn", "rank", "lr"}
-
-
-def test_a_name_like_a_script_is_only_a_name(made):
-    page = write_report(made)
-    html = (made / "report.html").read_text()
-    assert "<script>alert" not in html
+    assert "<script>alert" not in (made / "report.html").read_text()
     assert HOSTILE in page.data["explorer"]["names"]
     assert any(HOSTILE in value for tag, name, value in page.attributes if (tag, name) == ("img", "alt"))
+    assert {chart["id"] for chart in page.data["charts"]} >= {"loss", "entropies", "knn", "rank", "lr"}
 
-
-def test_only_this_script_and_this_style_may_run(made):
-    page = write_report(made)
     (policy,) = (value for _, name, value in page.attributes if name == "content" and "default-src" in value)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == rules["connect-src"] == "'none'"

@@ -153,34 +153,26 @@ def test_the_bar_goes_on_between_readings_but_not_at_every_step():
 
 
 def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path):
+    """Here until an error, which gives the terminal back."""
     program = """
         import sys
+        from contextlib import suppress
         from dino_vit.training.monitor import RunProgress
-        with RunProgress(total_steps=10) as progress:
+        with suppress(KeyboardInterrupt), RunProgress(total_steps=10) as progress:
             progress.advance(5)
             print("to stdout")
             print("to stderr", file=sys.stderr)
+            raise KeyboardInterrupt
     """
-    lines = [line for line in screen(on_a_terminal(program)) if line]
+    received = on_a_terminal(program)
+    assert received.endswith("\x1b[?25h")
+    lines = [line for line in screen(received) if line]
     assert lines[:2] == ["to stdout", "to stderr"]
     assert len(lines) == 4
     with (tmp_path / "out").open("w") as file:
         lines = [line for line in screen(on_a_terminal(program, stdout=file)) if line]
     assert lines[0] == "to stderr"
     assert (tmp_path / "out").read_text() == "to stdout\n"
-
-
-def test_an_error_gives_the_terminal_back():
-    program = """
-        from dino_vit.training.monitor import RunProgress
-        try:
-            with RunProgress(total_steps=10) as progress:
-                progress.advance(5)
-                raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            pass
-    """
-    assert on_a_terminal(program).endswith("\x1b[?25h")
 
 
 def test_a_log_file_gets_no_control_codes_even_where_colour_is_forced():

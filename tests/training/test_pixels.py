@@ -127,12 +127,6 @@ def test_a_published_set(tmp_path):
     judge(tmp_path / "run", tmp_path / "images.npy", f"labels={tmp_path / 'labels.csv'}")
 
 
-def test_five_channels_are_not_taken_for_three(tmp_path):
-    folder = fill(tmp_path / "images", five_channels)
-    said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
-    assert "data.channels=3, but the images of" in said
-
-
 def test_a_resumed_run_keeps_what_it_measured(tmp_path):
     folder = fill(tmp_path / "images", sixteen_bits)
     settings = {**SETTINGS, **MEASURED, "data.source": folder, "run.checkpoint_every": 1}

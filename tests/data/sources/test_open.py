@@ -60,10 +60,6 @@ def write_archive_folder(root):
     return root
 
 
-def write_below(root):
-    return write_tar(root / "below.tar", {f"./photos/{name}": data for name, data in FILES.items()})
-
-
 KINDS = {
     "folder": write_folder,
     "list": write_list,
@@ -92,7 +88,8 @@ def test_the_same_images_are_the_same_items(tmp_path, kind):
 
 
 def test_a_folder_that_all_share_changes_neither_order_nor_labels(tmp_path):
-    source = open_source(str(write_below(tmp_path)))
+    path = write_tar(tmp_path / "below.tar", {f"./photos/{name}": data for name, data in FILES.items()})
+    source = open_source(str(path))
     assert [data for _, data, _ in items(source)] == [FILES[name] for name in ORDER]
     assert source.classes == CLASSES
 
