@@ -1,4 +1,4 @@
-"""What the pages in docs/ say is so: commands parse, settings and files exist, tables and code are tried."""
+"""What README and docs/ say is so: commands parse, settings and files exist, tables and code are tried."""
 
 import json
 import re

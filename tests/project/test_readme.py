@@ -1,4 +1,4 @@
-"""The README's files, targets and names exist, and its commands parse; `test_readme_walk.py` runs them."""
+"""The README's targets and names exist; `test_docs.py` checks its commands, files and links."""
 
 import re
 
