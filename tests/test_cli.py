@@ -128,18 +128,12 @@ def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
         (["run.trackers=[tensorbord]"], "run.trackers: tensorbord is not installed. Install it, choose from"),
         (["data.source=synthetic:20"], "20 images do not fill a global batch of 64"),
         (["init.weights=/no/such.pth", *SMALL], "/no/such.pth does not exist"),
+        (["output=/dev/null/run", "budget.epochs=20", *SMALL], "/dev/null"),
     ],
 )
 def test_what_pretrain_cannot_do_is_a_message_and_exit_code_2(tmp_path, capsys, settings, message):
     assert main(["pretrain", f"output={tmp_path / 'run'}", *settings]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_output_that_cannot_be_written_is_a_message(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    settings = ["budget.epochs=20", *SMALL]
-    assert main(["pretrain", f"output={tmp_path / 'file' / 'run'}", *settings]) == 2
     shown = capsys.readouterr().err
+    assert message in shown
     assert "Traceback" not in shown
-    assert str(tmp_path / "file") in shown
+    assert not (tmp_path / "run").exists()

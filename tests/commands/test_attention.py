@@ -1,26 +1,24 @@
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from benchmarks.measure import CLEAR_REFS, peak_memory
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.attention import file_stems, pad
 from dino_vit.eval.attention import cls_attention
 from dino_vit.eval.pictures import resize
 from dino_vit.views.preparation import preparation_of
-from tests.support.runs import command, program, run
+from tests.support.allocation import build_attention
 
 SIZES = {"a.png": (31, 50), "deep/a.png": (8, 8), "deep/<b> c.jpg": (77, 9), "e.png": (40, 40)}
 
 
 @pytest.fixture
 def weights(tmp_path):
-    torch.manual_seed(0)
     model = VisionTransformer(image_size=(32, 48), patch_size=8, width=32, depth=2, heads=2, registers=3)
     save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
     return tmp_path / "a.safetensors"
@@ -101,26 +99,6 @@ def test_file_names_are_safe_and_their_own():
     assert found[:4] == ["etc-passwd", "a-b", "a-b-2", "A-B-3"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    output = tmp_path_factory.mktemp("trained") / "run"
-    run(output, {"budget.steps": 2, "optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0})
-    return output
-
-
-@pytest.mark.parametrize("processes", [0, 1, 2])
-def test_a_checkpoint_of_the_loop_by_every_way_to_start(trained, tmp_path, processes):
-    settings = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
-    if processes:
-        out = program("attention", *settings, processes=processes)
-    else:
-        out = command(tmp_path / "log", "attention", *settings)
-    assert out.count("14 images on 2 sheets") == 1
-    found = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"sheet-1.png", "sheet-2.png"} < found
-    assert sum(name.endswith(".attention.npy") for name in found) == 14
-
-
 def test_mistakes_are_explained(weights, tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
@@ -172,23 +150,8 @@ def test_a_damaged_video_is_reported(weights, tmp_path, capsys):
     assert list((tmp_path / "o").iterdir()) == []
 
 
-def peak(code):
-    """Return by how many MiB the peak of memory rises over running some code in a process of its own."""
-    script = (
-        "import resource, torch\n"
-        "from dino_vit import VisionTransformer\n"
-        "from dino_vit.eval import attention\n"
-        "torch.set_num_threads(1)\n"
-        "def rss(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
-        "def model(s): return VisionTransformer(image_size=s, patch_size=8, width=24, depth=2, heads=2)\n"
-        "attention.rollout(model(64), torch.zeros(1, 3, 64, 64)); before = rss()\n"
-        f"{code}\nprint(rss() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return float(done.stdout)
-
-
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of a process is read from Linux's /proc")
 @pytest.mark.parametrize("function", ["cls_attention", "rollout"])
 def test_a_large_image_needs_little_memory(function):
     # 64 × 64 patches: the weights of a block, 2 × 4097² in float32, are 134 MiB; in both blocks twice that.
-    assert peak(f"attention.{function}(model(512), torch.zeros(1, 3, 512, 512))") < 100
+    assert peak_memory(build_attention, function) < 134

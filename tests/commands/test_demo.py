@@ -32,6 +32,41 @@ def small(monkeypatch):
     monkeypatch.setattr(demo, "recipe", recipe)
 
 
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.*") if "tfevents" not in path.name}
+
+
+def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, capsys):
+    """The k-NN of the untrained network is the baseline that the run measured before its first step."""
+    command = ["demo", f"output={tmp_path / 'run'}", "images=100", "seed=5"]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    figures = json.loads((tmp_path / "run" / "demo.json").read_text())
+    for name in ("k-NN", "linear probe"):
+        row = next(line for line in output.splitlines() if name in line)
+        for network in ("untrained", "trained", "raw pixels"):
+            assert f" {network} {figures[name][network]:.1f} %" in row
+    baseline = json.loads((tmp_path / "run" / "baseline.json").read_text())
+    assert figures["k-NN"]["untrained"] == baseline["knn"]
+    assert figures["k-NN"]["trained"] == read_records(tmp_path / "run" / "metrics.jsonl")[-1]["knn"]
+    assert str(tmp_path / "run" / "report.html") in output
+    assert list((tmp_path / "run" / "attention").glob("*.png"))
+    before = times(tmp_path / "run")
+    assert main(command) == 0
+    assert all(line in output for line in capsys.readouterr().out.splitlines())
+    assert times(tmp_path / "run") == before
+
+    config = demo.recipe(demo.DemoConfig(output=str(tmp_path / "run"), seed=5))
+    source, preparation = (
+        SyntheticSource(length=240, size=32),
+        preparation_of(load_backbone(tmp_path / "run")),
+    )
+    evaluation = OnlineEvaluation(source=source, preparation=preparation, seed=5)
+    found = evaluation(build_untrained(config)[1].backbone)
+    assert found["knn"] == baseline["knn"]
+    assert found["rankme"] == pytest.approx(baseline["rankme"], rel=1e-5)
+
+
 def test_the_recipe_comes_with_the_package():
     config = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3))
     assert (config.output, config.seed, config.data.source) == ("elsewhere", 3, "synthetic")
@@ -51,27 +86,6 @@ def test_without_native_bf16_it_is_bounded_in_time_and_keeps_to_that(tmp_path, m
     assert demo.recipe(config.model_copy(update={"steps": 777})).budget.steps == 777
 
 
-def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, capsys):
-    command = ["demo", f"output={tmp_path / 'run'}", "images=100"]
-    assert main(command) == 0
-    output = capsys.readouterr().out
-    figures = json.loads((tmp_path / "run" / "demo.json").read_text())
-    for name in ("k-NN", "linear probe"):
-        row = next(line for line in output.splitlines() if name in line)
-        for network in ("untrained", "trained", "raw pixels"):
-            assert f" {network} {figures[name][network]:.1f} %" in row
-    assert figures["k-NN"]["untrained"] == json.loads((tmp_path / "run" / "baseline.json").read_text())["knn"]
-    assert figures["k-NN"]["trained"] == read_records(tmp_path / "run" / "metrics.jsonl")[-1]["knn"]
-    assert str(tmp_path / "run" / "report.html") in output
-    assert list((tmp_path / "run" / "attention").glob("*.png"))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
-    assert main(command) == 0
-    assert all(line in output for line in capsys.readouterr().out.splitlines())
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.*")}
-    changed = {path.name for path in after if before.get(path) != after[path]}
-    assert not {name for name in changed if "tfevents" not in name}
-
-
 def test_results_of_older_weights_are_outdated(tmp_path):
     weights, result = tmp_path / "weights", tmp_path / "demo.json"
     weights.write_text("")
@@ -83,30 +97,8 @@ def test_results_of_older_weights_are_outdated(tmp_path):
     assert demo.is_outdated(result, weights)
 
 
-def test_the_untrained_network_is_the_one_that_the_run_began_with(tmp_path, small):
-    """Its k-NN is the baseline that the run measured before its first step."""
-    assert main(["demo", f"output={tmp_path / 'run'}", "images=100", "seed=5"]) == 0
-    config = demo.recipe(demo.DemoConfig(output=str(tmp_path / "run"), seed=5))
-    trained = load_backbone(tmp_path / "run")
-    source = SyntheticSource(length=240, size=32)
-    evaluation = OnlineEvaluation(source=source, preparation=preparation_of(trained), seed=5)
-    baseline = json.loads((tmp_path / "run" / "baseline.json").read_text())
-    figures = evaluation(build_untrained(config)[1].backbone)
-    assert figures["knn"] == baseline["knn"]
-    assert figures["rankme"] == pytest.approx(baseline["rankme"], rel=1e-5)
-
-
-class Ten:
-    """Images with labels, of which only the labels matter."""
-
-    classes = tuple("0123456789")
-
-    def label(self, index):
-        return index % 10
-
-
 def test_a_probe_separates_what_can_be_separated_and_nothing_else():
-    indices = list(range(500))
+    indices, source = list(range(500)), SyntheticSource(length=500)  # of which only the labels matter
     clear = torch.nn.functional.one_hot(torch.arange(500) % 10, 10).float() + 0.1 * torch.randn(500, 10)
-    assert demo.probe(clear, Ten(), indices) == 100
-    assert demo.probe(torch.randn(500, 10), Ten(), indices) < 30
+    assert demo.probe(clear, source, indices) == 100
+    assert demo.probe(torch.randn(500, 10), source, indices) < 30

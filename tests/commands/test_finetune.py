@@ -9,26 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import read_tensors
 from dino_vit.eval.datasets import SupervisedConfig, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
-from tests.support.processes import torchrun_environs
-from tests.support.runs import Command, command, program, run
+from tests.support.processes import command_in_two
+from tests.support.runs import command, tensors
 
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
-
-
-@pytest.fixture
-def weights(tmp_path):
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2, registers=1)
-    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return tmp_path / "a.safetensors"
 
 
 def arguments(output, *more, source="synthetic:100:16"):
@@ -39,10 +30,6 @@ def tune(output, *more, **options):
     said = command(output.with_suffix(".log"), *arguments(output, *more), **options)
     path = output / "eval" / "finetune.json"
     return (json.loads(path.read_text()) if path.exists() else None), said
-
-
-def tensors(output, epoch):
-    return read_tensors(output / "state" / "checkpoints" / f"step-{epoch:08d}.safetensors")[0]
 
 
 def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
@@ -77,8 +64,8 @@ def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weig
     assert nothing is None
     assert "resuming after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
     assert said[0]["history"] == whole["history"]
-    for name, tensor in tensors(tmp_path / "whole", 3).items():
-        assert torch.equal(tensors(tmp_path / "killed", 3)[name], tensor), name
+    for name, tensor in tensors(tmp_path / "whole" / "state", 3).items():
+        assert torch.equal(tensors(tmp_path / "killed" / "state", 3)[name], tensor), name
     _, said = tune(tmp_path / "whole", *more, "smoothing=0", code=2)
     assert "a run with another config" in said
 
@@ -98,23 +85,22 @@ def test_two_processes_train_as_one(tmp_path, weights):
     """Stochastic depth is drawn in each process for its own images, so it is off."""
     more = (f"weights={weights}", "drop_path=0")
     one, _ = tune(tmp_path / "one", *more)
-    argv = arguments(tmp_path / "two", *more, "batch_size=8")
-    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())]
-    assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
-    assert "top-1" not in pair[1].said, "only rank 0 prints"
+    _, second = command_in_two(tmp_path / "log", *arguments(tmp_path / "two", *more, "batch_size=8"))
+    assert "top-1" not in second, "only rank 0 prints"
     two = json.loads((tmp_path / "two" / "eval" / "finetune.json").read_text())
     for ours, theirs in zip(two["history"], one["history"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["top1"]["images"] == theirs["top1"]["images"] == 20
-    for name, tensor in tensors(tmp_path / "one", 3).items():
-        torch.testing.assert_close(tensors(tmp_path / "two", 3)[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
+    alone, together = (tensors(tmp_path / name / "state", 3) for name in ("one", "two"))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
 
 
 def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
     """One batch of all images, whose loss and moves are written out."""
     more = (f"weights={weights}", "epochs=1", "warmup_epochs=0", "drop_path=0", "layer_decay=0.5", "flip=0")
     found, _ = tune(tmp_path / "run", *more, "batch_size=80", "crop=[1, 1]", "clip=0.5", "smoothing=0.3")
-    after = tensors(tmp_path / "run", 1)
+    after = tensors(tmp_path / "run" / "state", 1)
 
     torch.manual_seed(derive_seed(0, RngPurpose.NETWORK))
     model, sets = load_backbone(weights), open_sets(SupervisedConfig(source="synthetic:100:16"))
@@ -136,14 +122,6 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
         torch.testing.assert_close(moved, torch.full_like(moved, rate * scale), rtol=0.02, atol=0)
 
 
-def test_the_program_finetunes_a_checkpoint_in_two_processes(tmp_path):
-    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
-    argv = arguments(tmp_path / "tuned", f"weights={tmp_path / 'run'}", "epochs=2", source="synthetic:50:32")
-    said = program("finetune", *argv[1:], processes=2)
-    assert said.count("after 2 epochs") == 1
-    assert load_backbone(tmp_path / "tuned", num_classes=10).image_size == (32, 32)
-
-
 def test_it_trains_a_randomly_initialised_network(tmp_path):
     tune(tmp_path / "run", "arch=vit_tiny", "patch_size=8", "size=16", "epochs=1", "warmup_epochs=0")
     model = load_backbone(tmp_path / "run", num_classes=10)
@@ -153,10 +131,7 @@ def test_it_trains_a_randomly_initialised_network(tmp_path):
 def test_mistakes_are_reported(tmp_path, weights, capsys):
     for more, said in (
         ([], "either weights to start from, or arch"),
-        (
-            [f"weights={weights}", "warmup_epochs=3"],
-            "must be shorter than the run (epochs=3)",
-        ),
+        ([f"weights={weights}", "warmup_epochs=3"], "must be shorter than the run (epochs=3)"),
         ([f"weights={weights}", "arch=vit_tiny"], "either weights"),
         (["weights=none.pth"], "none.pth does not exist"),
         ([f"weights={weights}", "train=nowhere"], "nowhere"),

@@ -1,16 +1,10 @@
 import json
-import math
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from dino_vit.cli import main
-from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.sources.open import open_source
-from dino_vit.data.statistics import inspect_images
-from dino_vit.views.build import make_views
 
 
 @pytest.fixture
@@ -62,20 +56,6 @@ def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys):
         assert sheet.width > 1000
 
 
-def test_mean_and_std_are_those_of_the_pixels(tmp_path):
-    generator = np.random.default_rng(1)
-    arrays = generator.integers(0, 200, (5, 6, 7, 3), dtype=np.uint8)
-    np.save(tmp_path / "a.npy", arrays)
-    found = inspect_images(open_source(str(tmp_path / "a.npy")), range(5))
-    mean, std = found.mean_and_std()
-    for channel in range(3):
-        values = [float(value) / 255 for value in arrays[..., channel].flatten()]
-        average = sum(values) / len(values)
-        assert math.isclose(mean[channel], average, abs_tol=1e-6)
-        spread = math.sqrt(sum((value - average) ** 2 for value in values) / len(values))
-        assert math.isclose(std[channel], spread, abs_tol=1e-5)
-
-
 def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     np.save(tmp_path / "a.npy", np.linspace(-500, 3000, 4 * 16 * 16, dtype=np.float32).reshape(4, 16, 16))
     assert main(["inspect-data", str(tmp_path / "a.npy"), "sheet=null"]) == 0
@@ -88,21 +68,6 @@ def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
 def test_only_some_are_looked_at(capsys):
     assert main(["inspect-data", "synthetic:500:16", "count=20", "sheet=null"]) == 0
     assert "20 of them were inspected" in capsys.readouterr().out
-
-
-def test_views_are_those_of_the_training():
-    settings = ["data.source=synthetic:30:32", "views.global_size=32", "views.local_size=16", "seed=3"]
-    config = load(PretrainConfig, None, [*settings, "model.patch_size=8", "views.local_count=2"])
-    source = open_source(config.data.source)
-    made = make_views(config, source, [7, 2], epoch=4)
-    assert [[tuple(view.shape) for view in views] for views in made] == [
-        [(3, 32, 32)] * 2 + [(3, 16, 16)] * 2
-    ] * 2
-    (alone,) = make_views(config, source, [2], epoch=4)
-    assert all(bool((one == other).all()) for one, other in zip(alone, made[1], strict=True))
-    (other,) = make_views(config, source, [2], epoch=5)
-    assert not bool((alone[0] == other[0]).all())
-    assert all(view.min() >= 0 and view.max() <= 1 for views in made for view in views)
 
 
 def test_mistakes_are_said(tmp_path, capsys):

@@ -1,45 +1,23 @@
 """The whole command: figures equal to a loop over features, in one process or two, from any launcher."""
 
 import json
-import math
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from dino_vit import VisionTransformer, save_backbone
 from dino_vit.cli import main
-from dino_vit.data.sources.open import SyntheticSource, open_source
+from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.knn import few_shot_rows
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
-from tests.support.processes import torchrun_environs
-from tests.support.runs import Command, command, program, run
-
-PROGRAM = Path(__file__).parents[2] / "eval" / "knn.py"
-
-
-@pytest.fixture
-def weights(tmp_path):
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
-    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return tmp_path / "a.safetensors"
-
-
-def write_images(folder, classes, per_class, first=0):
-    """Write a folder of each class, with patterns that are its own, whichever classes there are beside it."""
-    patterns = SyntheticSource(length=1000, size=16)
-    for name in classes:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for number in range(first, first + per_class):
-            image = patterns.read(10 * number + "abcdefghij".index(name[0]))
-            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{number}.png")
-    return folder
+from tests.support.images import write_classes
+from tests.support.naive import ranked_classes
+from tests.support.processes import command_in_two
+from tests.support.runs import command
 
 
 def arguments(weights, source, output, *more):
@@ -64,20 +42,11 @@ def features_of(weights, source):
     return unit, [source.classes[source.label(index)] for index in range(len(source))]
 
 
-def naive_right(bank, bank_labels, query, label, k, top, itself=None):
-    """Whether the label is among the first of the classes by score, in Python numbers."""
-    near = sorted((-float(row @ query), i) for i, row in enumerate(bank) if i != itself)[:k]
-    scores = {}
-    for similarity, i in near:
-        scores[bank_labels[i]] = scores.get(bank_labels[i], 0) + math.exp(-similarity / 0.07)
-    return label in sorted(scores, key=lambda name: -scores[name])[:top]
-
-
 @pytest.mark.parametrize("search", ["auto", "faiss", "torch"])
 def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights, search):
     """The queries lack a class of the bank, so that equal numbers are not equal classes."""
-    train = write_images(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
-    val = write_images(tmp_path / "val", ["b", "d", "e"], 4, first=50)
+    train = write_classes(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
+    val = write_classes(tmp_path / "val", ["b", "d", "e"], 4, first=50)
     Image.new("RGB", (16, 16)).save(val / "nobody.png")  # of no class
     found, said = evaluate(weights, val, f"train={train}", "k=[3,20,1000]", f"search={search}")
     bank, bank_labels = features_of(weights, train)
@@ -86,10 +55,8 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     assert (found["images"], found["bank"], found["classes"]) == (12, 49, 7)
     for figures, k in zip(found["results"], (3, 20, 49), strict=True):
         for top in (1, 5):
-            right = [
-                naive_right(bank, bank_labels, query, label, k, top)
-                for query, label in zip(queries, labels, strict=True)
-            ]
+            found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
+            right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
             assert figures[f"top{top}"] == accuracy(sum(right), 12)._asdict()
             if top == 1:
                 of_class = {
@@ -101,11 +68,17 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights,
     assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
 
 
+def first_class(features, labels, query, rows):
+    """Return the class of an image by its 5 nearest among some rows."""
+    near = [float(features[row] @ features[query]) for row in rows]
+    return ranked_classes(near, [labels[row] for row in rows], 5)[0]
+
+
 def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weights):
-    images = write_images(tmp_path / "images", "abc", 8)
+    images = write_classes(tmp_path / "images", "abc", 8)
     found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "repeats=3", "seed=4")
     bank, labels = features_of(weights, images)
-    right = [naive_right(bank, labels, bank[i], labels[i], 5, 1, itself=i) for i in range(24)]
+    right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
     assert found["results"][0]["top1"]["correct"] == sum(right)
     assert found["bank"] == 23
     numbers = torch.tensor(["abc".index(label) for label in labels]).numpy()
@@ -113,8 +86,7 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
     for repeat in range(3):
         rows = few_shot_rows(numbers, torch.arange(24).numpy(), shots=2, seed=4, repeat=repeat)
         others = [i for i in range(24) if i not in rows]
-        few = [labels[row] for row in rows]
-        right = [naive_right(bank[rows], few, bank[i], labels[i], 5, 1) for i in others]
+        right = [first_class(bank, labels, i, rows.tolist()) == labels[i] for i in others]
         percents.append(100 * sum(right) / 18)
     (figures,) = found["few_shot"]
     assert [one["percent"] for one in figures["top1"]] == pytest.approx(percents)
@@ -127,40 +99,20 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
     more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
     argv = arguments(weights, "synthetic:51:16", tmp_path / "two.json", *more)
-    pair = [Command(argv, tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())]
-    assert [each.wait() for each in pair] == [0, 0], pair[0].said + pair[1].said
+    first, second = command_in_two(tmp_path / "two", *argv)
     two = json.loads((tmp_path / "two.json").read_text())
     assert (two["results"], two["few_shot"]) == (one["results"], one["few_shot"])
-    assert "top-1 %" in pair[0].said
-    assert "top-1 %" not in pair[1].said, "only the first process speaks"
-
-
-def test_two_launched_programs_judge_a_run_as_the_command_does(tmp_path):
-    """Leave-one-out, where a share of the queries must know which rows of the bank they are."""
-    run(tmp_path / "run", {"budget.steps": 10})
-    settings = ["synthetic:61:32", "k=[5]", "precision=no", f"weights={tmp_path / 'run'}"]
-    said = program("knn", *settings, processes=2)
-    path = tmp_path / "run" / "eval" / "knn.json"
-    assert said.splitlines()[-1] == str(path)
-    two = json.loads(path.read_text())
-    command(tmp_path / "log", "knn", *settings)
-    assert json.loads(path.read_text()) == two
-    assert two["images"] == 61
+    assert "top-1 %" in first
+    assert "top-1 %" not in second, "only the first process speaks"
 
 
 def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     flat = tmp_path / "flat"
     flat.mkdir()
     Image.new("RGB", (16, 16)).save(flat / "a.png")
-    one = write_images(tmp_path / "one", "ab", 3)
-    same = tmp_path / "same.csv"
-    same.write_text("".join(f"{folder}/{number}.png,a\n" for folder in "ab" for number in range(3)))
-    two = write_images(tmp_path / "two", "ab", 3)
+    two = write_classes(tmp_path / "two", "ab", 3)
     for source, more, said in (
         (flat, [], "none of the 1 images"),
-        (one, [f"labels={same}"], "are of one class"),
-        (two, [f"train={one}", f"train_labels={same}"], "are of one class"),
-        (write_images(tmp_path / "three", "abc", 3), [f"train={two}"], "classes that are not among the 2"),
         (two, ["shots=[3]"], "shots=3 takes all 6 images"),
         (two, ["k=[0]"], "k"),
         (two, ["k=[]"], "at least 1"),

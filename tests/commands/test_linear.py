@@ -6,28 +6,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
-from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.linear import columns_of
-from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.eval.datasets import LabelledFeatures, SupervisedConfig, hold_out, open_sets
-from dino_vit.eval.dino2021 import Dino2021
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
-from tests.support.processes import torchrun_environs
-from tests.support.runs import Command, command, program, run
+from tests.support.images import write_classes
+from tests.support.processes import command_in_two
+from tests.support.runs import command
 
 FAST = ["grid.rates=[0.001, 0.01, 0.1]", "grid.steps=40", "grid.batch=32", "grid.blocks=[1, 2]"]
-
-
-@pytest.fixture
-def weights(tmp_path):
-    torch.manual_seed(0)
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=3, heads=2, registers=1)
-    save_backbone(model, tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
-    return tmp_path / "a.safetensors"
 
 
 def arguments(weights, *more, source="synthetic:120:16", output="found.json"):
@@ -41,11 +31,9 @@ def evaluate(weights, *more, output="found.json", **keywords):
 
 
 def evaluate_in_two(weights, *more):
-    argv = arguments(weights, *more, output="two.json")
-    logs = [weights.parent / f"{rank}.log" for rank in (0, 1)]
-    started = [Command(argv, log, environ=e) for log, e in zip(logs, torchrun_environs(), strict=True)]
-    assert [one.wait() for one in started] == [0, 0], started[0].said + started[1].said
-    assert "top-1" not in started[1].said, "only rank 0 prints"
+    log = weights.parent / "log"
+    _, second = command_in_two(log, *arguments(weights, *more, output="two.json"))
+    assert "top-1" not in second, "only rank 0 prints"
     return json.loads((weights.parent / "two.json").read_text())
 
 
@@ -84,12 +72,15 @@ def test_two_processes_find_what_one_does(weights, method):
 
 
 def test_the_best_can_be_chosen_on_held_out_training_images(weights):
-    found, said = evaluate(weights, *FAST, "select=train")
+    """Here in half precision, and with more blocks than the backbone has."""
+    found, said = evaluate(weights, *FAST, "select=train", "precision=bf16", "grid.blocks=[1, 4]")
     held_out = [cell["held_out"]["correct"] for cell in found["table"]]
     assert found["images"]["train"] == 87
     assert {cell["held_out"]["images"] for cell in found["table"]} == {9}
     assert found["best"]["held_out"]["correct"] == max(held_out)
     assert "chosen on 9 training images" in said
+    assert {cell["blocks"] for cell in found["table"]} == {1, 3}
+    assert "the backbone has only 3 blocks" in said
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [("cls", 1), ("cls", 3), ("cls+mean", 1), ("cls+mean", 2)])
@@ -103,12 +94,6 @@ def test_columns_are_the_tokens_that_they_name(weights, tokens, blocks):
         expected.append(outputs[-1][:, 2:].mean(1))
     found = whole.of(model, images)[:, columns_of(part, whole, 32)]
     torch.testing.assert_close(found, torch.cat(expected, 1))
-
-
-def test_a_backbone_with_few_blocks_gives_all_of_them(weights):
-    found, said = evaluate(weights, *FAST, "grid.blocks=[1, 4]")
-    assert {cell["blocks"] for cell in found["table"]} == {1, 3}
-    assert "the backbone has only 3 blocks" in said
 
 
 @pytest.mark.parametrize(("blocks", "mean"), [(2, False), (1, True)])
@@ -173,36 +158,8 @@ def die_after_the_first_epoch():
     dino_vit.eval.dino2021._save = save_and_die
 
 
-def test_interleaving_alternates_cls_and_mean_patch():
-    features = torch.tensor([[1, 2, 3, 10, 20, 30]])
-    assert Dino2021(blocks=1, mean=True).arrange(features).tolist() == [[1, 10, 2, 20, 3, 30]]
-    assert Dino2021().arrange(features) is features
-
-
-def test_the_program_evaluates_a_checkpoint_in_two_processes(tmp_path):
-    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0})
-    words = ["synthetic:60:32", f"weights={tmp_path / 'run'}", *FAST, "precision=no"]
-    said = program("linear", *words, processes=2)
-    path = tmp_path / "run" / "eval" / "linear.json"
-    assert said.splitlines()[-1] == str(path)
-    found = json.loads(path.read_text())
-    assert (found["weights"]["step"], found["weights"]["network"]) == (5, "teacher")
-    command(tmp_path / "log", "linear", *words)
-    assert json.loads(path.read_text()) == found
-
-
-def write_images(folder, classes, count=4):
-    source = SyntheticSource(length=1000, size=16)
-    for name in classes:
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            image = source.read(10 * number + "abcdefghij".index(name))
-            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{number}.png")
-    return folder
-
-
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):
-    train, val = write_images(tmp_path / "train", "abc", 8), write_images(tmp_path / "val", "bc")
+    train, val = write_classes(tmp_path / "train", "abc", 8), write_classes(tmp_path / "val", "bc", 4)
     (train / "a" / "0.png").write_bytes(b"no image")
     found, said = evaluate(weights, *FAST, f"train={train}", source=val)
     assert found["images"] == {"train": 23, "val": 8}
@@ -210,11 +167,6 @@ def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_p
     assert "a/0.png" in said
     published = ["method=dino2021", "dino2021.blocks=1", "dino2021.epochs=2", "dino2021.workers=0"]
     assert evaluate(weights, *published, f"train={train}", source=val)[0]["classes"] == 3
-
-
-def test_half_precision_features_work_too(weights):
-    found, _ = evaluate(weights, *FAST, "precision=bf16")
-    assert found["images"]["train"] == 96
 
 
 def test_held_out_images_are_those_of_the_seed(weights):
@@ -228,10 +180,7 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 
 def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys):
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    Image.new("RGB", (16, 16)).save(flat / "a.png")
-    two = write_images(tmp_path / "two", "ab")
+    two = write_classes(tmp_path / "two", "ab", 4)
     head = tmp_path / "head.pth"
     tensors = {"module.linear.weight": torch.zeros(3, 32), "module.linear.bias": torch.zeros(3)}
     torch.save({"state_dict": tensors}, head)
@@ -239,8 +188,7 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
     torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
     published = ["method=dino2021", "dino2021.blocks=1"]
     for source, more, said in (
-        (flat, [], "none of the 1 images"),
-        (write_images(tmp_path / "three", "abc"), [f"train={two}"], "not among the 2"),
+        (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),
         (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),

@@ -2,13 +2,11 @@
 
 import json
 import logging
-import os
 import signal
-import socket
+from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
@@ -17,7 +15,8 @@ from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.report.sheets import view_rows
-from tests.support.runs import Run, before_step, readings, run, tensors
+from tests.support.processes import run_in_two
+from tests.support.runs import assert_same_end, readings, run, signal_before_step
 
 SOURCE = SyntheticSource(length=64)
 NAMES = [SOURCE.name(index) for index in range(64)]
@@ -97,23 +96,18 @@ def test_a_fingerprint_tells_weights_apart():
     )
 
 
-def kill_before_step_8():
-    before_step(8, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     settings = {**SHORT, "data.weights": of_classes(tmp_path / "w.csv")}
     said = run(tmp_path / "whole", settings)
     assert "sampling weights: 15 of 64 images effectively; 46 are never drawn" in said
-    run(tmp_path / "run", settings, code=-signal.SIGKILL, before=kill_before_step_8)
+    killed = partial(signal_before_step, 8, signal.SIGKILL)
+    run(tmp_path / "run", settings, code=-signal.SIGKILL, before=killed)
     wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
     for other in (wrong, SHORT):
         assert "the sampling weights have changed" in run(tmp_path / "run", other, code=2)
     moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
     assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
-    ours, theirs = (tensors(tmp_path / name, 10) for name in ("run", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert readings(tmp_path / "run") == readings(tmp_path / "whole")
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 10)
     run(tmp_path / "plain", SHORT)
     assert readings(tmp_path / "plain") != readings(tmp_path / "whole")
     metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
@@ -125,14 +119,7 @@ def test_two_processes_draw_what_one_draws(tmp_path):
     settings = {**SHORT, "budget.steps": 6, "model.drop_path": 0, "photometry.noise": 0.5}
     settings["data.weights"] = of_classes(tmp_path / "w.csv")
     run(tmp_path / "one", {**settings, "data.batch_size": 16})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    pair = [
-        Run(tmp_path / "two", settings, environ={**port, "RANK": str(n), "LOCAL_RANK": str(n)})
-        for n in (0, 1)
-    ]
-    assert [one.wait() for one in pair] == [0, 0], pair[0].said
+    run_in_two(tmp_path / "two", settings)
     for ours, theirs in zip(readings(tmp_path / "two"), readings(tmp_path / "one"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
 

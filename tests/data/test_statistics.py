@@ -112,6 +112,9 @@ def test_mean_and_std_are_those_of_a_loop_in_which_each_image_counts_the_same(bi
     assert found.std == pytest.approx(np.sqrt(square - mean**2), rel=1e-4)
     assert found.highest == pytest.approx(max(array.max() for array in levels))
     assert found.images == 6
+    if bits == 16:
+        seen = inspect_images(Items(*map(npy, arrays)), range(6)).mean_and_std()
+        assert seen == (pytest.approx(found.mean, rel=1e-5), pytest.approx(found.std, rel=1e-4))
 
 
 def test_what_cannot_be_used_is_left_out_unless_it_is_all():

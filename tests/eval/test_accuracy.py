@@ -4,13 +4,7 @@ import math
 import pytest
 import torch
 
-from dino_vit.eval.accuracy import (
-    accuracy,
-    per_class_accuracy,
-    results_path,
-    top_k_accuracy,
-    write_results,
-)
+from dino_vit.eval.accuracy import accuracy, per_class_accuracy, results_path, top_k_accuracy, write_results
 
 
 @pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 7), (3, 7), (81, 263), (49_999, 50_000)])

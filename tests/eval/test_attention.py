@@ -1,17 +1,14 @@
-import math
-
 import numpy as np
 import pytest
 import torch
 
-from dino_vit import VisionTransformer
 from dino_vit.eval import attention
+from tests.support.backbones import backbone
+from tests.support.naive import attention_weights
 
 
-def backbone(**changes):
-    torch.manual_seed(0)
-    keywords = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 4, "registers": 3}
-    model = VisionTransformer(**{**keywords, **changes})
+def trained(**changes):
+    model = backbone(heads=4, registers=3, **changes).train()
     with torch.no_grad():  # or all tokens are nearly alike, and so is their attention
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -19,27 +16,18 @@ def backbone(**changes):
 
 
 def by_hand(model, images, block):
-    """Return softmax(q·k/√d) of a block, query by query and head by head, (b, h, n, n)."""
+    """Return the attention of a block, query by query and head by head, (b, h, n, n)."""
     model.eval()
     tokens = model.embed(images)
     for number in range(block):
         tokens = model.blocks[number](tokens)
-    qkv = model.blocks[block].attn.qkv(model.blocks[block].norm1(tokens)).double()
-    size = model.width // model.heads
-    weights = torch.empty(len(images), model.heads, tokens.shape[1], tokens.shape[1], dtype=torch.float64)
-    for head in range(model.heads):
-        q = qkv[..., head * size : (head + 1) * size]
-        k = qkv[..., model.width + head * size : model.width + (head + 1) * size]
-        for query in range(tokens.shape[1]):
-            scores = (q[:, query, None] * k).sum(-1) / math.sqrt(size)
-            weights[:, head, query] = scores.exp() / scores.exp().sum(-1, keepdim=True)
     model.train()
-    return weights.detach()
+    return attention_weights(model.blocks[block], tokens)
 
 
 @pytest.mark.parametrize("block", [0, 1, -1])
 def test_cls_attention_is_the_softmax_computed_by_hand(block):
-    model, images = backbone(drop_path=0.5, dropout=0.5), torch.randn(2, 3, 24, 40)
+    model, images = trained(drop_path=0.5, dropout=0.5), torch.randn(2, 3, 24, 40)
     found = attention.cls_attention(model, images, block)
     expected = by_hand(model, images, block % 3)[:, :, 0, 4:]
     assert found.shape == (2, 4, 3, 5)
@@ -50,7 +38,7 @@ def test_cls_attention_is_the_softmax_computed_by_hand(block):
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 def test_rollout_is_the_product_over_all_blocks(rows, monkeypatch):
-    model, images = backbone(), torch.randn(2, 3, 32, 24)
+    model, images = trained(), torch.randn(2, 3, 32, 24)
     count = 1 + 3 + 4 * 3
     monkeypatch.setattr(attention, "_ROW_BYTES", rows * 4 * 2 * 4 * count)
     product = torch.eye(count, dtype=torch.float64)
@@ -82,7 +70,7 @@ def test_the_mask_is_the_smallest_set_that_holds_the_share(share):
 
 
 def test_patch_tokens_are_the_last_ones_on_their_grid():
-    model, images = backbone().eval(), torch.randn(2, 3, 16, 40)
+    model, images = trained().eval(), torch.randn(2, 3, 16, 40)
     tokens = model.forward_features(images)
     found = attention.patch_tokens(model, images)
     assert found.shape == (2, 2, 5, 32)

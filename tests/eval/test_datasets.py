@@ -12,6 +12,7 @@ from dino_vit.data.sources.source import Subset
 from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets, renumber
 from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.preparation import Preparation
+from tests.support.images import write_classes
 
 
 def sets_of(source, **settings):
@@ -20,12 +21,8 @@ def sets_of(source, **settings):
 
 @pytest.fixture
 def folder(tmp_path):
-    def make(name, classes, count=3):
-        for label in classes:
-            (tmp_path / name / label).mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (8, 8)).save(tmp_path / name / label / f"{number}.png")
-        return str(tmp_path / name)
+    def make(name, classes):
+        return str(write_classes(tmp_path / name, classes, 3))
 
     return make
 

@@ -6,6 +6,7 @@ import torch
 
 from dino_vit.eval import knn, neighbours
 from dino_vit.eval.knn import NO_CLASS, few_shot_rows, weighted_knn
+from tests.support.naive import ranked_classes
 
 
 def clustered(count, classes=7, width=16, seed=0):
@@ -15,24 +16,8 @@ def clustered(count, classes=7, width=16, seed=0):
     return centers[labels] + 1.5 * torch.randn(count, width, generator=generator), labels
 
 
-def naive_ranking(bank, labels, query, k, excluded=None):
-    """The classes by score for one query, in Python numbers; a class without a vote scores 0."""
-
-    def cosine(a, b):
-        return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
-
-    cosines = sorted(
-        (
-            (cosine(row, query), label)
-            for i, (row, label) in enumerate(zip(bank, labels, strict=True))
-            if i != excluded
-        ),
-        reverse=True,
-    )
-    scores = dict.fromkeys(sorted(set(labels)), 0.0)
-    for similarity, label in cosines[:k]:
-        scores[label] += math.exp(similarity / 0.07)
-    return sorted(scores, key=lambda label: -scores[label]), scores
+def cosine(a, b):
+    return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
 
 
 @pytest.fixture
@@ -58,10 +43,9 @@ def test_weighted_knn_equals_the_loop(search, own):
     for k, best in ranked.items():
         assert best.shape == (len(queries), 5)
         for i, query in enumerate(queries.tolist()):
-            order, scores = naive_ranking(
-                bank.tolist(), labels.tolist(), query, k, excluded=None if own is None else own + i
-            )
-            voted = [label for label in order if scores[label]][:5]
+            others = [row for row in range(60) if own is None or row != own + i]
+            cosines = [cosine(bank[row].tolist(), query) for row in others]
+            voted = ranked_classes(cosines, labels[others].tolist(), k)[:5]
             assert best[i].tolist() == voted + [NO_CLASS] * (5 - len(voted))
 
 

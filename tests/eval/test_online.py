@@ -1,4 +1,3 @@
-import io
 import math
 from dataclasses import replace
 
@@ -6,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,13 +15,12 @@ from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, rankme
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
+from tests.support.backbones import backbone
+from tests.support.images import write_synthetic
+from tests.support.naive import ranked_classes
 
 PREPARATION = Preparation(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
 SETTINGS = {"preparation": PREPARATION}
-
-
-def backbone():
-    return VisionTransformer(image_size=32, patch_size=8, width=24, depth=2, heads=2)
 
 
 @pytest.mark.parametrize("shape", [(50, 8), (5, 12), (9, 9)])
@@ -49,13 +46,11 @@ def test_figures_are_those_of_each_image_among_the_others():
     figures = evaluation(model)
     features = extract_features(model, source, evaluation.indices, **SETTINGS, batch_size=50).values
     similar = F.normalize(features) @ F.normalize(features).T
-    right = 0
+    labels, right = [source.label(index) for index in evaluation.indices], 0
     for query in range(120):
-        others = sorted((i for i in range(120) if i != query), key=lambda i: -similar[query, i])[:20]
-        votes = [0.0] * 10
-        for other in others:
-            votes[source.label(evaluation.indices[other])] += math.exp(similar[query, other] / 0.07)
-        right += votes.index(max(votes)) == source.label(evaluation.indices[query])
+        others = [i for i in range(120) if i != query]
+        classes = ranked_classes(similar[query, others].tolist(), [labels[i] for i in others], 20)
+        right += classes[0] == labels[query]
     assert set(figures) == {"knn", "rankme"}
     assert figures["knn"] == pytest.approx(100 * right / 120)
     assert figures["rankme"] == pytest.approx(rankme(features))
@@ -142,11 +137,9 @@ def test_a_broken_network_has_no_figures():
 
 def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
     for number in range(12):
-        path = tmp_path / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        buffer = io.BytesIO()
-        Image.new("RGB", (32, 32), (20 * number, 0, 255 - 20 * number)).save(buffer, "PNG")
-        path.write_bytes(buffer.getvalue() if number > 1 else b"")
+        write_synthetic(tmp_path / "ab"[number % 2] / f"{number}.png", number)
+    for number in range(2):
+        (tmp_path / "ab"[number] / f"{number}.png").write_bytes(b"")
     evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
     assert math.isfinite(evaluation(backbone())["knn"])
     assert "leaves out unreadable images: 2, first b/1.png" in caplog.text
@@ -168,7 +161,6 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
 
 
 def _evaluate(number, rendezvous, weights):
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
     try:
         model = backbone()

@@ -25,7 +25,6 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("queries", [1, 9])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_attend_is_the_formula(dtype: torch.dtype, tolerance: float, queries: int) -> None:
-    torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 9, 8)
     q = q[:, :, :queries]
     expected = naive_attention(q, k, v, scale=0.3)
@@ -34,7 +33,6 @@ def test_attend_is_the_formula(dtype: torch.dtype, tolerance: float, queries: in
 
 
 def test_explicit_attention_has_the_gradients_of_the_fused_kernel() -> None:
-    torch.manual_seed(0)
     inputs = torch.randn(3, 2, 2, 9, 8)
     grads = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -59,7 +57,6 @@ def test_scores_too_large_to_hold_go_to_the_fused_kernel(monkeypatch: pytest.Mon
 
 
 def test_queries_choose_rows_of_attention_and_block() -> None:
-    torch.manual_seed(0)
     block = VisionTransformer(width=16, depth=1, heads=2, layer_scale=0.5, image_size=32).blocks[0]
     assert isinstance(block, Block)
     assert isinstance(block.attn, Attention)
@@ -72,7 +69,6 @@ def test_queries_choose_rows_of_attention_and_block() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("drop_path", [0.0, 0.5])
 def test_forward_is_the_cls_row_of_all_features(depth: int, drop_path: float) -> None:
-    torch.manual_seed(0)
     model = VisionTransformer(
         width=16, depth=depth, heads=2, image_size=32, patch_size=8, registers=2, drop_path=drop_path
     )

@@ -27,7 +27,6 @@ def test_parameters_are_named_as_in_the_reference(layers, batch_norm, linears):
 
 
 def test_forward_is_the_naive_head():
-    torch.manual_seed(0)
     head = DINOHead(**SMALL, norm_last_layer=False).double()
     nn.init.uniform_(head.last_layer.weight_g, 0.5, 2.0)
     x = torch.randn(5, 6, dtype=torch.double)
@@ -47,7 +46,6 @@ def test_forward_is_the_naive_head():
 
 
 def test_gradients_are_those_of_weight_norm():
-    torch.manual_seed(0)
     head = DINOHead(**SMALL, norm_last_layer=False).double()
     peer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 20, bias=False).double())
     with torch.no_grad():
@@ -61,7 +59,6 @@ def test_gradients_are_those_of_weight_norm():
 
 
 def test_initialisation_is_the_recipe():
-    torch.manual_seed(0)
     head = DINOHead(in_dim=300, hidden_dim=400, bottleneck_dim=100, prototypes=1000)
     for layer in (0, 2, 4):
         assert head.mlp[layer].weight.std().item() == pytest.approx(0.02, rel=0.05)

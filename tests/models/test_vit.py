@@ -9,9 +9,8 @@ from torch import nn
 
 from dino_vit.models.block import DropPath
 from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
-
-TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
-SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2}
+from tests.support.backbones import KEYWORDS as TINY
+from tests.support.naive import attention_weights
 
 
 def count(model: nn.Module) -> int:
@@ -106,21 +105,6 @@ def test_the_grid_of_the_hybrid_is_that_of_its_feature_map():
         VisionTransformer(image_size=64, patch_size=8, stem="hybrid")
 
 
-def naive_attention(layer, tokens):
-    """Head by head, query by query."""
-    width, heads = tokens.shape[-1], layer.attn.heads
-    size = width // heads
-    qkv = F.linear(layer.norm1(tokens), layer.attn.qkv.weight, layer.attn.qkv.bias)
-    weights = torch.empty(len(tokens), heads, tokens.shape[1], tokens.shape[1])
-    for head in range(heads):
-        q = qkv[..., head * size : (head + 1) * size]
-        k = qkv[..., width + head * size : width + (head + 1) * size]
-        for query in range(tokens.shape[1]):
-            scores = (k @ q[:, query, :, None])[..., 0] / size**0.5
-            weights[:, head, query] = scores.softmax(dim=-1)
-    return weights
-
-
 def test_attention_weights_of_every_block_equal_the_loop():
     model = VisionTransformer(**TINY).eval()
     images = torch.randn(2, 3, 32, 40)
@@ -128,7 +112,7 @@ def test_attention_weights_of_every_block_equal_the_loop():
     maps = model.get_attention(images)
     assert len(maps) == 3
     for layer, found in zip(model.blocks, maps, strict=True):
-        assert torch.allclose(found, naive_attention(layer, tokens), atol=1e-6)
+        assert torch.allclose(found.double(), attention_weights(layer, tokens), atol=1e-6)
         tokens = layer(tokens)
     last = model.get_attention(images, [-1], queries=slice(0, 1))
     assert torch.allclose(last[0], maps[2][:, :, :1], atol=1e-7)
@@ -271,14 +255,12 @@ def test_importing_the_library_is_silent_and_cheap():
 )
 def test_invalid_arguments_are_rejected(keyword, value):
     with pytest.raises(ValueError, match=f"{keyword}={value!r}"):
-        VisionTransformer(
-            **{"image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2, keyword: value}
-        )
+        VisionTransformer(**{**TINY, keyword: value})
 
 
 @pytest.mark.parametrize("mode", ["hf", "timm", "dino"])
 def test_it_exports_at_a_fixed_size_with_any_batch(mode):
-    model = VisionTransformer(**SMALL, position_mode=mode, registers=2).eval()
+    model = VisionTransformer(**TINY, position_mode=mode, registers=2).eval()
     images = {"images": {0: torch.export.Dim("batch", max=64)}}
     program = torch.export.export(model, (torch.randn(2, 3, 40, 24),), dynamic_shapes=images).module()
     batch = torch.randn(5, 3, 40, 24)
@@ -288,7 +270,7 @@ def test_it_exports_at_a_fixed_size_with_any_batch(mode):
 @pytest.mark.parametrize("example", [(32, 48), (40, 56)])
 @pytest.mark.parametrize("mode", ["hf", "timm"])
 def test_it_exports_for_any_size_the_trained_one_included(mode, example):
-    model = VisionTransformer(**SMALL, position_mode=mode).eval()
+    model = VisionTransformer(**TINY, position_mode=mode).eval()
     cells = [8 * torch.export.Dim(name, min=2, max=20) for name in "hw"]
     sizes = {"images": {0: torch.export.Dim("batch", max=64), 2: cells[0], 3: cells[1]}}
     program = torch.export.export(model, (torch.randn(2, 3, *example),), dynamic_shapes=sizes).module()
@@ -298,7 +280,7 @@ def test_it_exports_for_any_size_the_trained_one_included(mode, example):
 
 
 def test_scale_factors_cannot_be_exported_for_any_size():
-    model = VisionTransformer(**SMALL, position_mode="dino").eval()
+    model = VisionTransformer(**TINY, position_mode="dino").eval()
     sizes = {"images": {2: 8 * torch.export.Dim("h", min=2, max=20)}}
     with pytest.raises(ValueError, match="position_mode='hf', which is equal at the trained size"):
         torch.export.export(model, (torch.randn(2, 3, 40, 32),), dynamic_shapes=sizes)

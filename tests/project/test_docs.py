@@ -1,4 +1,4 @@
-"""What the pages in docs/ say is so: commands parse, settings and files exist, tables and code are tried."""
+"""What README and docs/ say is so: commands parse, settings and files exist, tables and code are tried."""
 
 import json
 import re
@@ -21,14 +21,13 @@ from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_metadata, read_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES
-from tests.support.documents import blocks, commands, quoted, rows
+from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
 from tests.support.runs import command, run
 
-ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 ARCHITECTURE = PAGES.pop("architecture")
-COMMANDS = [parts for text in PAGES.values() for parts in commands(text)]
+COMMANDS = [parts for text in (*PAGES.values(), README) for parts in commands(text) if parts[0] != "make"]
 SETTINGS = settings_of(PretrainConfig)
 PROGRAMS = {
     "launch/pretrain.py": "pretrain",
@@ -46,12 +45,8 @@ def trained(tmp_path_factory):
     settings = {"data.source": folder / "photos", "run.eval_every": 1, "optim.warmup_epochs": 0.5}
     (folder / "runs").mkdir()
     run(folder / "runs" / "pretrain", {**settings, "run.trackers": "[tensorboard]"})
-    embed = [
-        "embed",
-        folder / "photos",
-        f"weights={folder / 'runs/pretrain'}",
-        f"cache={folder / 'features'}",
-    ]
+    settings = [f"weights={folder / 'runs/pretrain'}", f"cache={folder / 'features'}"]
+    embed = ["embed", folder / "photos", *settings]
     for suffix, index in (("parquet", "flat"), ("npy", "null"), ("safetensors", "null")):
         command(folder / "log", *embed, f"output={folder / 'photos'}.{suffix}", f"index={index}")
     command(folder / "log", "knn", *embed[1:])
@@ -69,7 +64,7 @@ def inside(trained, monkeypatch):
 
 def test_there_are_pages_and_commands():
     assert PAGES.keys() == {"recipe", "data", "checkpoints", "multi-node"}
-    assert len(COMMANDS) >= 20
+    assert len(COMMANDS) >= 30
 
 
 @pytest.mark.parametrize("parts", COMMANDS, ids=" ".join)
@@ -115,16 +110,17 @@ def test_the_map_names_packages_and_modules_that_exist():
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in PAGES)])
 def test_files_and_links_exist(page):
-    named = re.findall(r"\b(?:launch|configs|docs|benchmarks|eval)/[\w/.-]*\w\.\w+", PAGES[page])
+    own = (ROOT / page).read_text()
+    named = re.findall(r"\b(?:launch|configs|docs|benchmarks|eval)/[\w/.-]*\w\.\w+", own)
     assert [name for name in named if not (ROOT / name).is_file()] == []
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[page]):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", own):
         path, _, anchor = target.partition("#")
-        text = (ROOT / "docs" / path).read_text()
-        assert not anchor or re.search(
-            rf"^#+ {anchor.replace('-', ' ')}$", text, re.MULTILINE | re.IGNORECASE
-        )
+        linked = (ROOT / page).parent / path
+        assert linked.is_file()
+        heading = rf"(?mi)^#+ {anchor.replace('-', ' ')}$"
+        assert not anchor or re.search(heading, linked.read_text())
 
 
 def test_the_recipe_has_our_defaults():
@@ -135,6 +131,7 @@ def test_the_recipe_has_our_defaults():
     own = ("model.width", "model.depth", "model.heads", "model.checkpoint_blocks")
     parts = ("model", "head", "views", "photometry", "loss", "optim", "teacher")
     assert {key for key in SETTINGS if key.split(".")[0] in parts} - set(own) <= shown.keys()
+    assert {"seed", "data.batch_size", "data.mean", "data.std", "budget.epochs"} <= shown.keys()
 
 
 def test_the_recipe_says_all_that_auto_fills():
@@ -200,12 +197,8 @@ def test_a_checkpoint_holds_what_the_page_says(trained):
     tensors = read_tensors(path)[0]
     assert all(any(group.fullmatch(name) for group in groups.values()) for name in tensors)
     assert all(any(group.fullmatch(name) for name in tensors) for group in groups.values())
-    examples = [
-        name
-        for _, meaning in named
-        for name in meaning
-        if re.search(r"(weight|embed|token|bias|_[vg])$", name)
-    ]
+    tensor = re.compile(r"(weight|embed|token|bias|_[vg])$")
+    examples = [name for _, meaning in named for name in meaning if tensor.search(name)]
     assert len(examples) >= 8
     assert all(any(name.endswith(f".{example}") for name in tensors) for example in examples)
 
@@ -231,11 +224,8 @@ def test_the_settings_of_a_run_go_on_with_it(trained, tmp_path):
 def test_features_and_embeddings_hold_what_the_page_says(trained):
     page = PAGES["checkpoints"].split("## Features and embeddings")[1]
     (folder,) = (trained / "features").iterdir()
-    assert (
-        {path.name for path in folder.iterdir()}
-        == {"values.npy", "features.safetensors"}
-        <= set(quoted(page))
-    )
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"values.npy", "features.safetensors"} <= set(quoted(page))
     schema = pq.read_schema(trained / "photos.parquet")
     (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
     assert columns == [*schema.names, "dino_vit"]

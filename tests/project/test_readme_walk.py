@@ -5,20 +5,20 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dino_vit import VisionTransformer, export_backbone
 from dino_vit.cli import main
-from tests.support.documents import README, ROOT, commands
+from tests.support.documents import README, ROOT, blocks, commands
+from tests.support.images import write_synthetic
 from tests.support.runs import TINY
 
 OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
@@ -35,14 +35,9 @@ WALKED = [parts for parts in commands(README) if parts[0] not in ("make", "sbatc
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("walk")
-    generator = np.random.default_rng(0)
-    for label, colour in (("sky", (60, 120, 220)), ("grass", (70, 160, 60))):
-        (folder / "photos" / label).mkdir(parents=True)
-        for number in range(16):
-            noise = generator.integers(-50, 50, (40, 48, 3))
-            pixels = np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(folder / "photos" / label / f"{number}.png")
-    (folder / "query.jpg").write_bytes((folder / "photos" / "sky" / "0.png").read_bytes())
+    for number in range(32):
+        write_synthetic(folder / "photos" / ("sky", "grass")[number % 2] / f"{number}.png", number, size=48)
+    shutil.copy(folder / "photos" / "sky" / "0.png", folder / "query.jpg")
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
     return folder
@@ -102,9 +97,7 @@ def look_at_the_served_page(parts, place):
 
 def test_the_python_block_works(place, monkeypatch):
     monkeypatch.chdir(place)
-    (block,) = (
-        text for text in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "load_b" in text
-    )
+    (block,) = (text for text in blocks(README, "python") if "load_b" in text)
     names = {"images": torch.rand(2, 3, 32, 32)}
     exec(block, names)
     assert names["features"].shape == (2, 32)

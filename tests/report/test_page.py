@@ -3,7 +3,6 @@ import hashlib
 import json
 import re
 import shutil
-import threading
 from http.client import HTTPConnection
 
 import pytest
@@ -12,10 +11,11 @@ from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.report.page import Page, PageServer, Pictures
 from dino_vit.report.record import read_run
-from tests.support.reports import HOSTILE, IMAGES, ParsedPage, write_report
+from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
 
 
 def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
+    """A name like a script is only a name; only the page's own script and style may run."""
     page = write_report(made)
     size = (made / "report.html").stat().st_size
     assert size < 5e6
@@ -29,19 +29,11 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
     assert "head.prototypes 256 65536" in page.text
     assert "Map, attention and neighbours: teacher at step 20." in page.text
     assert page.data["explorer"]["count"] == IMAGES
-    assert {chart["id"] for chart in page.data["charts"]} >= {"loss", "entropies", "knn", "rank", "lr"}
-
-
-def test_a_name_like_a_script_is_only_a_name(made):
-    page = write_report(made)
-    html = (made / "report.html").read_text()
-    assert "<script>alert" not in html
+    assert "<script>alert" not in (made / "report.html").read_text()
     assert HOSTILE in page.data["explorer"]["names"]
     assert any(HOSTILE in value for tag, name, value in page.attributes if (tag, name) == ("img", "alt"))
+    assert {chart["id"] for chart in page.data["charts"]} >= {"loss", "entropies", "knn", "rank", "lr"}
 
-
-def test_only_this_script_and_this_style_may_run(made):
-    page = write_report(made)
     (policy,) = (value for _, name, value in page.attributes if name == "content" and "default-src" in value)
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == rules["connect-src"] == "'none'"
@@ -130,14 +122,8 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
 @pytest.fixture
 def served(made):
     """A server of the run's page, with pictures that cost nothing."""
-    page = Page(made, lambda record: Pictures(notes=["drawn"]))
-    server = PageServer(page, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Page(made, lambda record: Pictures(notes=["drawn"]))) as server:
+        yield server
 
 
 def ask(server, path, method="GET", host=None):

@@ -1,13 +1,13 @@
 """The page in a real browser: its widths, colours, headings and news."""
 
 import json
-import threading
 from itertools import pairwise
 
 import pytest
 
-from dino_vit.report.page import Page, PageServer, Pictures
+from dino_vit.report.page import Page, Pictures
 from tests.support.browser import set_screen, text_of
+from tests.support.reports import serving
 
 pytest.importorskip("selenium")
 
@@ -76,10 +76,7 @@ def test_a_live_page_shows_the_news(browser, folder):
     lines = whole.splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[:8]))
     live = Page(folder, lambda record: Pictures(notes=["drawn"]))
-    server = PageServer(live, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with serving(live) as server:
         browser.get(f"http://127.0.0.1:{server.server_port}/")
         browser.execute_script("window.kept = true")
         assert "8 of 20 steps" in text_of(browser, "#run")
@@ -96,9 +93,5 @@ def test_a_live_page_shows_the_news(browser, folder):
         assert json.loads(browser.execute_script("return document.getElementById('data').textContent"))[
             "live"
         ]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert browser.get_log("browser") == []
     WebDriverWait(browser, 30).until(lambda b: "does not answer" in text_of(b, "#news"))

@@ -56,13 +56,9 @@ def write_parquet(path: Path, files=FILES, *, names=True, rows=2, classes=CLASSE
     images = [{"bytes": data, "path": name if names else None} for name, data in files.items()]
     labels = [classes.index(name.split("/")[0]) for name in files]
     noted = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": classes}}
-    schema = pa.schema(
-        [
-            ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
-            ("label", pa.int64()),
-        ],
-        metadata={"huggingface": json.dumps({"info": {"features": noted}})},
-    )
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    metadata = {"huggingface": json.dumps({"info": {"features": noted}})}
+    schema = pa.schema([("image", image), ("label", pa.int64())], metadata=metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"image": images, "label": labels}, schema=schema), path, row_group_size=rows)
     return path

@@ -29,6 +29,22 @@ def smooth(mode="RGB", size=(30, 20)):
     return image
 
 
+def write_synthetic(path, number, *, size=32):
+    """Write a generated image; the last digit of its number is its pattern."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = SyntheticSource(length=number + 1, size=size).read(number)
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+
+
+def write_classes(folder, classes, count, *, first=0):
+    """Write a folder of each class, with a pattern that is its own, whichever classes there are beside it."""
+    for name in classes:
+        for number in range(first, first + count):
+            pattern = "abcdefghij".index(name[0])
+            write_synthetic(folder / name / f"{number}.png", 10 * number + pattern, size=16)
+    return folder
+
+
 def tensor(array):
     array = np.asarray(array)
     return torch.from_numpy(rearrange(array.reshape(*array.shape[:2], -1), "h w c -> c h w").copy())

@@ -2,7 +2,7 @@
 
 import socket
 
-from tests.support.runs import Run
+from tests.support.runs import Command, Run
 
 
 def free_port():
@@ -27,3 +27,23 @@ def srun_environs():
 def pair(output, settings, environs, **options):
     """Start the two processes of one run."""
     return [Run(output, settings, environ=environ, **options) for environ in environs]
+
+
+def finish(started, code=0):
+    """Wait for the processes of a run, check their exit codes and return what each said."""
+    codes, said = [one.wait() for one in started], [one.said for one in started]
+    assert codes == [code] * len(started), "\n".join(said)
+    return said
+
+
+def run_in_two(output, settings, *, code=0):
+    """Run a pretraining in two processes to the end and return what each said."""
+    return finish(pair(output, settings, torchrun_environs()), code)
+
+
+def command_in_two(log, *argv, code=0, **options):
+    """Run a command in two processes to the end and return what each said."""
+    argv, environs = [str(argument) for argument in argv], torchrun_environs()
+    logs = [log.with_name(f"{log.name}.{rank}") for rank in (0, 1)]
+    started = zip(logs, environs, strict=True)
+    return finish([Command(argv, own, environ=environ, **options) for own, environ in started], code)

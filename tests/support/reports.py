@@ -1,14 +1,15 @@
 """A run on a few image files, one of them with a name that looks like a script, and its page."""
 
 import json
+import threading
 from collections.abc import Mapping
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
-from PIL import Image
-
 from dino_vit.cli import main
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.report.page import PageServer
+from tests.support.images import write_synthetic
 from tests.support.runs import run
 
 HOSTILE = "<script>alert(1)</script>.png"  # a folder and a file, as far as a disk is concerned
@@ -17,13 +18,9 @@ IMAGES = 72
 
 def write_images(folder: Path) -> None:
     """Write images of three classes below a folder; the hostile name is of a fourth."""
-    source = SyntheticSource(length=10 * IMAGES, size=32)
     for index in range(IMAGES):
         name = f"{['dots', 'nets', 'bricks'][index % 3]}/{index:03}.png" if index else HOSTILE
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image = source.read(3 + index % 3 + 10 * (index // 3) if index else 0)
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+        write_synthetic(folder / name, 3 + index % 3 + 10 * (index // 3) if index else 0)
 
 
 def make_run(folder: Path, settings: Mapping[str, object] = {}) -> Path:
@@ -68,3 +65,17 @@ def write_report(folder, *settings):
     """Have the command write the page, and return it."""
     assert main(["report", str(folder), *settings]) == 0
     return ParsedPage((folder / "report.html").read_text())
+
+
+@contextmanager
+def serving(page):
+    """Serve a live page on a free port in a thread."""
+    server = PageServer(page, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

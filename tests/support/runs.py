@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dino_vit.core.storage import read_tensors
 
 server = multiprocessing.get_context("forkserver")
@@ -170,6 +172,19 @@ def before_step(step, action):
         rates(*arguments, **keywords)
 
     dino_vit.training.loop.set_rates = set_rates
+
+
+def signal_before_step(step, *numbers):
+    """Have the process send itself signals just before the loop takes a step."""
+    before_step(step, lambda: [os.kill(os.getpid(), number) for number in numbers])
+
+
+def assert_same_end(output: Path, other: Path, step: int) -> None:
+    """Check that the readings of two runs and their checkpoints of a step are the same bit for bit."""
+    ours, theirs = tensors(output, step), tensors(other, step)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert readings(output) == readings(other)
 
 
 def readings(output: Path) -> list[dict[str, object]]:

@@ -1,119 +1,69 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
-from dino_vit.method.loss import Center, dino_loss, loss_statistics
-from dino_vit.method.optim import build_optimizer, clip_gradients, ema_update, parameter_groups, set_rates
-from dino_vit.method.schedules import warmup_cosine
-from dino_vit.models.head import DINOHead
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.method.loss import Center
 from dino_vit.training.diagnosis import PATIENCE, diagnose
+from dino_vit.training.plan import Plan
+from dino_vit.training.readings import Reading, read_records
 from tests.support.readings import HEALTHY
+from tests.support.training import trained
 
-STEPS, LOG_EVERY, WARMUP = 100, 4, 20
-WIDTH, PROTOTYPES, BATCH, VIEWS = 32, 64, 24, 4
+PROTOTYPES = 64
+SETTINGS = {
+    "data.batch_size": 24,
+    "model.heads": 4,
+    "model.drop_path": 0,
+    "head.prototypes": PROTOTYPES,
+    "views.global_size": 16,
+    "views.global_scale": "[0.6, 1]",
+    "views.local_scale": "[0.6, 1]",
+    "photometry.jitter": 0,  # an image is told by its colour and by the direction of its wave
+    "photometry.grey": 0,
+    "photometry.flip": 0,
+    "photometry.noise": 1,
+    "optim.lr": 2e-3,
+    "optim.lr_scaling": "none",
+    "optim.warmup_epochs": 2,
+    "optim.freeze_last_layer_epochs": 0,
+    "teacher.momentum": 0.97,
+    "budget.steps": 100,
+    "run.log_every": 4,
+    "run.checkpoint_every": 100,
+}
 FLAT = math.log(65536)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Threads only wait for each other in networks this small, the longer the busier the machine is."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def coloured_waves():
+    generator = np.random.default_rng(1)
+    axis = np.linspace(-1, 1, 16)
+    colour = generator.normal(size=(240, 1, 1, 3))
+    turn, phase = np.pi * generator.random((240, 1, 1)), 2 * np.pi * generator.random((240, 1, 1))
+    along = np.cos(turn) * axis[:, None] + np.sin(turn) * axis
+    waves = colour + np.sin(6 * along + phase)[..., None]
+    return (128 + 40 * waves).clip(0, 255).astype(np.uint8)
 
 
-def draw_views(generator):
-    """Coloured waves under noise: the views of an image share its colour and the direction of its wave."""
-    axis = torch.linspace(-1, 1, 16)
-    colour = torch.randn(BATCH, 3, 1, 1, generator=generator)
-    turn = math.pi * torch.rand(BATCH, 1, 1, 1, generator=generator)
-    along = turn.cos() * axis[:, None] + turn.sin() * axis
-    views = []
-    for _ in range(VIEWS):
-        phase = 2 * math.pi * torch.rand(BATCH, 1, 1, 1, generator=generator)
-        noise = 0.3 * torch.randn(BATCH, 3, 16, 16, generator=generator)
-        views.append(colour + torch.sin(6 * along + phase) + noise)
-    return torch.cat(views)
-
-
-def make_network():
-    backbone = VisionTransformer(image_size=16, patch_size=8, width=WIDTH, depth=2, heads=4)
-    return torch.nn.ModuleList(
-        [backbone, DINOHead(in_dim=WIDTH, prototypes=PROTOTYPES, hidden_dim=64, bottleneck_dim=32)]
-    )
-
-
-def train(*, lr=2e-3, teacher_temp=0.04, centred=True):
-    """Train a tiny network with DINO and return its readings."""
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = make_network(), make_network()
-    teacher.load_state_dict(student.state_dict())
-    center = Center(prototypes=PROTOTYPES)
-    optimizer = build_optimizer("adamw", parameter_groups(*student))
-    readings, losses = [], []
-    for step in range(STEPS):
-        views = draw_views(generator)
-        with torch.no_grad():
-            cls = teacher[0](views[: 2 * BATCH])
-            logits = teacher[1](cls)
-        features = student[1].project(student[0](views))
-        loss = dino_loss(
-            features,
-            student[1].last_layer.weight(),
-            logits,
-            center.center,
-            views=VIEWS,
-            global_views=2,
-            student_temperature=0.1,
-            teacher_temperature=teacher_temp,
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        norm = clip_gradients(student, mode="tensor", max_norm=3.0)
-        statistics = loss_statistics(loss, logits, center.center, teacher_temperature=teacher_temp)
-        if centred:
-            center.accumulate(logits)
-            center.update()
-        rate = warmup_cosine(step, base=lr, final=1e-6, total=STEPS, warmup=WARMUP)
-        momentum = warmup_cosine(step, base=0.97, final=1.0, total=STEPS)
-        set_rates(optimizer, lr=rate, weight_decay=0.04)
-        optimizer.step()
-        ema_update(teacher, student, momentum)
-        losses.append(loss.item())
-        if (step + 1) % LOG_EVERY == 0:
-            names = ("mean_output_entropy", "output_entropy", "entropy_gap", "student_divergence")
-            reading = replace(
-                HEALTHY,
-                step=step + 1,
-                total_steps=STEPS,
-                loss=sum(losses) / len(losses),
-                prototypes=PROTOTYPES,
-                rows=2 * BATCH,
-                prototypes_in_use=int(statistics.prototypes_in_use),
-                embedding_std=F.normalize(cls).std(0).mean().item() * WIDTH**0.5,
-                gradient_norm=norm.item(),
-                **{name: getattr(statistics, name).item() for name in names},
-            )
-            readings.append(reading)
-            losses.clear()
-    return readings
-
-
-def states(readings, settled_step=WARMUP):
-    """What a run would have been told at each of its readings."""
-    return [diagnose(readings[: n + 1], settled_step=settled_step).state for n in range(len(readings))]
+def train(folder, monkeypatch, *, seed=0, centred=True, **rates):
+    """Train a tiny network, with rates that no setting allows; return readings and what was said of each."""
+    np.save(folder / "waves.npy", coloured_waves())
+    settings = {**SETTINGS, "data.source": folder / "waves.npy", "seed": seed}
+    with monkeypatch.context() as patch:
+        planned = Plan.rates
+        patch.setattr(Plan, "rates", lambda plan, step: planned(plan, step)._replace(**rates))
+        if not centred:
+            patch.setattr(Center, "update", lambda center: None)
+        trained(folder / f"run{seed}", settings)
+    records = read_records(folder / f"run{seed}" / "metrics.jsonl")
+    return [Reading.from_record(record) for record in records], [record["state"] for record in records]
 
 
 @pytest.mark.parametrize("changes", [{}, {"teacher_temp": 0.07}], ids=str)
-def test_a_healthy_run_is_not_accused(changes):
-    readings = train(**changes)
+def test_a_healthy_run_is_not_accused(tmp_path, monkeypatch, changes):
+    readings, told = train(tmp_path, monkeypatch, **changes)
     assert readings[-1].embedding_std > 0.7  # it is healthy
-    told = states(readings)
     starting = told.count("starting")
     assert told == ["starting"] * starting + ["learning"] * (len(told) - starting)
     assert starting < 5
@@ -141,13 +91,11 @@ def never_below_flat(readings):
     ],
     ids=["one prototype", "uniform", "stuck"],
 )
-def test_a_failure_made_on_purpose_is_named_for_good(changes, happened, state):
-    """So few steps are chaotic, and a run may escape: of three, those that did fail count."""
+def test_a_failure_made_on_purpose_is_named_for_good(tmp_path, monkeypatch, changes, happened, state):
+    """So few steps are chaotic, and a run may escape: of two, those that did fail count."""
     failed = 0
-    for seed in range(3):
-        torch.manual_seed(seed)
-        readings = train(**changes)
-        told = states(readings)
+    for seed in range(2):
+        readings, told = train(tmp_path, monkeypatch, seed=seed, **changes)
         if happened(readings):
             failed += 1
             assert told[told.index(state) :] == [state] * (len(told) - told.index(state))

@@ -1,19 +1,18 @@
 """What the loop does, in this process; what it does as a process stands in test_resume.py."""
 
-import copy
 import math
 import time
 from itertools import islice, pairwise
 
-import numpy as np
 import pytest
 import torch
-from einops import rearrange
 
 import dino_vit.training.loop
 import dino_vit.training.setup
+from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.reporter import Reporter
 from tests.support.runs import readings, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
@@ -69,13 +68,6 @@ def lose(monkeypatch):
     return lose
 
 
-def reference_schedule(base, final, total, warmup=0):
-    """The reference's table of a rate, by step."""
-    rest = np.arange(total - warmup)
-    cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * rest / len(rest)))
-    return np.concatenate([np.linspace(0, base, warmup), cosine])
-
-
 def determined(module):
     """A state without key biases: no softmax sees them, so AdamW makes full steps of mere rounding."""
     found = tensors_of(module)
@@ -85,74 +77,36 @@ def determined(module):
     return found
 
 
-def test_three_steps_are_those_of_the_reference(tmp_path):
-    """The reference's step in its own order, view by view, pair by pair and tensor by tensor."""
-    settings = {"budget.steps": 3, "optim.warmup_epochs": 0.25, "optim.freeze_last_layer_epochs": 0.125}
-    settings |= {"model.drop_path": 0, "optim.clip": 0.3}
-    state = opened(tmp_path / "naive", settings).state
-    student, teacher = copy.deepcopy(state.student), copy.deepcopy(state.teacher)
-    decayed = [
-        p
-        for n, p in student.named_parameters()
-        if p.requires_grad and not (n.endswith("bias") or p.ndim == 1)
-    ]
-    others = [
-        p for n, p in student.named_parameters() if p.requires_grad and (n.endswith("bias") or p.ndim == 1)
-    ]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
-    lrs = reference_schedule(0.03 * 8 / 256, 1e-6, 3, warmup=2)
-    decays, momenta = reference_schedule(0.04, 0.4, 3), reference_schedule(0.996, 1, 3)
-    center, losses = torch.zeros(1, 256), []
-    for step, batch in enumerate(islice(state.loader.batches(), 3)):
-        sizes = [
-            rearrange(state.augment(cut, batch.photometry[size]), "(v b) c h w -> v b c h w", b=8)
-            for size, cut in batch.views.items()
-        ]
-        views = [view for size in sizes for view in size]
-        for group, decay in zip(optimizer.param_groups, (decays[step], 0.0), strict=True):
-            group["lr"], group["weight_decay"] = lrs[step], decay
-        with torch.no_grad():
-            taught = [teacher([view]).logits() for view in views[:2]]
-        said = [student([view]).logits() for view in views]
-        loss, terms = 0.0, 0
-        for place, logits in enumerate(taught):
-            target = torch.softmax((logits - center) / 0.04, dim=-1)
-            for other in range(len(views)):
-                if other != place:
-                    loss = loss + (-target * torch.log_softmax(said[other] / 0.1, dim=-1)).sum(-1).mean()
-                    terms += 1
-        loss = loss / terms
-        optimizer.zero_grad()
-        loss.backward()
-        for parameter in student.parameters():
-            if parameter.grad is not None:
-                coefficient = 0.3 / (parameter.grad.norm(2) + 1e-6)
-                if coefficient < 1:
-                    parameter.grad.mul_(coefficient)
-        if step < 1:
-            for name, parameter in student.named_parameters():
-                if "last_layer" in name:
-                    parameter.grad = None
-        optimizer.step()
-        with torch.no_grad():
-            for mine, its in zip(student.parameters(), teacher.parameters(), strict=True):
-                its.mul_(momenta[step]).add_((1 - momenta[step]) * mine)
-        center = center * 0.9 + torch.cat(taught).mean(0, keepdim=True) * 0.1
-        losses.append(loss.item())
+def test_steps_are_those_of_the_reference(tmp_path):
+    """On the views that the loader makes; all of one size, as the reference resamples positions otherwise."""
+    settings = {"budget.steps": 6, "optim.warmup_epochs": 0.25, "optim.freeze_last_layer_epochs": 0}
+    settings |= {"model.drop_path": 0, "optim.clip": 0.3, "views.local_size": 32}
+    state = opened(tmp_path / "reference", settings).state
+    reference = Reference(state.config, torch.device("cpu"), state)
+    losses = []
+    for batch in islice(state.loader.batches(), 6):
+        views = [state.augment(cut, batch.photometry[size]) for size, cut in batch.views.items()]
+        losses.append(reference.take(torch.cat(views).split(8)))
     taken = trained(tmp_path / "ours", settings)
     assert [line["loss"] for line in readings(tmp_path / "ours")] == pytest.approx(losses, rel=1e-5)
-    assert_close(determined(taken.student), determined(student), atol=1e-5, rtol=1e-4)
-    assert_close(determined(taken.teacher), determined(teacher), atol=1e-7, rtol=1e-5)
-    torch.testing.assert_close(taken.center.center, center, atol=1e-6, rtol=1e-5)
+    other = reference.trainer
+    for ours, theirs in ((taken.student, other.student), (taken.teacher, other.teacher)):
+        assert_close(determined(ours.backbone), determined(theirs.backbone), atol=1e-5, rtol=1e-4)
+        assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
+        direction = theirs.head.last_layer.parametrizations.weight.original1
+        torch.testing.assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(taken.center.center, other.loss.center, atol=1e-6, rtol=1e-5)
 
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
     settings = {"loss.teacher_temp": 0.07, "loss.warmup_teacher_temp_epochs": 2, "budget.steps": 32}
     state = opened(tmp_path, settings).state
     rates = [state.plan.rates(step) for step in range(32)]
-    assert [r.lr for r in rates] == pytest.approx(reference_schedule(0.03 * 8 / 256, 1e-6, 32, warmup=8))
-    assert [r.weight_decay for r in rates] == pytest.approx(reference_schedule(0.04, 0.4, 32))
-    assert [r.momentum for r in rates] == pytest.approx(reference_schedule(0.996, 1, 32))
+    schedules = {"lr": (0.03 * 8 / 256, 1e-6, 8), "weight_decay": (0.04, 0.4, 0), "momentum": (0.996, 1, 0)}
+    for name, (base, final, warmup) in schedules.items():
+        ends = {"base": base, "final": final, "total": 32, "warmup": warmup}
+        expected = [warmup_cosine(step, **ends) for step in range(32)]
+        assert [getattr(rate, name) for rate in rates] == pytest.approx(expected)
     assert [r.teacher_temp for r in rates] == pytest.approx([0.04] * 8 + [0.07] * 24)
 
 

@@ -3,11 +3,10 @@ import torch
 from PIL import Image
 
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.views.loader import Batch
-from tests.support.images import broken_files
-from tests.support.processes import pair, torchrun_environs
+from tests.support.images import broken_files, write_synthetic
+from tests.support.processes import run_in_two
 from tests.support.runs import readings, run
 
 
@@ -15,9 +14,8 @@ from tests.support.runs import readings, run
 def broken_set(tmp_path_factory):
     """Twelve files broken in as many ways among 228 good ones: 5 %."""
     folder = tmp_path_factory.mktemp("broken")
-    source = SyntheticSource(length=228, size=24)
-    for number in range(len(source)):
-        Image.fromarray(source.read(number)[0].numpy()).save(folder / f"{number:03d}.png")
+    for number in range(228):
+        write_synthetic(folder / f"{number:03d}.png", number, size=24)
     for name, data in broken_files().items():
         (folder / f"broken-{name}").write_bytes(data)
     return folder
@@ -34,30 +32,21 @@ BROKEN = sorted(f"broken-{name}" for name in broken_files())
 def test_a_set_with_broken_files_of_every_kind_trains_to_the_end(tmp_path, broken_set):
     """Two epochs, with loader processes; an evaluation names what it leaves out in a line."""
     assert len(BROKEN) >= 10
-    said = run(
-        tmp_path / "run", {**SETTINGS, "data.source": broken_set, "data.workers": 2, "run.eval_every": 1}
-    )
-    assert "unreadable, first" in said
+    settings = {**SETTINGS, "data.source": broken_set, "data.workers": 2, "run.eval_every": 1}
+    assert "unreadable, first" in run(tmp_path / "run", settings)
     assert named(tmp_path / "run") == BROKEN
     assert readings(tmp_path / "run")[-1]["step"] == 12
 
 
-def test_two_processes_train_to_the_end_on_it(tmp_path, broken_set):
+def test_two_processes_name_each_once_and_end_after_the_same_step_if_they_are_too_many(tmp_path, broken_set):
     settings = {**SETTINGS, "data.source": broken_set, "data.batch_size": 20}
-    started = pair(tmp_path / "run", settings, torchrun_environs())
-    assert [one.wait() for one in started] == [0, 0], started[0].said
+    run_in_two(tmp_path / "run", settings)
     assert named(tmp_path / "run") == BROKEN
     assert readings(tmp_path / "run")[-1]["step"] == 12
-
-
-def test_too_many_end_the_run_in_both_processes_after_the_same_step(tmp_path, broken_set):
-    settings = {**SETTINGS, "data.source": broken_set, "data.batch_size": 20, "data.max_unreadable": 0}
-    started = pair(tmp_path / "run", settings, torchrun_environs())
-    assert [one.wait() for one in started] == [2, 2], started[0].said
-    sentences = [one.said.splitlines()[-1] for one in started]
-    assert sentences[0] == sentences[1]
-    assert "images read so far cannot be read or used, more than data.max_unreadable=0" in sentences[0]
-    assert "unreadable.txt" in sentences[0]
+    said = run_in_two(tmp_path / "strict", {**settings, "data.max_unreadable": 0}, code=2)
+    (sentence,) = {one.splitlines()[-1] for one in said}
+    assert "images read so far cannot be read or used, more than data.max_unreadable=0" in sentence
+    assert "unreadable.txt" in sentence
 
 
 def test_a_source_that_is_gone_ends_both_processes_though_one_alone_meets_it(tmp_path):
@@ -70,9 +59,8 @@ def test_a_source_that_is_gone_ends_both_processes_though_one_alone_meets_it(tmp
         Image.new("L", (32, 32), number).save(folder / f"{number:03d}.png")
     settings = {**SETTINGS, "data.source": folder, "data.batch_size": 1, "data.max_unreadable": 1}
     settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
-    started = pair(tmp_path / "run", settings, torchrun_environs())
-    assert [one.wait() for one in started] == [2, 2], started[0].said
-    assert any("11 randomly chosen images cannot be read" in one.said for one in started), started[0].said
+    said = run_in_two(tmp_path / "run", settings, code=2)
+    assert any("11 randomly chosen images cannot be read" in one for one in said), said
 
 
 def batch(unreadable=0, images=10, failure=None):

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-import torch
 from PIL import Image
 
 from dino_vit import load_backbone
@@ -19,6 +18,7 @@ from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.views.preparation import preparation_of
 from tests.support.runs import readings, run
 
+SOURCE = SyntheticSource(length=32)
 NO_COLOUR = {"photometry.saturation": 0, "photometry.hue": 0, "photometry.grey": 0}
 MEASURED = {"data.mean": "null", "data.std": "null"}
 SETTINGS = {
@@ -28,17 +28,12 @@ SETTINGS = {
     "run.eval_every": 1,
     "run.checkpoint_every": 3,
 }
-LENGTH = 32
+LENGTH = len(SOURCE)
+PLANES = {SOURCE.name(number): SOURCE.read(number)[0].numpy() for number in range(LENGTH)}
 
 
-@pytest.fixture(scope="module")
-def planes():
-    source = SyntheticSource(length=LENGTH)
-    return {source.name(number): source.read(number)[0].numpy() for number in range(LENGTH)}
-
-
-def fill(folder, planes, write):
-    for number, (name, plane) in enumerate(planes.items()):
+def fill(folder, write):
+    for number, (name, plane) in enumerate(PLANES.items()):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write(number, path, plane)
@@ -73,106 +68,82 @@ def described(output):
 
 
 CIFAR = Path(__file__).parents[3] / "shared" / "data" / "cifar10" / "test.parquet"
-OF_CIFAR = pytest.mark.skipif(
-    not CIFAR.exists(), reason="needs CIFAR-10 as Parquet in ../shared/data/cifar10"
-)
+
+
+def judge(output, source, *labels):
+    assert main(["knn", str(source), f"weights={output}", "precision=no", *labels]) == 0
+    assert json.loads((output / "eval" / "knn.json").read_text())["results"]
 
 
 @pytest.mark.parametrize(
-    ("write", "settings", "said"),
+    ("write", "kind", "limits", "channels"),
     [
-        (sixteen_bits, {**MEASURED, **NO_COLOUR, "data.channels": 1}, "grey (uint16) 32"),
-        (five_channels, {**MEASURED, **NO_COLOUR, "data.channels": 5}, "5-channel (uint16) 32"),
-        (mixed, {"data.bits": 8}, "RGB (uint8) "),
-        pytest.param(None, {"data.batch_size": 64}, "RGB (uint8) 200", marks=OF_CIFAR),
+        (sixteen_bits, "grey (uint16)", (0.0, 4095.0), lambda planes: [(16 * planes + 7) / 4095]),
+        (five_channels, "5-channel (uint16)", None, lambda planes: [n * planes / 65535 for n in range(1, 6)]),
     ],
 )
-def test_inspection_pretraining_and_knn(tmp_path, planes, capsys, write, settings, said):
-    source = fill(tmp_path / "images", planes, write) if write else CIFAR
-    assert main(["inspect-data", str(source), f"sheet={tmp_path / 'views.png'}", "count=200"]) == 0
-    assert said in capsys.readouterr().out
-    evaluation = {"run.eval_every": 1 if write else "null"}
-    run(tmp_path / "run", {**SETTINGS, **settings, **evaluation, "data.source": source})
-    if write is None:
-        source = open_source(str(source))
-        some = range(0, len(source), len(source) // 100)  # the set is in the order of its classes
-        np.save(tmp_path / "images.npy", np.stack([read_image(source, i).numpy() for i in some]))
-        rows = [f"{n:09d},{source.classes[source.label(i)]}\n" for n, i in enumerate(some)]
-        (tmp_path / "labels.csv").write_text("".join(rows))
-        source = tmp_path / "images.npy"
-    labels = [] if write else [f"labels={tmp_path / 'labels.csv'}"]
-    assert main(["knn", str(source), f"weights={tmp_path / 'run'}", "precision=no", *labels]) == 0
-    found = json.loads((tmp_path / "run" / "eval" / "knn.json").read_text())
-    assert found
-
-
-def test_sixteen_bit_grey_keeps_its_bits_from_the_file_to_the_weights(tmp_path, planes):
-    folder = fill(tmp_path / "images", planes, sixteen_bits)
-    settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": 1}
-    said = run(tmp_path / "run", {**settings, "data.range": "[0, 4095]"})
-    assert f"{LENGTH} images inspected: {LENGTH} grey (uint16)" in said
+def test_deep_images_keep_their_bits_from_the_file_to_the_weights(
+    tmp_path, capsys, write, kind, limits, channels
+):
+    folder, output = fill(tmp_path / "images", write), tmp_path / "run"
+    assert main(["inspect-data", str(folder), f"sheet={tmp_path / 'views.png'}", "count=200"]) == 0
+    assert f"{kind} {LENGTH}" in capsys.readouterr().out
+    expected = channels(np.stack(list(PLANES.values())).astype(np.float64))
+    settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": len(expected)}
+    said = run(output, {**settings, "data.range": "null" if limits is None else list(limits)})
+    assert f"{LENGTH} images inspected: {LENGTH} {kind}" in said
     assert "data.bits=16: as the images have" in said
-    values = np.stack(list(planes.values())).astype(np.float64) * 16 + 7
-    metadata = described(tmp_path / "run")
-    assert metadata["mean"] == pytest.approx([(values / 4095).mean()], rel=1e-3)
-    assert metadata["std"] == pytest.approx([(values / 4095).std()], rel=1e-3)
-    assert (metadata["bits"], metadata["range"]) == (16, [0, 4095])
-    model = load_backbone(tmp_path / "run")
-    assert preparation_of(model).pixels == Pixels(channels=1, bits=16, range=(0.0, 4095.0))
+    metadata, model = described(output), load_backbone(output)
+    assert metadata["mean"] == pytest.approx([channel.mean() for channel in expected], rel=1e-3)
+    assert metadata["std"] == pytest.approx([channel.std() for channel in expected], rel=1e-3)
+    assert metadata["bits"] == 16
+    assert preparation_of(model).pixels == Pixels(channels=len(expected), bits=16, range=limits)
     assert preparation_of(model).mean == tuple(metadata["mean"])
+    assert readings(output)[-1]["knn"] is not None
+    judge(output, folder)
+
+
+def test_palettes_cmyk_grey_and_transparency_in_one_set(tmp_path, capsys):
+    folder = fill(tmp_path / "images", mixed)
+    assert main(["inspect-data", str(folder), f"sheet={tmp_path / 'views.png'}", "count=200"]) == 0
+    assert "RGB (uint8) " in capsys.readouterr().out
+    said = run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.bits": 8})
+    assert "repeated from grey to RGB" in said
+    assert "unreadable" not in said
+    assert not (tmp_path / "run" / "unreadable.txt").exists()
     assert readings(tmp_path / "run")[-1]["knn"] is not None
+    judge(tmp_path / "run", folder)
 
 
-def test_a_resumed_run_keeps_what_it_measured(tmp_path, planes):
-    folder = fill(tmp_path / "images", planes, sixteen_bits)
+@pytest.mark.skipif(not CIFAR.exists(), reason="needs CIFAR-10 as Parquet in ../shared/data/cifar10")
+def test_a_published_set(tmp_path):
+    settings = {**SETTINGS, "data.source": CIFAR, "data.batch_size": 64, "run.eval_every": "null"}
+    run(tmp_path / "run", settings)
+    source = open_source(str(CIFAR))
+    some = range(0, len(source), len(source) // 100)  # the set is in the order of its classes
+    np.save(tmp_path / "images.npy", np.stack([read_image(source, i).numpy() for i in some]))
+    rows = [f"{n:09d},{source.classes[source.label(i)]}\n" for n, i in enumerate(some)]
+    (tmp_path / "labels.csv").write_text("".join(rows))
+    judge(tmp_path / "run", tmp_path / "images.npy", f"labels={tmp_path / 'labels.csv'}")
+
+
+def test_a_resumed_run_keeps_what_it_measured(tmp_path):
+    folder = fill(tmp_path / "images", sixteen_bits)
     settings = {**SETTINGS, **MEASURED, "data.source": folder, "run.checkpoint_every": 1}
     said = run(tmp_path / "run", settings)
     assert "repeated from grey to RGB" in said
     assert "no value is above 6" in said
     assert "data.range=[low, high]" in said
     before = described(tmp_path / "run")["mean"]
-    fill(folder, planes, lambda number, path, plane: sixteen_bits(number, path, plane * 0))
+    fill(folder, lambda number, path, plane: sixteen_bits(number, path, plane * 0))
     said = run(tmp_path / "run", {**settings, "budget.steps": 4, "run.resume": "changed"})
     assert "measured on" not in said
     (last,) = (tmp_path / "run" / "checkpoints").glob("*4.safetensors")
     assert json.loads(read_metadata(last)["dino_vit"])["mean"] == before
 
 
-def test_five_channels_in_a_tiff(tmp_path, planes):
-    folder = fill(tmp_path / "images", planes, five_channels)
-    settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": 5}
-    said = run(tmp_path / "run", settings)
-    assert f"{LENGTH} 5-channel (uint16)" in said
-    metadata = described(tmp_path / "run")
-    values = np.stack(list(planes.values())) / 65535
-    assert metadata["mean"] == pytest.approx([values.mean() * band for band in range(1, 6)], rel=1e-3)
-    assert load_backbone(tmp_path / "run")(torch.rand(1, 5, 32, 32)).shape == (1, 32)
-    assert readings(tmp_path / "run")[-1]["knn"] is not None
-
-
-def test_five_channels_are_not_taken_for_three(tmp_path, planes):
-    folder = fill(tmp_path / "images", planes, five_channels)
-    said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
-    assert "data.channels=3, but the images of" in said
-    said = run(tmp_path / "run", {**SETTINGS, **NO_COLOUR, "data.source": folder, "data.channels": 5}, code=2)
-    assert (
-        "data.mean has 3 values, but data.channels=5; give one value per channel, or data.mean=null" in said
-    )
-
-
-def test_palettes_cmyk_grey_and_transparency_in_one_set(tmp_path, planes):
-    folder = fill(tmp_path / "images", planes, mixed)
-    said = run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.bits": 8})
-    assert "repeated from grey to RGB" in said
-    assert "unreadable" not in said
-    assert not (tmp_path / "run" / "unreadable.txt").exists()
-    assert readings(tmp_path / "run")[-1]["knn"] is not None
-
-
-def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path, planes):
-    folder = fill(
-        tmp_path / "images", planes, lambda n, path, plane: np.save(path.with_suffix(".npy"), plane)
-    )
+def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path):
+    folder = fill(tmp_path / "images", lambda n, path, plane: np.save(path.with_suffix(".npy"), plane))
     said = run(tmp_path / "run", {**SETTINGS, "recipe": "auto", "data.source": folder})
     assert "data.channels=1: as the images have" in said
     assert f"measured on {LENGTH} images" in said
@@ -180,11 +151,11 @@ def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path
     assert load_backbone(tmp_path / "run").channels == 1
 
 
-def test_float_images_beyond_one_say_what_to_do(tmp_path, planes):
+def test_float_images_beyond_one_say_what_to_do(tmp_path):
     def write(number, path, plane):
         np.save(path.with_suffix(".npy"), plane.astype(np.float32))
 
-    folder = fill(tmp_path / "images", planes, write)
+    folder = fill(tmp_path / "images", write)
     said = run(tmp_path / "run", {**SETTINGS, "data.source": folder}, code=2)
     assert "none of 32 images can be used" in said
     assert "set data.range=[low, high], the values that become 0 and 1" in said

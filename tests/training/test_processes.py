@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from PIL import Image
 
-from tests.support.processes import free_port, pair, srun_environs, torchrun_environs
-from tests.support.runs import CPU, Run, arguments, before_step, readings, run, steps, tensors
+from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
+from tests.support.runs import CPU, Run, arguments, readings, run, signal_before_step, steps, tensors
 
 # Stochastic depth is drawn on each process for its own images.
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
@@ -55,15 +55,10 @@ def test_two_processes_follow_one(tmp_path, alone, launcher):
 
 def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
     output = tmp_path / "run"
-    started = pair(output, TWO, srun_environs())
-    assert [one.wait() for one in started] == [0, 0], started[0].said
-    said = [line for line in started[1].said.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
+    _, second = finish(pair(output, TWO, srun_environs()))
+    said = [line for line in second.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10
     assert said == [], "only the first process speaks"
     assert_follows(output, alone)
-
-
-def terminate_at_the_third_step():
-    before_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, alone):
@@ -71,8 +66,8 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
     output = tmp_path / "run"
     environs = torchrun_environs()
     first = Run(output, TWO, environ=environs[0])
-    second = Run(output, TWO, environ=environs[1], before=terminate_at_the_third_step)
-    assert [first.wait(), second.wait()] == [75, 75], first.said + second.said
+    second = Run(output, TWO, environ=environs[1], before=partial(signal_before_step, 2, signal.SIGTERM))
+    finish([first, second], 75)
     assert steps(output) == [3]
     said = run(output, TWO)
     assert "resuming after step 3" in said
@@ -91,22 +86,9 @@ def test_a_batch_that_processes_cannot_make_up_is_refused(tmp_path, alone):
     assert "its global batch was 16, which is not a multiple of 6" in said
 
 
-def test_an_unreadable_image_is_written_down_once(tmp_path):
-    """Whichever process meets it, in whichever epoch."""
-    (tmp_path / "images").mkdir()
-    for number in range(16):
-        Image.new("RGB", (32, 32), (number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
-    (tmp_path / "images" / "16.png").write_bytes(b"no image")
-    settings = {**TWO, "data.source": tmp_path / "images", "budget.steps": 12, "data.batch_size": 4}
-    assert [one.wait() for one in pair(tmp_path / "run", settings, torchrun_environs())] == [0, 0]
-    (line,) = (tmp_path / "run" / "unreadable.txt").read_text().splitlines()
-    assert line.startswith("16.png: ")
-
-
 def test_batch_norm_over_processes_without_gpus_is_refused(tmp_path):
-    started = pair(tmp_path / "run", {**TWO, "head.batch_norm": "true"}, torchrun_environs())
-    assert [one.wait() for one in started] == [2, 2]
-    assert "head.batch_norm=true over several processes needs GPUs" in started[0].said
+    said = run_in_two(tmp_path / "run", {**TWO, "head.batch_norm": "true"}, code=2)
+    assert "head.batch_norm=true over several processes needs GPUs" in said[0]
 
 
 def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
@@ -116,5 +98,4 @@ def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
         Run(tmp_path / folder, {**settings, "run.resume": "changed"}, environ=environ)
         for folder, environ in zip(("one", "two"), torchrun_environs(), strict=True)
     ]
-    assert [one.wait() for one in started] == [2, 2]
-    assert all("found this run at different steps; " in one.said for one in started)
+    assert all("found this run at different steps; " in said for said in finish(started, 2))

@@ -6,15 +6,8 @@ import torch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.training.resolve import (
-    Costs,
-    Facts,
-    complete,
-    faster_photometry,
-    measure_costs,
-    repeat_images,
-)
-from tests.support.runs import readings, run, tensors
+from dino_vit.training.resolve import Costs, Facts, complete, faster_photometry, measure_costs, repeat_images
+from tests.support.runs import assert_same_end, run
 
 CPU = torch.device("cpu")
 
@@ -74,9 +67,7 @@ def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path, workers):
     settings["photometry.noise"] = 0.5
     for place in ("worker", "device"):
         run(tmp_path / place, {**settings, "data.photometry": place})
-    ours, theirs = (tensors(tmp_path / place, 5) for place in ("worker", "device"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert readings(tmp_path / "worker") == readings(tmp_path / "device")
+    assert_same_end(tmp_path / "worker", tmp_path / "device", 5)
 
 
 def test_a_run_keeps_its_place(tmp_path):

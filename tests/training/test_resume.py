@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from dino_vit.training.readings import read_records
-from tests.support.runs import Run, before_step, readings, run, steps, tensors
+from tests.support.runs import Run, assert_same_end, readings, run, signal_before_step, steps
 
 
 @pytest.fixture(scope="module")
@@ -24,64 +23,38 @@ def whole(tmp_path_factory):
     return output
 
 
-def assert_same_end(output, whole):
-    ours, theirs = tensors(output, 20), tensors(whole, 20)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    assert not different
-    assert readings(output) == readings(whole)
-
-
-def kill_before_step_13():
-    before_step(13, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_killed_in_an_epoch_and_resumed_is_bit_for_bit_the_same(tmp_path, whole, workers):
-    output = tmp_path / "run"
-    settings = {"data.workers": workers}
-    run(output, settings, code=-signal.SIGKILL, before=kill_before_step_13)
-    assert steps(output) == [5, 10]
-    assert [reading["step"] for reading in readings(output)] == list(range(1, 14))
-    assert "resuming after step 10" in run(output, settings)
-    assert_same_end(output, whole)
-
-
-def terminate_before_step_13():
-    before_step(13, lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def ask_to_leave_before_step_13():
-    before_step(13, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-
-
-def interrupt_before_step_13():
-    before_step(13, lambda: os.kill(os.getpid(), signal.SIGINT))
-
-
-def interrupt_twice_before_step_13():
-    before_step(13, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+def signalled(*numbers):
+    return partial(signal_before_step, 13, *numbers)
 
 
 @pytest.mark.parametrize(
-    ("before", "code"),
-    [(terminate_before_step_13, 75), (ask_to_leave_before_step_13, 75), (interrupt_before_step_13, 130)],
+    ("number", "workers", "code", "last"),
+    [
+        (signal.SIGKILL, 0, -signal.SIGKILL, 10),
+        (signal.SIGKILL, 2, -signal.SIGKILL, 10),
+        (signal.SIGTERM, 0, 75, 14),
+        (signal.SIGUSR1, 0, 75, 14),
+        (signal.SIGINT, 0, 130, 14),
+    ],
 )
-def test_a_signal_saves_after_the_step_and_leaves(tmp_path, whole, before, code):
-    output = tmp_path / "run"
-    said = run(output, code=code, before=before)
-    assert steps(output) == [10, 14]
-    assert "saved at step 14" in said
-    run(output)
-    assert_same_end(output, whole)
+def test_interrupted_in_an_epoch_and_resumed_is_bit_for_bit_the_same(
+    tmp_path, whole, number, workers, code, last
+):
+    """A kill loses the steps since a checkpoint; the other signals save after the step."""
+    output, settings = tmp_path / "run", {"data.workers": workers}
+    said = run(output, settings, code=code, before=signalled(number))
+    assert ("saved at step 14" in said) == (last == 14)
+    assert steps(output)[-1] == last
+    assert len(steps(output)) == 2
+    assert [reading["step"] for reading in readings(output)] == list(range(1, max(13, last) + 1))
+    assert f"resuming after step {last}" in run(output, settings)
+    assert_same_end(output, whole, 20)
 
 
 def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(tmp_path):
-    output, evaluated = (
-        tmp_path / "run",
-        {"run.eval_every": 1, "data.batch_size": 16, "optim.warmup_epochs": 0},
-    )
-    run(output, evaluated, code=75, before=terminate_before_step_13)
+    output = tmp_path / "run"
+    evaluated = {"run.eval_every": 1, "data.batch_size": 16, "optim.warmup_epochs": 0}
+    run(output, evaluated, code=75, before=signalled(signal.SIGTERM))
     baseline = (output / "baseline.json").read_bytes()
     assert set(json.loads(baseline)) == {"knn", "rankme", "raw_pixels"}
     run(output, evaluated)
@@ -93,7 +66,7 @@ def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(t
 
 
 def test_ctrl_c_twice_leaves_at_once(tmp_path):
-    said = run(tmp_path / "run", code=130, before=interrupt_twice_before_step_13)
+    said = run(tmp_path / "run", code=130, before=signalled(signal.SIGINT, signal.SIGINT))
     assert steps(tmp_path / "run") == [5, 10]
     assert said.endswith("dino-vit pretrain: interrupted\n")
     assert "Traceback" not in said
@@ -107,35 +80,30 @@ def members(group):
     return ["ended" if state.startswith("Z") else "running" for number, state in rows if int(number) == group]
 
 
-def test_a_signal_to_all_processes_of_a_run_does_not_take_its_loaders(tmp_path):
-    """As SLURM and systemd send it, and a terminal sends ctrl-C; nothing is left running."""
-    output = tmp_path / "run"
-    started = Run(output, {"data.workers": 2, "budget.steps": 100_000}, before=os.setsid)
-    started.wait_until(lambda: steps(output))
-    group = started.process.pid
-    assert members(group).count("running") >= 3
-    os.killpg(group, signal.SIGTERM)
-    assert started.wait() == 75, started.said
-    assert "Traceback" not in started.said
-    assert "running" not in members(group)
-
-
 def shared_memory():
     return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm on this system")
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 5), (signal.SIGKILL, 30)])
-def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, number, seconds):
-    """Loader processes end with it, at the latest when they look for it, and shared memory is given back."""
+@pytest.mark.parametrize(
+    ("send", "number", "code", "seconds"),
+    [
+        (os.killpg, signal.SIGTERM, 75, 0),  # as SLURM and systemd send it, and a terminal sends ctrl-C
+        (os.kill, signal.SIGINT, 130, 5),
+        (os.kill, signal.SIGKILL, -signal.SIGKILL, 30),  # loader processes look for it from time to time
+    ],
+)
+def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, code, seconds):
+    """Loader processes end with it and not before it, and shared memory is given back."""
     before = shared_memory()
     settings = {"data.workers": 2, "budget.steps": 100_000, "data.photometry": "worker"}
     started = Run(tmp_path / "run", settings, before=os.setsid)
     started.wait_until(lambda: steps(tmp_path / "run"))
     group = started.process.pid
     assert members(group).count("running") >= 3
-    started.send(number)
-    started.wait()
+    send(group, number)
+    assert started.wait() == code, started.said
+    assert "Traceback" not in started.said
     end = time.monotonic() + seconds
     while "running" in members(group) and time.monotonic() < end:
         time.sleep(0.05)
@@ -159,16 +127,24 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path, whole):
     assert "run.resume=never does not overwrite it" in said
     said = run(output, {"model.width": 64, "run.resume": "changed", **SHORT}, code=2)
     assert "is of another network or optimiser" in said
+    said = run(output, {"data.source": "synthetic:72:32", **SHORT}, code=2)
+    assert "the images of synthetic:72:32 have changed" in said
     assert steps(output) == [5]
     assert "resuming after step 5" in run(output, {"optim.lr": 0.02, "run.resume": "changed", **SHORT})
     assert steps(output) == [5, 10, 15, 20]
 
 
-def test_other_images_are_refused(tmp_path):
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole):
     output = tmp_path / "run"
-    run(output, {"budget.steps": 5, **SHORT})
-    said = run(output, {"data.source": "synthetic:72:32", **SHORT}, code=2)
-    assert "the images of synthetic:72:32 have changed" in said
+    run(output, code=75, before=signalled(signal.SIGTERM))
+    newest = output / "checkpoints" / "step-00000014.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    said = run(output)
+    assert "skipped a checkpoint" in said
+    assert "step-00000014.safetensors is" in said
+    assert "resuming after step 10" in said
+    assert steps(output) == [15, 20]
+    assert_same_end(output, whole, 20)
 
 
 def limit_files(size):
@@ -180,7 +156,7 @@ def limit_files(size):
 def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole, size):
     """A limit on the size of files stands in for the full disk."""
     output = tmp_path / "run"
-    run(output, code=75, before=terminate_before_step_13)
+    run(output, code=75, before=signalled(signal.SIGTERM))
     good = {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
     said = run(output, code=2, before=partial(limit_files, size))
     assert ("the reading could not be written" in said) == (size == 8_000)
@@ -188,31 +164,4 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     assert "its last checkpoint could not be written; free disk space" in said
     assert {path: path.read_bytes() for path in (output / "checkpoints").iterdir()} == good
     run(output)
-    assert_same_end(output, whole)
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def flip_a_bit(path):
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty])
-def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole, damage):
-    output = tmp_path / "run"
-    run(output, code=75, before=terminate_before_step_13)
-    damage(output / "checkpoints" / "step-00000014.safetensors")
-    said = run(output)
-    assert "skipped a checkpoint" in said
-    assert "step-00000014.safetensors is" in said
-    assert "resuming after step 10" in said
-    assert steps(output) == [15, 20]
-    assert_same_end(output, whole)
+    assert_same_end(output, whole, 20)

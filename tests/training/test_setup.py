@@ -5,8 +5,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-import dino_vit.training.loop
-import dino_vit.training.setup
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training.reporter import describe_start
@@ -67,27 +65,9 @@ def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
     assert not moved(tensors(tmp_path / "whole", 10), tensors(tmp_path / "run", 10))
 
 
-class Grey:
-    """Images of one channel."""
-
-    fingerprint = "grey"
-
-    def __len__(self):
-        return 64
-
-    def read(self, index):
-        return torch.randint(256, (1, 32, 32), generator=torch.Generator().manual_seed(index)).byte()
-
-    def label(self, index):
-        return None
-
-    def name(self, index):
-        return str(index)
-
-
-def test_weights_of_other_channels_are_inflated(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(dino_vit.training.setup, "open_source", lambda *_: Grey())
-    settings = {**FROM, "init.weights": weights, "budget.steps": 9}
+def test_weights_of_other_channels_are_inflated(tmp_path, weights):
+    np.save(tmp_path / "grey.npy", np.random.default_rng(0).integers(0, 256, (64, 32, 32), dtype=np.uint8))
+    settings = {**FROM, "init.weights": weights, "budget.steps": 9, "data.source": tmp_path / "grey.npy"}
     settings |= {f"photometry.{name}": 0 for name in ("saturation", "hue", "grey")}
     with pytest.raises(ValueError, match=r"data.channels=5, but the images of .* have 1 channel"):
         opened(tmp_path / "run", {**settings, "data.channels": 5, "data.mean": "null", "data.std": "null"})

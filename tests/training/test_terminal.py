@@ -16,11 +16,6 @@ from dino_vit.core.progress import duration
 from dino_vit.training.diagnosis import LEARNING, UNIFORM
 from dino_vit.training.terminal import RunProgress
 from tests.support.readings import HEALTHY, Clock, show_some
-from tests.support.runs import ROOT
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
 
 
 def test_without_a_terminal_there_are_plain_aligned_lines():
@@ -75,7 +70,7 @@ def on_a_terminal(program, *, width=100, stdout=None):
     """Run a program whose stderr, and stdout unless given, is a terminal; return all that it received."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    variables = {**environment(), "TERM": "xterm-256color"}
+    variables = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     variables.pop("COLUMNS", None)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -158,15 +153,20 @@ def test_the_bar_goes_on_between_readings_but_not_at_every_step():
 
 
 def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path):
+    """Here until an error, which gives the terminal back."""
     program = """
         import sys
+        from contextlib import suppress
         from dino_vit.training.terminal import RunProgress
-        with RunProgress(total_steps=10) as progress:
+        with suppress(KeyboardInterrupt), RunProgress(total_steps=10) as progress:
             progress.advance(5)
             print("to stdout")
             print("to stderr", file=sys.stderr)
+            raise KeyboardInterrupt
     """
-    lines = [line for line in screen(on_a_terminal(program)) if line]
+    received = on_a_terminal(program)
+    assert received.endswith("\x1b[?25h")
+    lines = [line for line in screen(received) if line]
     assert lines[:2] == ["to stdout", "to stderr"]
     assert len(lines) == 4
     with (tmp_path / "out").open("w") as file:
@@ -175,23 +175,9 @@ def test_prints_stay_above_the_bar_and_out_of_it_when_stdout_is_a_file(tmp_path)
     assert (tmp_path / "out").read_text() == "to stdout\n"
 
 
-def test_an_error_gives_the_terminal_back():
-    program = """
-        from dino_vit.training.terminal import RunProgress
-        try:
-            with RunProgress(total_steps=10) as progress:
-                progress.advance(5)
-                raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            pass
-    """
-    assert on_a_terminal(program).endswith("\x1b[?25h")
-
-
 def test_a_log_file_gets_no_control_codes_even_where_colour_is_forced():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHOW)], capture_output=True, env=environment(), check=True
-    )
+    command, forced = [sys.executable, "-c", textwrap.dedent(SHOW)], {**os.environ, "FORCE_COLOR": "1"}
+    done = subprocess.run(command, capture_output=True, env=forced, check=True)
     assert b"\x1b" not in done.stderr
     assert done.stderr.count(b"img/s") == 5
     assert done.stdout == b""

@@ -1,5 +1,4 @@
 import math
-from itertools import product
 
 import numpy as np
 import pytest
@@ -115,11 +114,3 @@ def test_a_view_is_a_function_of_seed_epoch_sample_and_view():
 def test_a_scale_out_of_order_is_rejected():
     with pytest.raises(ValueError, match="0 < low <= high <= 1"):
         View(size=(4, 4), scale=(0.5, 0.2))
-
-
-def test_no_two_views_share_a_box():
-    boxes = [
-        draw_boxes(views_of(), seed=0, epoch=e, sample=s, height=375, width=500)
-        for e, s in product(range(3), range(5))
-    ]
-    assert len({tuple(box) for image in boxes for box in image.tolist()}) == 150

@@ -4,16 +4,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dino_vit.data.images.decode import read_image
-from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
 from dino_vit.views import loader
 from dino_vit.views.geometry import View, crop_views
 from dino_vit.views.loader import SHARED, Loader
 from dino_vit.views.photometry import Augment
 from dino_vit.views.sampler import Sampler
+from tests.support.images import write_synthetic
 from tests.support.views import draw_boxes, draw_rows, views_of
 
 AUGMENT = Augment(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
@@ -26,22 +26,10 @@ VIEWS = views_of(
 )
 
 
-def take(
-    count,
-    *,
-    source=None,
-    position=0,
-    workers=0,
-    views=VIEWS,
-    batch_size=8,
-    pixels=RGB,
-    in_step=False,
-    augment=None,
-    **sampler,
-):
+def take(count, *, source=None, position=0, views=VIEWS, batch_size=8, sampler=None, **settings):
+    """Return some batches of a loader that has the settings."""
     source = source or SyntheticSource(length=50)
-    plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **sampler)
-    settings = {"workers": workers, "pixels": pixels, "in_step": in_step, "augment": augment}
+    plan = Sampler(length=len(source), batch_size=batch_size, seed=7, **(sampler or {}))
     batches = Loader(source=source, views=views, sampler=plan, **settings).batches(position)
     taken = list(islice(batches, count))
     batches.close()
@@ -130,7 +118,7 @@ def test_starting_anywhere_changes_nothing(workers):
 
 def test_two_processes_see_the_views_of_one():
     whole = take(3)
-    parts = [take(3, rank=rank, world_size=2) for rank in range(2)]
+    parts = [take(3, sampler={"rank": rank, "world_size": 2}) for rank in range(2)]
     for step, batch in enumerate(whole):
         for size, views in batch.views.items():
             split = [part[step].views[size].unflatten(0, (-1, 4)) for part in parts]
@@ -157,8 +145,7 @@ def test_the_global_random_state_is_left_alone():
 @pytest.fixture
 def damaged(tmp_path):
     for number in range(30):
-        image = SyntheticSource(length=30).read(number)
-        Image.fromarray(image[0].numpy()).save(tmp_path / f"{number:02d}.png")
+        write_synthetic(tmp_path / f"{number:02d}.png", number)
     (tmp_path / "03.png").write_bytes(b"")
     (tmp_path / "11.png").write_bytes(b"no image")
     return FolderSource(tmp_path)
@@ -187,7 +174,7 @@ def test_an_unreachable_source_is_an_error(damaged, workers):
 
 def test_an_image_of_weight_0_is_never_read(damaged):
     weights = np.where(np.arange(30) < 15, 1.0, 0.0)
-    batches = take(10, source=damaged, batch_size=6, weights=weights)
+    batches = take(10, source=damaged, batch_size=6, sampler={"weights": weights})
     assert any(batch.unreadable for batch in batches)
     assert all((batch.read < 15).all() for batch in batches)
 

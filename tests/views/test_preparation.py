@@ -7,8 +7,9 @@ from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.models.vit import Provenance, VisionTransformer
+from dino_vit.models.vit import Provenance
 from dino_vit.views.preparation import Preparation, fit, preparation_of
+from tests.support.backbones import backbone
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 PREPARATION = Preparation(size=(32, 32), mean=MEAN, std=STD)
@@ -18,12 +19,6 @@ def picture(height, width):
     coarse = torch.rand(1, 3, max(2, height // 8), max(2, width // 8))
     smooth = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")[0]
     return (255 * smooth).to(torch.uint8)
-
-
-def backbone(**changes):
-    return VisionTransformer(
-        **{"image_size": 32, "patch_size": 8, "width": 24, "depth": 2, "heads": 2, **changes}
-    )
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (256, 300), (225, 230), (1000, 226)])

@@ -1,7 +1,6 @@
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,12 +42,9 @@ def test_deep_png_may_be_interlaced():
 
 FUZZ = """
 import random, sys, warnings, logging, time
-sys.path.insert(0, {tests!r})
 warnings.simplefilter("ignore")
 from tests.data.images.test_formats import fuzzed
 from dino_vit.data.images.decode import UnreadableImage, decode
-import torch
-torch.set_num_threads(1)
 read = refused = 0
 for name, data in fuzzed(random.Random(0)):
     start = time.monotonic()
@@ -105,8 +101,7 @@ def fuzzed(random):
 
 
 def test_damaged_files_of_every_format_give_an_image_or_an_error_and_never_a_crash():
-    code = FUZZ.format(tests=str(Path(__file__).parents[3]))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     read, refused = map(int, done.stdout.split())
     assert read > 100

@@ -1,80 +1,48 @@
-import io
+import math
 import os
 import time
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import FolderSource, open_source
+from dino_vit.data.sources.source import spread
 from dino_vit.data.sources.synthetic import PATTERNS, SyntheticSource
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.models.vit import VisionTransformer
+from tests.support.image_sets import items, write_folder
 
-
-def picture(seed=0, height=20, width=30):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
-
-
-def file(image, kind="PNG"):
-    buffer = io.BytesIO()
-    pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-    Image.fromarray(pixels.numpy()).save(buffer, kind)
-    return buffer.getvalue()
+STEPS, BATCH = 1500, 64  # about one minute of one core
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for place, name in enumerate(["b/2.png", "b/deep/1.PNG", "a/x.jpg", "a-b/é.png", "top.png"]):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image = picture(place)
-        path.write_bytes(file(image, "JPEG" if name.endswith("jpg") else "PNG"))
-    (tmp_path / "a" / "notes.txt").write_text("no image")
-    (tmp_path / ".hidden.png").write_bytes(b"")
-    return tmp_path
+    """Files that hold their names, five of them images."""
+    names = ["b/2.png", "b/deep/1.PNG", "a/x.jpg", "a-b/é.png", "top.png", "a/notes.txt", ".hidden.png"]
+    return write_folder(tmp_path, {name: name.encode() for name in names})
 
 
-def test_folder_lists_every_image_once_sorted_by_path(folder):
-    source = open_source(str(folder))
-    names = [source.name(index) for index in range(len(source))]
-    assert names == ["a-b/é.png", "a/x.jpg", "b/2.png", "b/deep/1.PNG", "top.png"]
-    assert source.name(-1) == "top.png"
-    assert torch.equal(read_image(source, 2), picture(0))
-    with pytest.raises(IndexError):
-        source.read(5)
-
-
-def test_folder_labels_are_the_first_level_folders(folder):
-    source = FolderSource(folder)
-    assert [source.label(index) for index in range(len(source))] == [1, 0, 2, 2, None]
-    assert source.classes == ["a", "a-b", "b"]
+def test_a_folder_lists_every_image_once_sorted_by_path_and_labelled_by_its_first_level(folder):
+    found = items(open_source(str(folder)))
+    labels = {"a-b/é.png": "a-b", "a/x.jpg": "a", "b/2.png": "b", "b/deep/1.PNG": "b", "top.png": None}
+    assert found == [(name, name.encode(), label) for name, label in labels.items()]
 
 
 def test_one_image_and_images_that_match_a_pattern(folder):
-    one = open_source(str(folder / "b" / "2.png"))
-    assert (len(one), one.name(0), one.label(0)) == (1, "2.png", None)
-    assert torch.equal(read_image(one, 0), picture(0))
-    matching = open_source(str(folder / "*" / "*.[pj]*g"))
-    assert [matching.name(index) for index in range(3)] == ["a-b/é.png", "a/x.jpg", "b/2.png"]
-    assert [matching.classes[matching.label(index)] for index in range(3)] == ["a-b", "a", "b"]
-    assert torch.equal(read_image(matching, 2), picture(0))
-    (folder / "b" / "2.png").write_bytes(file(picture(9)))
-    assert torch.equal(read_image(open_source(str(folder / "*" / "*.[pj]*g")), 2), picture(9))
-
-
-def test_folder_fingerprint_follows_the_names(folder):
-    before = FolderSource(folder).fingerprint
-    assert FolderSource(folder).fingerprint == before
-    (folder / "b" / "2.png").rename(folder / "b" / "3.png")
-    assert FolderSource(folder).fingerprint != before
+    assert items(open_source(str(folder / "b" / "2.png"))) == [("2.png", b"b/2.png", None)]
+    matching = [("a-b/é.png", "a-b"), ("a/x.jpg", "a"), ("b/2.png", "b")]
+    pattern = str(folder / "*" / "*.[pj]*g")
+    assert items(open_source(pattern)) == [(name, name.encode(), label) for name, label in matching]
+    (folder / "b" / "2.png").write_bytes(b"changed")
+    assert open_source(pattern).read(2) == b"changed"
 
 
 def test_folder_follows_links_and_ends_on_a_loop(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "far.png").write_bytes(file(picture()))
+    (elsewhere / "far.png").write_bytes(b"far")
     (folder / "link").symlink_to(elsewhere)
     (folder / "b" / "loop").symlink_to(folder)
     names = [FolderSource(folder).name(index) for index in range(6)]
@@ -129,27 +97,13 @@ def test_synthetic_labels_are_balanced_and_named():
         SyntheticSource(size=8)
 
 
-def neighbours_are_right(features, labels, k=20):
-    bank, query = features[:-500], features[-500:]
-    nearest = (F.normalize(query) @ F.normalize(bank).T).topk(k)
-    votes = torch.zeros(500, 10).scatter_add_(1, labels[nearest.indices], (nearest.values / 0.07).exp())
-    return float((votes.argmax(1) == labels[-500:]).float().mean())
-
-
 def test_synthetic_pixels_say_little_about_the_class():
     source = SyntheticSource(length=6000)
     pixels = torch.stack([source.read(index)[0].flatten() for index in range(6000)]).float()
     labels = torch.arange(6000) % 10
-    assert neighbours_are_right(pixels, labels) < 0.28
-    assert neighbours_are_right(pixels - pixels.mean(1, keepdim=True), labels) < 0.38
-
-
-def test_synthetic_classes_differ_by_what_does_not_move():
-    """The amplitude spectrum, blind to place, tells classes apart: there is something to learn."""
-    source = SyntheticSource(length=3000)
-    images = torch.stack([source.read(index)[0] for index in range(3000)]).float()
-    spectrum = torch.fft.fft2(images - images.mean((1, 2), keepdim=True)).abs().flatten(1).sqrt()
-    assert neighbours_are_right(spectrum, torch.arange(3000) % 10) > 0.3
+    for features, share in ((pixels, 0.28), (pixels - pixels.mean(1, keepdim=True), 0.38)):
+        found = weighted_knn(features[:-500], labels[:-500], features[-500:], k=(20,))[20]
+        assert (found[:, 0] == labels[-500:]).float().mean() < share
 
 
 def test_synthetic_images_are_made_fast():
@@ -158,3 +112,43 @@ def test_synthetic_images_are_made_fast():
     for index in range(300):
         source.read(index)
     assert 300 / (time.process_time() - start) > 500  # about 4000 on an idle core
+
+
+@pytest.mark.slow
+def test_labels_teach_a_small_vit_the_classes_in_minutes():
+    source = SyntheticSource(length=20_000)
+    images = torch.stack([source.read(index)[:1] for index in range(20_000)])
+    labels = torch.arange(20_000) % 10
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=32, patch_size=4, channels=1, width=64, depth=3, heads=4, num_classes=10
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    for step in range(STEPS):
+        chosen = torch.randint(19_000, (BATCH,))
+        batch = images[chosen] if step % 2 else images[chosen].transpose(-1, -2)
+        batch = batch.flip(-1) if step % 4 > 1 else batch
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, step / 100) * (1 + math.cos(math.pi * step / STEPS)) / 2
+        F.cross_entropy(predicted(model, batch), labels[chosen]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        right = predicted(model, images[19_000:]).argmax(1) == labels[19_000:]
+    assert right.float().mean() > 0.9
+
+
+def predicted(model, images):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(images / 127.5 - 1).float()
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 5), (7, 7), (1000, 6), (20_000, 12)])
+def test_spread_indices_are_different_and_from_all_over(length, count):
+    indices = spread(length, count)
+    assert len(set(indices)) == len(indices) <= min(length, count)
+    assert len(indices) == length or count < length
+    assert all(0 <= index < length for index in indices)
+    if length >= 1000:
+        assert max(np.diff([0, *indices, length])) < 2.7 * length / count
+        assert len({index % 10 for index in indices}) > count // 2

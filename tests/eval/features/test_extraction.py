@@ -1,4 +1,3 @@
-import io
 import random
 import time
 from dataclasses import replace
@@ -6,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
@@ -16,23 +14,19 @@ from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating, extract_features, pixel_features
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, fit
+from tests.support.backbones import backbone
+from tests.support.images import write_synthetic
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 PREPARATION = Preparation(size=(32, 32), mean=MEAN, std=STD)
 SETTINGS = {"preparation": PREPARATION, "batch_size": 7}
 
 
-def backbone(**changes):
-    return VisionTransformer(
-        **{"image_size": 32, "patch_size": 8, "width": 24, "depth": 2, "heads": 2, **changes}
-    )
-
-
 def test_features_are_the_class_tokens_in_the_order_asked_for():
     source, model = SyntheticSource(length=50, size=40), backbone()
     indices = [3, 49, 3, 0, *range(10, 30)]
     features = extract_features(model, source, indices, **SETTINGS)
-    assert features.values.shape == (24, 24)
+    assert features.values.shape == (24, 32)
     assert features.values.dtype == torch.float32
     assert not features.values.requires_grad
     assert features.indices.tolist() == indices
@@ -81,7 +75,7 @@ def test_features_do_not_depend_on_the_batch_or_a_classifier():
     whole = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 100})
     parts = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 3})
     torch.testing.assert_close(whole.values, parts.values)
-    assert whole.values.shape == (20, 24)
+    assert whole.values.shape == (20, 32)
 
 
 def test_features_of_deep_images():
@@ -136,10 +130,9 @@ def test_modes_come_back_after_an_error():
 @pytest.fixture
 def broken_folder(tmp_path):
     for number in range(8):
-        buffer = io.BytesIO()
-        Image.fromarray(SyntheticSource(length=8).read(number).permute(1, 2, 0).numpy()).save(buffer, "PNG")
-        broken = number in (2, 3)
-        (tmp_path / f"{number}.png").write_bytes(buffer.getvalue()[:30] if broken else buffer.getvalue())
+        write_synthetic(path := tmp_path / f"{number}.png", number)
+        if number in (2, 3):
+            path.write_bytes(path.read_bytes()[:30])
     return FolderSource(tmp_path)
 
 
@@ -150,7 +143,7 @@ def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
     assert len(features.values) == 6
     assert [error.name for error in features.unreadable] == ["2.png", "3.png"]
     nothing = extract_features(backbone(), broken_folder, [2], **SETTINGS)
-    assert nothing.values.shape == (0, 24)
+    assert nothing.values.shape == (0, 32)
     assert extract_features(backbone(), broken_folder, [], **SETTINGS).indices.shape == (0,)
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import dino_vit.eval.features.store as store
 from dino_vit import VisionTransformer, save_backbone
@@ -17,7 +16,8 @@ from dino_vit.data.sources.open import FolderSource, SyntheticSource
 from dino_vit.eval.features.extraction import Extraction, FeatureSpec, extract_features
 from dino_vit.eval.features.store import shard_length, stored_features
 from dino_vit.views.preparation import Preparation
-from tests.support.processes import torchrun_environs
+from tests.support.images import write_synthetic
+from tests.support.processes import command_in_two, finish, torchrun_environs
 from tests.support.runs import Command, command
 
 PREPARATION = Preparation(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -192,9 +192,7 @@ def folder(tmp_path):
     root = tmp_path / "images"
     for number in range(40):
         path = root / ("even" if number % 2 == 0 else "odd") / f"{number:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        source = SyntheticSource(length=40)
-        Image.fromarray(source.read(number).permute(1, 2, 0).numpy()).save(path)
+        write_synthetic(path, number)
         if number in (3, 4, 10):
             path.write_bytes(path.read_bytes()[:40])
     return root
@@ -240,13 +238,8 @@ def embed(tmp_path):
     settings = [f"weights={tmp_path / 'a.safetensors'}", "batch_size=4", "precision=no"]
 
     def arguments(name):
-        return [
-            "embed",
-            "synthetic:300:32",
-            *settings,
-            f"cache={tmp_path / name}",
-            f"output={tmp_path / name}.npy",
-        ]
+        paths = [f"cache={tmp_path / name}", f"output={tmp_path / name}.npy"]
+        return ["embed", "synthetic:300:32", *settings, *paths]
 
     return arguments
 
@@ -270,18 +263,12 @@ def test_the_files_are_the_same_bytes_for_two_processes_and_after_a_kill(tmp_pat
     expected = files(tmp_path / "one")
     assert len(expected) == 2
 
-    pair = [
-        Command(embed("two"), tmp_path / f"{n}.log", environ=e) for n, e in enumerate(torchrun_environs())
-    ]
-    assert [one.wait() for one in pair] == [0, 0], pair[0].said + pair[1].said
+    _, second = command_in_two(tmp_path / "two.log", *embed("two"))
     assert files(tmp_path / "two") == expected
-    assert not pair[1].said.count("images"), "only rank 0 logs"
+    assert not second.count("images"), "only rank 0 logs"
 
-    killed = [
-        Command(embed("killed"), tmp_path / f"k{n}.log", environ=e, before=die_after_five_shards)
-        for n, e in enumerate(torchrun_environs())
-    ]
-    assert [one.wait() for one in killed] == [-signal.SIGKILL] * 2
+    killed = {"code": -signal.SIGKILL, "before": die_after_five_shards}
+    command_in_two(tmp_path / "killed.log", *embed("killed"), **killed)
     assert len(list((tmp_path / "killed").rglob("*.safetensors"))) == 10
     assert not (tmp_path / "killed.npy").exists()
     command(tmp_path / "again.log", *embed("killed"))
@@ -299,9 +286,9 @@ def test_an_error_in_one_process_ends_both(tmp_path, embed):
         Command(embed("x"), tmp_path / "0.log", environ=first),
         Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard),
     ]
-    assert [one.wait() for one in pair] == [2, 2], pair[0].said + pair[1].said
-    assert "another process failed" in pair[0].said
-    assert "no space" in pair[1].said
+    said = finish(pair, 2)
+    assert "another process failed" in said[0]
+    assert "no space" in said[1]
     assert not (tmp_path / "x.npy").exists()
 
 
