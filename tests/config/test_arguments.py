@@ -36,9 +36,7 @@ def test_arguments_may_come_in_any_order(tmp_path: Path) -> None:
         (["cake", "--egg-size", "3"], "settings are written without dashes: egg_size=..."),
     ],
 )
-def test_unknown_options_are_explained(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_options_are_explained(argv, message, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(parser(Cake), argv)
     assert message in capsys.readouterr().err
