@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from dino_vit.commands import format_table
@@ -36,12 +35,17 @@ from dino_vit.eval.datasets import (
 from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_probe
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.linear import LinearHeads, count_correct, sweep, top_classes, train_heads
+from dino_vit.eval.linear import (
+    CS,
+    RATES,
+    LinearHeads,
+    count_correct,
+    grid_steps,
+    sweep,
+    top_classes,
+    train_heads,
+)
 
-# From DINOv2's linear evaluation, which takes 12,500 steps of 1,024 images: ten epochs of ImageNet.
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-EPOCHS, MIN_STEPS, MAX_STEPS = 10, 1250, 12_500
-CS = tuple(float(c) for c in np.logspace(-6, 5, 45))
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
 Evaluated = tuple[dict[str, Any], str]  # results for JSON, and the text to print
@@ -183,7 +187,7 @@ def _train_grid(
     device: torch.device,
 ) -> tuple[list[LinearHeads], list[str]]:
     grid, batch = config.grid, min(config.grid.batch, len(train))
-    steps = grid.steps or min(max(EPOCHS * len(train) // batch, MIN_STEPS), MAX_STEPS)
+    steps = grid.steps or grid_steps(len(train), batch)
     heads = train_heads(
         train.features,
         train.targets,
