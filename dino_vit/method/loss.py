@@ -77,10 +77,7 @@ def dino_loss(
                 grad_weight = grad_chunk if grad_weight is None else grad_weight.add_(grad_chunk)
     terms = images * global_views * (views - 1)
     factor = 1 / (lift * terms * student_temperature)
-    result: Tensor = _Loss.apply(
-        features, prototype_weight, total / terms, grad_features, grad_weight, factor
-    )
-    return result
+    return _Loss.apply(features, prototype_weight, total / terms, grad_features, grad_weight, factor)
 
 
 class _Loss(torch.autograd.Function):

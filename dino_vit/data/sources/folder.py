@@ -55,8 +55,12 @@ class FolderSource(PathSource):
         super().__init__(open_index("folder", root, self._build))
 
     def _build(self, _: WriteImages) -> Draft:
-        sizes = _list_remote(self.root) if is_url(self.root) else {}
-        files, folders, stamps = (list(sizes), [], []) if is_url(self.root) else _list_local(self.root)
+        sizes: dict[str, int] = {}
+        if is_url(self.root):
+            sizes = _list_remote(self.root)
+            files, folders, stamps = list(sizes), [], []  # nothing to watch: listed again each time
+        else:
+            files, folders, stamps = _list_local(self.root)
         names, others = [], []
         for name in files:
             if is_image(name):
