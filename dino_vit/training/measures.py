@@ -81,14 +81,15 @@ class UnreadableImages:
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
         self.failure = self.failure or batch.failure
-        new = [line for line in map(str, batch.unreadable) if line not in self.known]
+        lines = dict.fromkeys(map(str, batch.unreadable))
+        new = [line for line in lines if line not in self.known]
         self.known.update(new)
-        for line in new:
+        if new:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+") as file:
                 file.seek(0)
-                if line not in file.read().splitlines():  # another process may have listed it
-                    file.write(f"{line}\n")
+                listed = set(file.read().splitlines())  # by other processes too
+                file.writelines(f"{line}\n" for line in new if line not in listed)
 
     @property
     def too_many(self) -> bool:

@@ -56,9 +56,11 @@ class FolderSource(PathSource):
 
     def _build(self, _: WriteImages) -> Draft:
         sizes: dict[str, int] = {}
+        folders: list[str] = []  # nothing to watch: a remote folder is listed again each time
+        stamps: list[tuple[int, int, int]] = []
         if is_url(self.root):
             sizes = _list_remote(self.root)
-            files, folders, stamps = list(sizes), [], []  # nothing to watch: listed again each time
+            files = list(sizes)
         else:
             files, folders, stamps = _list_local(self.root)
         names, others = [], []
