@@ -49,7 +49,6 @@ class OnlineEvaluation:
         preparation: Preparation,
         seed: int,
         images: int = 5000,
-        labels: bool = True,
         batch_size: int = 256,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -57,7 +56,7 @@ class OnlineEvaluation:
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # of unreadable images
         order = random_indices(source, seed)
-        labelled = list(islice((i for i in order if labels and source.label(i) is not None), images))
+        labelled = list(islice((i for i in order if source.label(i) is not None), images))
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
 

@@ -3,16 +3,14 @@
 import math
 
 
-def warmup_cosine(
-    step: int, *, base: float, final: float, total: int, warmup: int = 0, start: float = 0.0
-) -> float:
-    """Return the value at `step`: `warmup` linear steps from `start` to `base`, then a cosine to `final`.
+def warmup_cosine(step: int, *, base: float, final: float, total: int, warmup: int = 0) -> float:
+    """Return the value at `step`: `warmup` linear steps from 0 to `base`, then a cosine to `final`.
 
     The last step of the warm-up has `base`, and so does the first of the cosine; `final` is reached at step
     `total`, one after the last, and stays from there on.
     """
     if step < warmup:
-        return _ramp(step, start, base, warmup)
+        return _ramp(step, 0.0, base, warmup)
     if step >= total:
         return final
     progress = (step - warmup) / (total - warmup)

@@ -5,17 +5,15 @@ from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
 
 @pytest.mark.parametrize(
-    ("base", "final", "total", "warmup", "start"),
-    [(5e-4, 1e-6, 50, 10, 0.0), (0.04, 0.4, 37, 0, 0.0), (0.996, 1.0, 20, 1, 0.5), (1.0, 0.0, 8, 8, 0.1)],
+    ("base", "final", "total", "warmup"),
+    [(5e-4, 1e-6, 50, 10), (0.04, 0.4, 37, 0), (0.996, 1.0, 20, 1), (1.0, 0.0, 8, 8)],
 )
-def test_warmup_cosine_is_the_array_of_the_reference(base, final, total, warmup, start):
+def test_warmup_cosine_is_the_array_of_the_reference(base, final, total, warmup):
     steps = np.arange(total - warmup)
     cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * steps / max(len(steps), 1)))
-    expected = np.concatenate([np.linspace(start, base, warmup), cosine])
-    values = [
-        warmup_cosine(step, base=base, final=final, total=total, warmup=warmup, start=start)
-        for step in range(total)
-    ]
+    expected = np.concatenate([np.linspace(0.0, base, warmup), cosine])
+    schedule = {"base": base, "final": final, "total": total, "warmup": warmup}
+    values = [warmup_cosine(step, **schedule) for step in range(total)]
     np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-15)
 
 
