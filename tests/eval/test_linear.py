@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dino_vit.eval import linear
-from dino_vit.eval.linear import count_correct, sweep, top_classes, train_heads
+from dino_vit.eval.linear import count_correct, grid_steps, sweep, top_classes, train_heads
 from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -129,6 +129,10 @@ def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores)
             other = weight + 0.01 * weight.norm() * torch.randn_like(weight)
             assert objective(features, targets, other, bias, fit.c) > value
         assert fit.gradient < 1e-6
+
+
+def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
+    assert [grid_steps(images, 100) for images in (100, 50_000, 10_000_000)] == [1250, 5000, 12_500]
 
 
 def test_a_strong_penalty_predicts_the_class_frequencies():

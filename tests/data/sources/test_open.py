@@ -222,9 +222,12 @@ def test_remote_changes_are_seen_and_losses_are_errors():
 
 
 def test_tables_without_names_keep_their_order(tmp_path):
-    source = open_source(str(write_parquet(tmp_path / "t.parquet", names=False)))
+    write_parquet(tmp_path / "1" / "z.parquet", names=False)
+    write_parquet(tmp_path / "2" / "a.parquet", names=False)
+    source = open_source(str(tmp_path / "*" / "*.parquet"))
+    rows = [(row, data, name.split("/")[0]) for row, (name, data) in enumerate(FILES.items())]
     assert items(source) == [
-        (f"t.parquet/{row:09d}", data, name.split("/")[0]) for row, (name, data) in enumerate(FILES.items())
+        (f"{table}.parquet/{row:09d}", data, label) for table in "za" for row, data, label in rows
     ]
 
 
