@@ -57,6 +57,9 @@ class HybridStem(nn.Module):
         return rearrange(self.proj(self.backbone(images)), "b d h w -> b (h w) d")
 
 
+STEMS: dict[str, type[nn.Module]] = {"conv": ConvStem, "unfold": UnfoldStem, "hybrid": HybridStem}
+
+
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     """Pad as TensorFlow's "SAME", with an odd pixel at the bottom right."""
     pads: list[int] = []

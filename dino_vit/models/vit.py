@@ -21,7 +21,7 @@ from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.block import Block
 from dino_vit.models.onednn import Linear
 from dino_vit.models.positions import Grid, PositionMode, interpolate_pos_embs, sinusoidal_pos_embs
-from dino_vit.models.stems import ConvStem, HybridStem, UnfoldStem
+from dino_vit.models.stems import STEMS
 
 ALL, CLS = slice(None), slice(0, 1)
 
@@ -83,14 +83,9 @@ class VisionTransformer(nn.Module):
         self.trained_grid = self.grid_of(*self.image_size)
 
         shape: dict[str, Any] = {"patch_size": self.patch_size, "channels": channels, "width": width}
-        self.patch_embed: nn.Module
-        if stem == "conv":
-            self.patch_embed = ConvStem(**shape)
-        elif stem == "unfold":
-            self.patch_embed = UnfoldStem(**shape)
-        else:
-            self.patch_embed = HybridStem(**shape, layers=resnet_layers, base_width=resnet_width)
-
+        if stem == "hybrid":
+            shape |= {"layers": resnet_layers, "base_width": resnet_width}
+        self.patch_embed = STEMS[stem](**shape)
         count = 1 + self.trained_grid[0] * self.trained_grid[1]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         if positions == "learned":
