@@ -82,10 +82,10 @@ def overlay(picture: Tensor, values: Tensor, patch: Size) -> Tensor:
     return blended.round().to(torch.uint8)
 
 
-def side_by_side(pictures: Iterable[Tensor], gap: int = 4) -> Tensor:
+def side_by_side(pictures: Iterable[Tensor]) -> Tensor:
     """Join pictures of one height with white gaps between them."""
     first, *others = pictures
-    padded = [F.pad(picture, (gap, 0), value=255) for picture in others]
+    padded = [F.pad(picture, (4, 0), value=255) for picture in others]
     return torch.cat([first, *padded], dim=2)
 
 

@@ -85,8 +85,8 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
 class LARS(Optimizer):
     """SGD with momentum, where the update of a decayed tensor is scaled to the norm of the tensor."""
 
-    def __init__(self, groups: list[ParameterGroup], *, eta: float = 0.001, momentum: float = 0.9) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eta": eta, "momentum": momentum})
+    def __init__(self, groups: list[ParameterGroup]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "eta": 0.001, "momentum": 0.9})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

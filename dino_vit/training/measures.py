@@ -81,8 +81,7 @@ class UnreadableImages:
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
         self.failure = self.failure or batch.failure
-        lines = dict.fromkeys(map(str, batch.unreadable))
-        new = [line for line in lines if line not in self.known]
+        new = [line for line in dict.fromkeys(map(str, batch.unreadable)) if line not in self.known]
         self.known.update(new)
         if new:
             self.path.parent.mkdir(parents=True, exist_ok=True)

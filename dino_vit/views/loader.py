@@ -23,6 +23,7 @@ from dino_vit.views.photometry import Augment, draw_photometry
 from dino_vit.views.sampler import BatchSpec, Sampler
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
+PREFETCH = 2  # batches that each loader process makes ahead
 SHARED = Path("/dev/shm")  # the shared memory of Linux, which a container often limits to 64 MB
 
 
@@ -64,15 +65,14 @@ class Loader:
         augment: Augment | None = None,
         in_step: bool = False,
         workers: int = 0,
-        prefetch: int = 2,
         pin: bool = False,
     ) -> None:
         assert len(source) == sampler.length, (len(source), sampler.length)
         self.dataset = _Steps(source, tuple(views), pixels, augment, sampler)
         self.sampler, self.in_step = sampler, in_step
-        self.workers, self.prefetch, self.pin = workers, prefetch, pin
+        self.workers, self.pin = workers, pin
         if workers and SHARED.exists():
-            _check_shared_memory(workers, prefetch * self.dataset.bytes_of_a_batch)
+            _check_shared_memory(workers, PREFETCH * self.dataset.bytes_of_a_batch)
 
     def make(self, spec: BatchSpec) -> Batch:
         """Make one batch in this process."""
@@ -92,7 +92,7 @@ class Loader:
             batch_size=None,
             sampler=self.sampler.batch_specs(position),
             num_workers=self.workers,
-            prefetch_factor=self.prefetch if self.workers else None,
+            prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
             worker_init_fn=_ignore_signals,
