@@ -82,6 +82,13 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
     del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+@torch.no_grad()
+def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Set tensors back to what they were before a step, unless it was finite; the host does not wait."""
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(finite, tensor, old))
+
+
 class LARS(Optimizer):
     """SGD with momentum, where the update of a decayed tensor is scaled to the norm of the tensor."""
 

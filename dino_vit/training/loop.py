@@ -20,6 +20,7 @@ from dino_vit.method.optim import (
     clip_gradients,
     ema_update,
     freeze_last_layer,
+    restore_unless,
     set_rates,
     step_if_finite,
 )
@@ -59,12 +60,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                     save(state, reporter)
                     reporter.stop()
                     return interruption.exit_code
-    save(state, reporter)
-    if state.saved_step != state.step:
-        raise StorageError(
-            f"the run is complete, but its last checkpoint could not be written; free disk space for "
-            f"{state.folder} and run the same command again"
-        )
+    save(state, reporter, last=True)
     reporter.finish()
     return 0
 
@@ -78,6 +74,9 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     rates = state.plan.rates(state.step)
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
 
+    # The running statistics of BatchNorm, which a forward pass changes.
+    buffers = [*student.buffers(), *state.teacher.buffers()]
+    before = [buffer.clone() for buffer in buffers]
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
         batch = state.interval.wait(batches)
@@ -90,6 +89,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     freeze(state)
     finite = all_finite(loss, norm)
     step_if_finite(state.optimizer, finite)
+    restore_unless(finite, buffers, before)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
@@ -165,13 +165,18 @@ def after_step(state: TrainingState, reporter: Reporter) -> None:
         save(state, reporter)
 
 
-def save(state: TrainingState, reporter: Reporter) -> None:
-    """Write a checkpoint; if that fails, say so and keep the last good one."""
+def save(state: TrainingState, reporter: Reporter, *, last: bool = False) -> None:
+    """Write a checkpoint; if that fails, keep the last good one and say so, or raise at the end of a run."""
     if state.saved_step == state.step:
         return
     try:
         state.save()
     except (NotFinite, StorageError) as error:
+        if last:
+            full = "Free disk space for it and run the same command again"
+            advice = full if isinstance(error, StorageError) else state.advice
+            text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
+            raise type(error)(text) from error
         reporter.progress.notice(f"step {state.step:,}: no checkpoint was written. {error}")
     else:
         reporter.progress.saved_step = state.step

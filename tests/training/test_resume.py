@@ -134,6 +134,14 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path, whole):
     assert steps(output) == [5, 10, 15, 20]
 
 
+def test_the_batch_of_the_statistics_is_kept(tmp_path):
+    """The global batch may be made up in another way, unless BatchNorm takes its statistics over a part."""
+    settings = {"head.batch_norm": "true", "budget.steps": 5, **SHORT}
+    run(tmp_path / "run", settings)
+    said = run(tmp_path / "run", {**settings, "data.batch_size": 4}, code=2)
+    assert "BatchNorm took its statistics over passes of 8 images, now 4 (data.batch_size=4 on 1 proc" in said
+
+
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole):
     output = tmp_path / "run"
     run(output, code=75, before=signalled(signal.SIGTERM))
@@ -161,7 +169,8 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     said = run(output, code=2, before=partial(limit_files, size))
     assert ("the reading could not be written" in said) == (size == 8_000)
     assert "step 15: no checkpoint was written" in said
-    assert "its last checkpoint could not be written; free disk space" in said
+    assert "its last checkpoint could not be written: " in said
+    assert "Free disk space for it and run the same command again" in said
     assert {path: path.read_bytes() for path in (output / "checkpoints").iterdir()} == good
     run(output)
     assert_same_end(output, whole, 20)
