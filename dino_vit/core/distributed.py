@@ -1,5 +1,6 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,18 @@ def world_size() -> int:
 def rank() -> int:
     """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this host; all processes must make the first call together."""
+    return _processes_here() if world_size() > 1 else 1
+
+
+@cache
+def _processes_here() -> int:
+    hosts: list[str] = [""] * world_size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=_host_group())
+    return hosts.count(socket.gethostname())
 
 
 def is_main_process() -> bool:

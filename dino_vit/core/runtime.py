@@ -16,7 +16,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import rank
+from dino_vit.core.distributed import local_world_size, rank
 
 Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +48,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
             f"{launched} processes were launched, but each runs alone on {accelerator.device.type}; "
             "launch one, or hide the device (ACCELERATE_USE_CPU=1)"
         )
+    local_world_size()  # known from now on in each process alone
     if not accelerator.is_main_process:
         log.setLevel(logging.ERROR)  # log on rank 0 only
     return accelerator

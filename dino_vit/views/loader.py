@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dino_vit.core.distributed import local_world_size
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
@@ -118,7 +119,7 @@ def _ignore_signals(_: int) -> None:
 
 def _check_shared_memory(workers: int, batches_bytes: int) -> None:
     """Raise if prefetched batches do not fit; otherwise the system would kill loader processes later."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = local_world_size()
     stats = os.statvfs(SHARED)
     needed, available = workers * batches_bytes, stats.f_blocks * stats.f_frsize // processes
     if needed > available > 0:  # 0 means unlimited

@@ -1,3 +1,4 @@
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_batches_that_shared_memory_cannot_hold_are_refused_before_they_are_made
     with pytest.raises(ValueError, match="use at most workers=0, or give the container more"):
         Loader(source=source, views=VIEWS, sampler=plan, workers=4)
     Loader(source=source, views=VIEWS, sampler=plan)  # this process needs to share with nobody
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="only Linux has it as a folder")
+def test_the_processes_of_a_host_divide_its_shared_memory(monkeypatch):
+    """However they were launched: srun sets no LOCAL_WORLD_SIZE."""
+    source = SyntheticSource(length=10**8)
+    of_one = Loader(source=source, views=VIEWS, sampler=Sampler(length=10**8, batch_size=1, seed=7))
+    size = os.statvfs(SHARED).f_blocks * os.statvfs(SHARED).f_frsize
+    batch = size // 4 // of_one.dataset.bytes_of_a_batch  # twice a quarter is a half
+    half = {"source": source, "views": VIEWS, "sampler": Sampler(length=10**8, batch_size=batch, seed=7)}
+    Loader(**half, workers=1)
+    monkeypatch.setattr(loader, "local_world_size", lambda: 8)
+    with pytest.raises(ValueError, match="use at most workers=0, or give the container more"):
+        Loader(**half, workers=1)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="a file system that counts no blocks")
