@@ -49,10 +49,10 @@ from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.linear import TOP_K
 from dino_vit.method.optim import (
-    all_finite,
     build_optimizer,
     clip_gradients,
     parameter_groups,
+    reduce_loss,
     set_rates,
     step_if_finite,
 )
@@ -196,7 +196,7 @@ class Finetuning:
             advance(1, note)
             if any_process(interruption.asked):
                 return None
-        loss = float(all_gather(losses[None]).mean()) / steps
+        loss = float(losses) / steps
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss of epoch {self.epoch + 1} is not finite: lower lr or use precision=no"
@@ -204,7 +204,7 @@ class Finetuning:
         return loss
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
-        """Take one optimiser step and return its loss, without waiting for the device."""
+        """Take one optimiser step; return its loss over all processes, without waiting for the device."""
         config, steps = self.config, self.loader.steps_per_epoch
         # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, step, rank()))
@@ -223,9 +223,10 @@ class Finetuning:
         loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)
         torch.autograd.backward(loss)
         norm = clip_gradients([self.model], mode="global", max_norm=config.clip)
-        step_if_finite(self.optimizer, all_finite(loss, norm))
+        mean, finite = reduce_loss(loss, norm)
+        step_if_finite(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return mean
 
     def _evaluate(self) -> dict[str, Any]:
         """Return top-1 and top-5 on the evaluation images, which the processes share."""

@@ -174,10 +174,12 @@ def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) 
     return total
 
 
-def all_finite(loss: Tensor, gradient_norm: Tensor) -> Tensor:
-    """Return (0-d bool) whether the loss and the norm of the gradients are finite in all processes."""
+def reduce_loss(loss: Tensor, gradient_norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean loss, and (0-d bool) whether loss and gradients are finite in all processes."""
     finite = torch.stack([loss.detach(), gradient_norm]).isfinite().all()
-    return all_reduce_mean(finite.float()) == 1  # equal in all processes, or their weights would diverge
+    # In one collective; `finite` is equal in all processes, or their weights would diverge.
+    mean, share = all_reduce_mean(torch.stack([loss.detach(), finite.to(loss.dtype)])).unbind()
+    return mean, share == 1
 
 
 def freeze_last_layer(last_layer: nn.Module) -> None:

@@ -16,10 +16,10 @@ from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.core.storage import StorageError
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.optim import (
-    all_finite,
     clip_gradients,
     ema_update,
     freeze_last_layer,
+    reduce_loss,
     restore_unless,
     set_rates,
     step_if_finite,
@@ -87,7 +87,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     parts = [student.backbone, student.head]
     norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
     freeze(state)
-    finite = all_finite(loss, norm)
+    loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
     restore_unless(finite, buffers, before)
     state.scaler.update()

@@ -160,6 +160,7 @@ class TrainingState:
             "precision": self.precision,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.skipped_steps,
+            "interval": self.interval.state(),
             "best": self.best,
             "baseline": self.baseline,
         }
@@ -171,6 +172,8 @@ class TrainingState:
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
         self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
+        if interval := checkpoint.metadata.get("interval"):  # checkpoints of 0.1.0 have none
+            self.interval.load_state(interval)
         self.best = checkpoint.metadata["best"]
         self.baseline = checkpoint.metadata["baseline"]
 

@@ -51,6 +51,15 @@ def test_interrupted_in_an_epoch_and_resumed_is_bit_for_bit_the_same(
     assert_same_end(output, whole, 20)
 
 
+def test_the_readings_after_a_resume_are_those_of_a_whole_run(tmp_path):
+    """A checkpoint between two log lines holds what was summed since the first of them."""
+    settings = {"run.log_every": 4}
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "run", settings, code=-signal.SIGKILL, before=signalled(signal.SIGKILL))
+    assert "resuming after step 10" in run(tmp_path / "run", settings)
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+
+
 def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(tmp_path):
     output = tmp_path / "run"
     evaluated = {"run.eval_every": 1, "data.batch_size": 16, "optim.warmup_epochs": 0}
