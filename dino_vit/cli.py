@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -111,14 +112,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
-    except (ValueError, OSError) as error:
-        if args.traceback:
-            raise
-        print(f"dino-vit {args.command}: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return _fail(error, args)
+    except SystemExit as stop:  # a signal before the first step
+        return _leave(int(stop.code or 0))
     except KeyboardInterrupt:
         print(f"dino-vit {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return _leave(130)
+    return code
+
+
+def _fail(error: Exception, args: argparse.Namespace) -> int:
+    """Say what went wrong, or where if nobody foresaw it, and return the exit code."""
+    lost = "torch" in sys.modules and resolve_name("dino_vit.core.distributed:lost_process")(error)
+    if args.traceback or not (lost or isinstance(error, ValueError | OSError)):
+        traceback.print_exception(error)
+        return _leave(1)
+    text = "another process of this run has ended; see what it said" if lost else error
+    print(f"dino-vit {args.command}: {text}", file=sys.stderr)
+    return _leave(1 if lost else getattr(error, "exit_code", 2))
+
+
+def _leave(code: int) -> int:
+    """Return the exit code, or in a launch of several processes end this one at once.
+
+    The others may wait for it in a collective, and it for them when it exits: the launcher ends them.
+    """
+    if "torch" in sys.modules and resolve_name("dino_vit.core.distributed:world_size")() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
+from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.sizes import Size
@@ -77,8 +77,7 @@ def run(config: AttentionConfig) -> int:
             frames = draw_video(model, heads, target, config)
             print(f"{target}: {plural(frames, 'frame')} beside the attention of block {block}")
         return 0
-    with all_or_none():
-        sheets, images = draw_sheets(model, heads, open_source(config.source), config)
+    sheets, images = draw_sheets(model, heads, open_source(config.source), config)
     if rank() == 0:
         counts = f"{plural(images, 'image')} on {plural(sheets, 'sheet')}"
         print(

@@ -1,8 +1,7 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -89,16 +88,14 @@ def all_equal(number: int) -> bool:
     return bool(extremes.sum() == 0)
 
 
-@contextmanager
-def all_or_none() -> Iterator[None]:
-    """Raise an error in all processes at the end of the block if one failed, so that none waits forever."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if any_process(failure is not None):
-        raise failure or ValueError("another process failed; see its error message")
+def wait_for_all() -> None:
+    """Wait until all processes have come here."""
+    any_process(False)
+
+
+def lost_process(error: BaseException) -> bool:
+    """Tell whether an error is that of a collective in which another process no longer takes part."""
+    return world_size() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
 
 
 @cache

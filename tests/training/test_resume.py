@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dino_vit.training.readings import read_records
-from tests.support.runs import Run, assert_same_end, readings, run, signal_before_step, steps
+from tests.support.runs import Run, assert_same_end, limit_files, readings, run, signal_before_step, steps
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +161,6 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_pat
     assert "resuming after step 10" in said
     assert steps(output) == [15, 20]
     assert_same_end(output, whole, 20)
-
-
-def limit_files(size):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("size", [8_000, 20_000], ids=["nothing", "readings"])

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dino_vit.config.sections import Side
 from dino_vit.config.settings import Count, Settings, setting
-from dino_vit.core.distributed import all_or_none, world_size
+from dino_vit.core.distributed import world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sources.index import cache_folder
@@ -95,11 +95,10 @@ def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
     size = None if config.size is None else height_width(config.size)
-    with all_or_none():
-        yield FrozenBackbone(
-            config=config,
-            model=model,
-            preparation=preparation_of(model, size=size, fit=config.fit),
-            autocast=DTYPES[precision] if precision != "no" else None,
-        )
+    yield FrozenBackbone(
+        config=config,
+        model=model,
+        preparation=preparation_of(model, size=size, fit=config.fit),
+        autocast=DTYPES[precision] if precision != "no" else None,
+    )
     accelerator.end_training()
