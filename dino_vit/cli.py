@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13
     except Exception as error:
         return _fail(error, args)
-    except SystemExit as stop:  # a signal before the first step
+    except SystemExit as stop:  # before the first step
+        print(f"dino-vit {args.command}: stopped by a signal; run the same command again", file=sys.stderr)
         return _leave(int(stop.code or 0))
     except KeyboardInterrupt:
         print(f"dino-vit {args.command}: interrupted", file=sys.stderr)

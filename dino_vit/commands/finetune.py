@@ -103,8 +103,8 @@ class FinetuneConfig(SupervisedConfig):
 def run(config: FinetuneConfig) -> int:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
-    tuning = Finetuning(config, accelerator)
     with Interruption() as interruption:
+        tuning = Finetuning(config, accelerator)
         finished = tuning.train(interruption)
     if finished and is_main_process():
         _write(tuning)
@@ -167,6 +167,7 @@ class Finetuning:
     def train(self, interruption: Interruption) -> bool:
         """Train to the last epoch, and evaluate and save after each; return False if interrupted."""
         steps = self.config.epochs * self.loader.steps_per_epoch - self.step
+        interruption.in_steps = True
         with (
             closing(self.loader.batches(self.step)) as batches,
             progress("Fine-tuning, steps", steps) as advance,

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import signal
+import sys
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from types import FrameType
@@ -113,12 +114,13 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
 
 
 class Interruption:
-    """Remember a signal until the end of the step; a second ctrl-C interrupts at once."""
+    """Remember a signal until the end of a step; before the first, and at a second ctrl-C, leave at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.in_steps = False
 
     def __enter__(self) -> Self:
         self._handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
@@ -129,9 +131,11 @@ class Interruption:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received is not None:
+        if number == signal.SIGINT and not (self.in_steps and self.received is None):
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        if not self.in_steps:
+            sys.exit(REQUEUE)
         if number == signal.SIGINT and rank() == 0:
             os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
 

@@ -35,11 +35,12 @@ from dino_vit.views.loader import Batch
 def pretrain(config: PretrainConfig) -> int:
     """Train as configured, resuming where the output folder has a run; return the exit code."""
     accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
-    run = set_up(config, accelerator)
-    with Interruption() as interruption, Reporter(run) as reporter:
-        code = train(run.state, reporter, interruption)
-        accelerator.wait_for_everyone()
-        accelerator.end_training()
+    with Interruption() as interruption:
+        run = set_up(config, accelerator)
+        with Reporter(run) as reporter:
+            code = train(run.state, reporter, interruption)
+            accelerator.wait_for_everyone()
+            accelerator.end_training()
     return code
 
 
@@ -49,14 +50,16 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     if state.saved_step is None and state.config.run.eval_every:
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
+    interruption.in_steps = True
     with contextlib.closing(state.loader.batches(state.step)) as batches:
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             after_step(state, reporter)
             # All processes must leave the loop after the same step, or the others wait in a collective.
-            if any_process(interruption.asked or state.unreadable.too_many):
+            stopped = interruption.asked or state.loader.lost_worker
+            if any_process(stopped or state.unreadable.too_many):
                 state.unreadable.check(state.device)
-                if any_process(interruption.asked):
+                if any_process(stopped):
                     save(state, reporter)
                     reporter.stop()
                     return interruption.exit_code

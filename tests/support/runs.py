@@ -180,6 +180,11 @@ def signal_before_step(step, *numbers):
     before_step(step, lambda: [os.kill(os.getpid(), number) for number in numbers])
 
 
+def kill_a_loader() -> None:
+    """Kill a loader process of this process, as the system does when memory runs out."""
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
 def limit_files(size: int) -> None:
     """Have files of this process be no larger, which stands in for a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

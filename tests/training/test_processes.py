@@ -15,6 +15,7 @@ from tests.support.runs import (
     Run,
     arguments,
     before_step,
+    kill_a_loader,
     limit_files,
     readings,
     run,
@@ -119,6 +120,19 @@ def test_a_full_disk_of_the_first_process_ends_the_second(tmp_path):
     assert started.wait() == 2
     assert "its last checkpoint could not be written" in started.said
     assert other.wait() == 1
+
+
+def test_a_loader_process_killed_in_one_process_ends_both_after_the_same_step(tmp_path):
+    settings = {**TWO, "data.workers": 1}
+    first, second = torchrun_environs()
+    started = [
+        Run(tmp_path / "run", settings, environ=first),
+        Run(tmp_path / "run", settings, environ=second, before=partial(before_step, 2, kill_a_loader)),
+    ]
+    said = finish(started, 75)
+    (last,) = steps(tmp_path / "run")
+    assert f"saved at step {last}" in said[0]
+    assert "a loader process ended by SIGKILL" in said[1]
 
 
 def test_a_batch_that_processes_cannot_make_up_is_refused(tmp_path, alone):

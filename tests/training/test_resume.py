@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from dino_vit.training.readings import read_records
-from tests.support.runs import Run, assert_same_end, limit_files, readings, run, signal_before_step, steps
+from tests.support.runs import (
+    Run,
+    assert_same_end,
+    before_step,
+    kill_a_loader,
+    limit_files,
+    readings,
+    run,
+    signal_before_step,
+    steps,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +58,40 @@ def test_interrupted_in_an_epoch_and_resumed_is_bit_for_bit_the_same(
     assert [reading["step"] for reading in readings(output)] == list(range(1, max(13, last) + 1))
     assert f"resuming after step {last}" in run(output, settings)
     assert_same_end(output, whole, 20)
+
+
+@pytest.mark.parametrize("settings", [{}, {"data.batch_size": 4, "optim.accumulate": 2}], ids=["one", "two"])
+def test_a_killed_loader_process_costs_no_step(tmp_path, whole, settings):
+    """As the system kills it when memory runs out, here in a step of one pass and of two."""
+    output, settings = tmp_path / "run", {"data.workers": 2, **settings}
+    said = run(output, settings, code=75, before=partial(before_step, 13, kill_a_loader))
+    assert "a loader process ended by SIGKILL, as one does when memory runs out" in said
+    assert "Fewer workers (now 2) or smaller batches" in said
+    assert f"saved at step {steps(output)[-1]}; run the same command to resume" in said
+    assert "Traceback" not in said
+    assert steps(output)[-1] in range(14, 20)
+    run(output, settings)
+    if "optim.accumulate" not in settings:
+        assert_same_end(output, whole, 20)
+
+
+@pytest.mark.parametrize("place", ["open_source", "build_networks"])
+def test_a_signal_before_the_first_step_asks_for_another_start_too(tmp_path, place):
+    said = run(tmp_path / "run", code=75, before=partial(signal_at, place))
+    assert said.endswith("dino-vit pretrain: stopped by a signal; run the same command again\n")
+    run(tmp_path / "run")
+
+
+def signal_at(place):
+    import dino_vit.training.setup
+
+    take = getattr(dino_vit.training.setup, place)
+
+    def signalled(*arguments, **keywords):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return take(*arguments, **keywords)
+
+    setattr(dino_vit.training.setup, place, signalled)
 
 
 def test_the_readings_after_a_resume_are_those_of_a_whole_run(tmp_path):
