@@ -6,7 +6,7 @@ label smoothing, and optionally mixup. The state is saved after every epoch, and
 
 import math
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from dino_vit.core.distributed import (
     share,
     world_size,
 )
+from dino_vit.core.lock import locked
 from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, choose_precision, start_processes
@@ -103,7 +104,8 @@ class FinetuneConfig(SupervisedConfig):
 def run(config: FinetuneConfig) -> int:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
-    with Interruption() as interruption:
+    only_run = locked(Path(config.output)) if is_main_process() else nullcontext()
+    with Interruption() as interruption, only_run:
         tuning = Finetuning(config, accelerator)
         finished = tuning.train(interruption)
     if finished and is_main_process():

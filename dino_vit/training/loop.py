@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.distributed import all_reduce_mean, any_process
+from dino_vit.core.distributed import all_reduce_mean, any_process, is_main_process
+from dino_vit.core.lock import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.core.storage import StorageError
@@ -35,7 +36,8 @@ from dino_vit.views.loader import Batch
 def pretrain(config: PretrainConfig) -> int:
     """Train as configured, resuming where the output folder has a run; return the exit code."""
     accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
-    with Interruption() as interruption:
+    only_run = locked(Path(config.output)) if is_main_process() else contextlib.nullcontext()
+    with Interruption() as interruption, only_run:
         run = set_up(config, accelerator)
         with Reporter(run) as reporter:
             code = train(run.state, reporter, interruption)

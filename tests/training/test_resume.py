@@ -117,6 +117,15 @@ def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(t
     assert (output / "baseline.json").read_bytes() == baseline
 
 
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    first = Run(tmp_path / "run", {"budget.steps": 100_000})
+    first.wait_until(lambda: steps(tmp_path / "run"))
+    said = run(tmp_path / "run", {"budget.steps": 100_000}, code=2)
+    assert f"another run writes to {tmp_path / 'run'} (process {first.process.pid} on " in said
+    first.send(signal.SIGTERM)
+    assert first.wait() == 75
+
+
 def test_ctrl_c_twice_leaves_at_once(tmp_path):
     said = run(tmp_path / "run", code=130, before=signalled(signal.SIGINT, signal.SIGINT))
     assert steps(tmp_path / "run") == [5, 10]
