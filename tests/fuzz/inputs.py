@@ -180,7 +180,7 @@ def weights(rng: random.Random, folder: Path) -> list[str]:
         data = mutated(rng, data)
     (folder / name).write_bytes(data)
     more = [f"image_size={rng.choice(NUMBERS)}"] if rng.random() < 0.2 else []
-    return ["inspect-weights", str(folder / name), *more]
+    return ["inspect-weights", str(folder / name), "heads=1", *more]
 
 
 def settings(rng: random.Random, folder: Path) -> list[str]:
