@@ -110,7 +110,7 @@ class Page:
             try:
                 self.pictures = self.draw(read_run(self.folder))
                 self.drawn = newest
-            except (ValueError, OSError) as error:  # such as a file that the run is replacing
+            except (ValueError, OSError, RuntimeError) as error:  # a file that the run replaces, full memory
                 log.warning("the pictures could not be drawn: %s", error)
         return time.monotonic() - start
 

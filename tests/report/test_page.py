@@ -6,6 +6,7 @@ import shutil
 from http.client import HTTPConnection
 
 import pytest
+import torch
 
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
@@ -89,6 +90,37 @@ def test_a_torn_last_line_is_left_alone(folder):
     assert path.read_bytes() == whole + b'{"step": 21, "lo'
 
 
+NO_READINGS = [
+    ("metrics.jsonl", '{"step": 21}\n'),
+    ("metrics.jsonl", '{"step": 21, "lo{"step": 22}\n'),
+    ("metrics.jsonl", "[" * 10**5 + "\n"),
+    ("starts.jsonl", '{"step": 5}\n'),
+    ("starts.jsonl", '{"step": 5, "began": "2026\n'),
+]
+
+
+def test_lines_that_are_no_readings_are_left_out_of_the_page(folder, made, caplog):
+    for name, line in NO_READINGS:
+        with (folder / name).open("a") as file:
+            file.write(line)
+    whole = read_run(made)
+    for baseline in ("[]", '{"knn": [1', '{"knn": "high"}', "7", ""):
+        (folder / "baseline.json").write_text(baseline)
+        found = read_run(folder)
+        assert (found.readings, found.starts, found.baseline) == (whole.readings, whole.starts, {})
+    assert caplog.text.count("left out") == len(NO_READINGS) + 4  # each once, as a page reads them every time
+    assert "20 of 20 steps" in write_report(folder, "images=3").text
+
+
+def test_images_without_their_labels_are_still_shown(folder):
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("labels: null", "labels: /no/such/labels.csv"))
+    page = write_report(folder, "images=20")
+    assert page.data["explorer"]["count"] == 20
+    assert "The labels could not be read: " in page.text
+    assert page.text.count("/no/such/labels.csv") == 2  # the note and the setting
+
+
 def test_unlabelled_images_are_coloured_by_cluster(folder, made, tmp_path):
     for index, path in enumerate(sorted((made.parent / "images").rglob("*.png"))[:24]):
         (tmp_path / "flat").mkdir(exist_ok=True)
@@ -162,6 +194,21 @@ def test_a_served_page_follows_the_run(folder):
     (folder / "checkpoints" / "step-00000020.safetensors").unlink()
     page.draw_if_new()
     assert page.drawn == 15
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, FileNotFoundError, ValueError])
+def test_pictures_that_could_not_be_drawn_are_drawn_later(made, caplog, error):
+    def draw(record):
+        if not caplog.records:
+            raise error("no memory")
+        return Pictures(notes=["drawn"])
+
+    page = Page(made, draw)
+    page.draw_if_new()
+    assert "the pictures could not be drawn: no memory" in caplog.text
+    assert page.drawn is None
+    page.draw_if_new()
+    assert page.pictures.notes == ["drawn"]
 
 
 @pytest.mark.parametrize(
