@@ -3,6 +3,9 @@ import hashlib
 import json
 import re
 import shutil
+import socket
+import struct
+import threading
 from http.client import HTTPConnection
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
-from dino_vit.report.page import Page, PageServer, Pictures
+from dino_vit.report.page import Page, PageServer, Pictures, _Handler
 from dino_vit.report.record import read_run
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
 
@@ -240,6 +243,35 @@ def test_the_server_listens_on_loopback_only_and_reports_a_port_in_use(served):
     assert served.socket.getsockname()[0] == "127.0.0.1"
     with pytest.raises(ValueError, match="give another port"):
         PageServer(served.page, "127.0.0.1", served.server_port)
+
+
+def test_many_browsers_at_once_are_served_and_idle_connections_end(made, monkeypatch, capfd):
+    """All of them connect before the first is served; some send nothing, half a line, or a reset."""
+    monkeypatch.setattr(_Handler, "timeout", 0.5)
+    server = PageServer(Page(made, lambda record: Pictures()), "127.0.0.1", 0)
+    asking, idle = (
+        [socket.create_connection(server.server_address, timeout=60) for _ in range(number)]
+        for number in (200, 40)
+    )
+    for connection in asking:
+        connection.sendall(b"GET /news.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    for connection in idle[:20]:
+        connection.sendall(b"GET / HT")
+    for connection in idle[20:30]:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()  # with a reset
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+    try:
+        for connection in asking:
+            with connection, connection.makefile("rb") as answer:
+                assert answer.read().startswith(b"HTTP/1.0 200")
+        for connection in idle[:20] + idle[30:]:
+            with connection:
+                assert connection.recv(1) == b""
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_deleted_run_is_an_error_503(served, folder):
