@@ -116,12 +116,13 @@ def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, di
         for name, network in networks.items()
     }
     features["raw pixels"] = pixel_features(source, indices, preparation=preparation)
+    knn = {
+        "untrained": record.baseline.get("knn"),
+        "trained": record.latest("knn"),
+        "raw pixels": record.baseline.get("raw_pixels"),
+    }
     return {
-        "k-NN": {
-            "untrained": record.baseline["knn"],
-            "trained": record.records[-1]["knn"],
-            "raw pixels": record.baseline["raw_pixels"],
-        },
+        "k-NN": {name: value for name, value in knn.items() if value is not None},
         "linear probe": {name: probe(found.values, source, indices) for name, found in features.items()},
     }
 

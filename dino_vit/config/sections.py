@@ -196,6 +196,10 @@ class Budget(Settings):
     steps: Count | None = setting(None, "optimiser steps")
     images: Count | None = setting(None, "images drawn, counted with repeats")
 
+    def total_steps(self, images: int, batch: int) -> int:
+        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch."""
+        return self.steps or (self.images or 0) // batch or (self.epochs or 0) * (images // batch)
+
 
 class Run(Settings):
     """How the run computes, logs and saves."""

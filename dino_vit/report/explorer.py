@@ -219,7 +219,7 @@ def to_json(found: ImageMap) -> dict[str, Any]:
         "layouts": layouts,
         "k": found.neighbours.shape[1],
         "neighbours": packed(found.neighbours.numpy().astype(np.uint16)),
-        "similarities": packed((found.cosines.clamp(0, 1) * 65535).round().numpy().astype(np.uint16)),
+        "similarities": packed(found.cosines.numpy()),
         "thumbnails": build_atlas(found.thumbnails, THUMBNAIL_BYTES),
         "attention": {"maps": packed(maps.round().to(torch.uint8).numpy()), "size": size},
     }

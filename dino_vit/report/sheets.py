@@ -8,6 +8,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sampling_weights import read_sampling_weights
 from dino_vit.data.sources.open import Source
+from dino_vit.eval.neighbours import format_cosines
 from dino_vit.eval.pictures import as_picture, heat, resize, shorten
 from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
 from dino_vit.views.build import build_pixels, make_views
@@ -73,10 +74,10 @@ def neighbour_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> l
     """Draw the nearest neighbours of a few images."""
     rows = []
     for row in _varied(found):
-        nearest = zip(found.neighbours[row].tolist(), found.cosines[row].tolist(), strict=True)
-        captions = {row: "image", **{other: f"{cosine:.4f}" for other, cosine in nearest}}
+        cosines = format_cosines(found.cosines[row, :NEIGHBOURS].tolist())
+        nearest = zip(found.neighbours[row, :NEIGHBOURS].tolist(), cosines, strict=True)
         tiles = []
-        for shown, caption in list(captions.items())[: NEIGHBOURS + 1]:
+        for shown, caption in [(row, "image"), *nearest]:
             label = found.labels[shown]
             caption += "" if label is None else f", {label}"
             tiles.append(_tile(teacher.preparation.read(source, found.indices[shown]), caption))

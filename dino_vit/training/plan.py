@@ -84,8 +84,7 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
             f"{plural(world_size, 'process', 'processes')}); "
             + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
         )
-    per_epoch = images // batch  # the images that do not fill a last batch wait for the next epoch
-    total = budget.steps or (budget.images or 0) // batch or (budget.epochs or 0) * per_epoch
+    per_epoch, total = images // batch, budget.total_steps(images, batch)
     if not total:
         raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
     unit = next(name for name in ("epochs", "steps", "images") if getattr(budget, name) is not None)

@@ -26,7 +26,7 @@ def test_a_long_curve_keeps_its_ends_and_its_peaks():
 def record_of(tmp_path, readings, baseline):
     """A run folder with these readings alone, and what is read from it."""
     for reading, name in readings:
-        append_record(tmp_path / "metrics.jsonl", reading.to_record(name))
+        append_record(tmp_path / "metrics.jsonl", replace(reading, state=name).to_record())
     (tmp_path / "config.yaml").write_text(to_yaml(load(PretrainConfig)))
     (tmp_path / "baseline.json").write_text(json.dumps(baseline))
     return read_run(tmp_path)

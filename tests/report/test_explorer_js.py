@@ -126,7 +126,7 @@ const size = one.attention.size[0] * one.attention.size[1];
 const empty = (bytes) => btoa("\\0".repeat(bytes * count));
 const made = {...one, count, names: spread(one.names), labels: spread(one.labels),
   clusters: spread(one.clusters), layouts: [{name: "many", positions: btoa(text)}],
-  neighbours: empty(2 * one.k), similarities: empty(2 * one.k),
+  neighbours: empty(2 * one.k), similarities: empty(4 * one.k),
   attention: {...one.attention, maps: empty(size)}};
 document.getElementById("explorer").replaceChildren();
 report.explorer = new Explorer(document.getElementById("explorer"), made);

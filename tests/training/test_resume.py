@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_vit.training.readings import read_records
+from dino_vit.training.readings import START, read_records
 from tests.support.runs import (
     Run,
     assert_same_end,
@@ -110,10 +110,10 @@ def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(t
     baseline = (output / "baseline.json").read_bytes()
     assert set(json.loads(baseline)) == {"knn", "rankme", "raw_pixels"}
     run(output, evaluated)
-    starts = read_records(output / "starts.jsonl")
-    assert [start["step"] for start in starts] == [0, 14]
-    assert (starts[0]["global_batch"], starts[0]["images"], starts[0]["total_steps"]) == (16, 64, 20)
-    assert starts[0]["began"] <= starts[1]["began"]
+    starts = read_records(output / "starts.jsonl", START)
+    assert [start.step for start in starts] == [0, 14]
+    assert (starts[0].global_batch, starts[0].images, starts[0].total_steps) == (16, 64, 20)
+    assert starts[0].began <= starts[1].began
     assert (output / "baseline.json").read_bytes() == baseline
 
 
@@ -170,6 +170,18 @@ def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, cod
         time.sleep(0.05)
     assert "running" not in members(group)
     assert shared_memory() <= before
+
+
+def test_lines_that_are_no_readings_are_left_out_by_a_resume(tmp_path, whole):
+    output = tmp_path / "run"
+    run(output, code=75, before=signalled(signal.SIGTERM))
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3}\n{"step": 14, "loss": "low"}\n{"step": 14, "lo')
+    with (output / "starts.jsonl").open("a") as file:
+        file.write('{"step": 14, "beg')
+    assert run(output).count("a damaged line is left out") == 3
+    assert_same_end(output, whole, 20)
+    assert [start.step for start in read_records(output / "starts.jsonl", START)] == [0, 14]
 
 
 SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}

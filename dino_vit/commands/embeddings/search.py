@@ -16,8 +16,8 @@ from dino_vit.data.sources.open import Source
 from dino_vit.eval.embeddings import EmbeddedImages, printable, read_image_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import weights_digest
-from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.pictures import Panel, thumbnail, write_sheet
+from dino_vit.eval.neighbours import format_cosines, nearest
+from dino_vit.eval.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights import load_backbone
 
@@ -49,7 +49,8 @@ def run(config: SearchConfig) -> int:
         print(f"{name}:")
         panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
         found = []
-        for cosine, row in zip(query_cosines, query_rows, strict=True):
+        texts = format_cosines(query_cosines)
+        for cosine, text, row in zip(query_cosines, texts, query_rows, strict=True):
             one = {
                 "name": embeddings.names[row],
                 "label": embeddings.labels[row],
@@ -57,8 +58,8 @@ def run(config: SearchConfig) -> int:
                 "index": int(embeddings.indices[row]),
                 "row": row,
             }
-            print(f"  {cosine:.4f}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
-            panels.append(images.panel(row, f"{cosine:.3f}  {one['label'] or one['name']}"))
+            print(f"  {text}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
+            panels.append(images.panel(row, f"{text}  {shorten(one['label'] or one['name'], 20)}"))
             found.append(one)
         sheet.append(panels)
         results.append({"image": name, "nearest": found})
