@@ -35,7 +35,7 @@ from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.weights import WeightsError
-from dino_vit.weights.reading import read_weights
+from dino_vit.weights.reading import check_finite, read_weights
 
 
 class Dino2021(Settings):
@@ -75,6 +75,7 @@ def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearH
     if tensors.keys() != {"weight", "bias"} or tensors["weight"].ndim != 2:
         raise WeightsError(f"{path} holds no linear head, but {', '.join(sorted(tensors)[:6])}")
     weight, bias = (tensors[name].to(frozen.device, torch.float32) for name in ("weight", "bias"))
+    check_finite({"weight": weight, "bias": bias}, path)
     (inputs,) = settings.spec.shape(frozen.model, frozen.preparation.size)
     if weight.shape[1] != inputs:
         raise WeightsError(

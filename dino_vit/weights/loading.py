@@ -17,7 +17,7 @@ from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import Provenance, VisionTransformer
 from dino_vit.weights.layouts import HYBRID_ROOT, Layout, merge, recognise
-from dino_vit.weights.reading import RawWeights, WeightsError, read_weights
+from dino_vit.weights.reading import RawWeights, WeightsError, check_finite, read_weights
 
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 
@@ -80,6 +80,7 @@ def _adapt(
     if converted := set(types.values()) - {"float32"}:
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
+    check_finite(adapted, source)
     patch = height_width(stored["patch_size"])
     old, new = (_patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
     positions = adapted.get("pos_embed")

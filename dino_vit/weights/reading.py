@@ -158,6 +158,16 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
     return _strip_prefixes(replace(raw, tensors=tensors))
 
 
+def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse NaN and infinity, which would spread to every feature."""
+    for name, tensor in tensors.items():
+        if broken := int((~tensor.isfinite()).sum()):
+            raise WeightsError(
+                f"{source}: {name} has NaN or infinite values ({broken:,} of {tensor.numel():,}); "
+                "weights must be finite: use an earlier checkpoint, or fetch the file again"
+            )
+
+
 def _strip_prefixes(raw: RawWeights) -> RawWeights:
     """Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`."""
     bare = {WRAPPER_PREFIX.sub("", name): tensor for name, tensor in raw.tensors.items()}

@@ -186,6 +186,8 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
     torch.save({"state_dict": tensors}, head)
     other = tmp_path / "other.pth"
     torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
+    nan = tmp_path / "nan.pth"
+    torch.save({"state_dict": {name: tensor / 0 for name, tensor in tensors.items()}}, nan)
     published = ["method=dino2021", "dino2021.blocks=1"]
     for source, more, said in (
         (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
@@ -195,6 +197,7 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
         (two, [*published, f"dino2021.probe={head}"], "has 3 classes, but"),
         (two, [*published, "dino2021.mean=true", f"dino2021.probe={head}"], "reads 32 features"),
         (two, [*published, f"dino2021.probe={other}"], "holds no linear head"),
+        (two, [*published, f"dino2021.probe={nan}"], "nan.pth: weight has NaN or infinite values (96 of 96)"),
         (two, [*published, "dino2021.probe=none.pth"], "does not exist"),
         (tmp_path / "nowhere", [], "nowhere"),
     ):
