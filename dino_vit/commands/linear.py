@@ -77,7 +77,9 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
-    output: str | None = setting(None, "JSON file; null: eval/linear.json in the run, or beside the weights")
+    output: str | None = setting(
+        None, "JSON file; null: in eval/ of the run or beside the weights, linear.json or linear-METHOD.json"
+    )
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
@@ -86,7 +88,8 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
 def run(config: LinearConfig) -> int:
     """Train and evaluate, print the accuracies and write the JSON."""
     with frozen_backbone(config) as frozen:
-        path = results_path("linear", weights=config.weights, output=config.output)
+        name = "linear" if config.method == "grid" else f"linear-{config.method}"
+        path = results_path(name, weights=config.weights, output=config.output)
         if config.method == "dino2021":
             results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
         else:
