@@ -1,6 +1,7 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
 import json
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.sizes import height_width
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import export_backbone, load_backbone
+from dino_vit.weights.usage import usage
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 
@@ -66,8 +68,10 @@ def inspect(config: InspectWeightsConfig) -> int:
 
 
 def export(config: ExportConfig) -> int:
-    """Write a backbone for another library."""
-    export_backbone(config.load(), config.out, config.format, overwrite=config.overwrite)
+    """Write a backbone for another library, and print the lines that use it there."""
+    model = config.load()
+    export_backbone(model, config.out, config.format, overwrite=config.overwrite)
+    print(usage(model, Path(config.out), config.format))
     return 0
 
 

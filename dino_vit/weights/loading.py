@@ -37,6 +37,22 @@ def load_backbone(
     of `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions,
     other `channels` inflate the patch embedding, `num_classes` keeps the classifier.
     """
+    model, summary = read_backbone(
+        source, network=network, format=format, trained_size=trained_size, **overrides
+    )
+    log.info("%s", summary)
+    return model
+
+
+def read_backbone(
+    source: str | Path | Mapping[str, Any],
+    *,
+    network: str = "teacher",
+    format: str | None = None,
+    trained_size: int | Grid | None = None,
+    **overrides: Any,
+) -> tuple[VisionTransformer, str]:
+    """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
     raw = read_weights(source, network)
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))
@@ -53,16 +69,9 @@ def load_backbone(
     except RuntimeError as error:
         raise WeightsError(f"{raw.source} does not fit the inferred architecture: {error}") from error
     model.provenance = _provenance(raw, layout, model)
-    log.info(
-        "%s: loaded %d tensors (%s, %s, sha256 %s)%s",
-        raw.source,
-        len(tensors),
-        layout.format,
-        model.provenance.network or "backbone",
-        raw.sha256[:12],
-        "".join(f"; {note}" for note in notes),
-    )
-    return model.eval()
+    facts = f"{layout.format}, {model.provenance.network or 'backbone'}, sha256 {raw.sha256[:12]}"
+    summary = "; ".join([f"{raw.source}: loaded {len(tensors)} tensors ({facts})", *notes])
+    return model.eval(), summary
 
 
 def _adapt(
