@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Side
+from dino_vit.config.sections import Side, WeightsFormat
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.sizes import height_width
 from dino_vit.models.vit import VisionTransformer
@@ -19,8 +19,8 @@ FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT
 class _WeightsConfig(Settings):
     source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
     network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
-    source_format: str | None = setting(
-        None, "format of the source where files look alike: reference, timm, dino-vit, ...; null: detected"
+    source_format: WeightsFormat | None = setting(
+        None, "format of the source where files look alike; null: detected"
     )
     heads: Count | None = setting(None, "attention heads, for a width that does not imply them")
     image_size: Side | None = setting(

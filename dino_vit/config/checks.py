@@ -6,7 +6,19 @@ These checks see the settings alone. `training.plan` also knows the number of im
 from collections.abc import Iterator
 from math import sqrt
 
-from dino_vit.config.sections import Budget, Data, Init, Loss, Model, Optim, Photometry, Run, Teacher, Views
+from dino_vit.config.sections import (
+    HEAD_CHANNELS,
+    Budget,
+    Data,
+    Init,
+    Loss,
+    Model,
+    Optim,
+    Photometry,
+    Run,
+    Teacher,
+    Views,
+)
 from dino_vit.config.settings import Problem
 
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
@@ -22,13 +34,16 @@ def check_model(model: Model) -> Iterator[Problem]:
     """Check the size of the backbone."""
     sizes = {"width": model.width, "depth": model.depth, "heads": model.heads}
     given = [f"model.{name}={value}" for name, value in sizes.items() if value is not None]
-    missing = [f"model.{name}" for name, value in sizes.items() if value is None]
+    missing = [f"model.{name}" for name in ("width", "depth") if sizes[name] is None]
     keys = ("model.arch", "model.width", "model.depth", "model.heads")
     if model.arch and given:
         text = f"model.arch={model.arch} already sets width, depth and heads"
         yield Problem(f"{text}; remove it (model.arch=null) or remove {', '.join(given)}", keys)
     elif not model.arch and missing:
         yield Problem(f"without model.arch, {', '.join(missing)} must be given too; or give model.arch", keys)
+    elif not model.arch and not model.heads and model.shape[0] % HEAD_CHANNELS:
+        text = f"model.width={model.width} is not a multiple of the {HEAD_CHANNELS} channels of a head"
+        yield Problem(f"{text}; give model.heads, or another width", keys[1::2])
     elif not model.arch and model.shape[0] % model.shape[2]:  # each head gets an equal part of the width
         width, _, heads = model.shape
         near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))

@@ -103,7 +103,7 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
     """Return the dotted keys that a mistyped one may mean, by their own, their last and their other names."""
     keys_by_name: dict[str, list[str]] = {}
-    for key in dict.fromkeys([*sections(cls), *settings_of(cls)]):
+    for key in dict.fromkeys([*([] if "." in typed else sections(cls)), *settings_of(cls)]):
         for name in {key, key.rpartition(".")[2], *cls.also_known_as.get(key, "").split()}:
             keys_by_name.setdefault(name, []).append(key)
     typed = typed.strip("-").replace("-", "_")

@@ -22,7 +22,9 @@ from dino_vit.core.sizes import VIT_SIZES, Size, height_width
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 AtLeastTwo = Annotated[int, Field(ge=2), BeforeValidator(whole)]
+WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2"]
 Side = Count | tuple[Count, Count]
+HEAD_CHANNELS = 64  # of every named size but vit_huge
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[Probability, Probability]
 Triple = tuple[Probability, Probability, Probability]
@@ -73,7 +75,7 @@ class Model(Settings):
     arch: Arch | None = setting("vit_small", "named size; null: by width, depth and heads")
     width: Count | None = setting(None, "embedding dimension")
     depth: Count | None = setting(None, "number of blocks")
-    heads: Count | None = setting(None, "attention heads per block")
+    heads: Count | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Count = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     registers: CountOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
@@ -95,7 +97,8 @@ class Model(Settings):
         if self.arch:
             size = VIT_SIZES[self.arch]
             return size["width"], size["depth"], size["heads"]
-        return self.width or 0, self.depth or 0, self.heads or 0
+        width = self.width or 0
+        return width, self.depth or 0, self.heads or width // HEAD_CHANNELS
 
 
 class Head(Settings):
@@ -221,4 +224,10 @@ class Init(Settings):
     """Start from trained weights, with lower learning rates unless they are given."""
 
     weights: str = Field(description="run folder or weights file to start from")
+    network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
+    format: WeightsFormat | None = setting(None, "format of files that look alike; null: detected")
+    trained_size: Side | None = setting(
+        None, "side, or [height, width], of the images of weights whose positions form no square"
+    )
+    heads: Count | None = setting(None, "attention heads of weights that do not state them")
     head_epochs: NonNegative = setting(1.0, "epochs in which only the heads learn")

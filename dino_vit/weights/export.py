@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -18,7 +19,8 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
-from dino_vit.weights.reading import FORMAT_VERSION, WeightsError, read_weights
+from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
+from dino_vit.weights.reading import read_weights
 from dino_vit.weights.usage import model_arguments, photos_of
 
 EXPORTS = {
@@ -83,12 +85,15 @@ def export_backbone(
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
         tensors = _to_layout(model, layout)
+        about = {EXPORT_KEY: describe_export(model, format)}
         if format == "huggingface":
-            _write_huggingface(model, layout, tensors, written)
+            _write_huggingface(model, layout, tensors, written, about)
         elif path.suffix == ".safetensors":
-            save_plain(tensors, written, {"format": "pt"})
+            save_plain(tensors, written, {"format": "pt", **about})
         else:
-            torch.save(tensors, written)
+            plain = OrderedDict(tensors)
+            vars(plain).update(about)  # attributes, which others do not look at
+            torch.save(plain, written)
             sync(written)
         summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
         if path.is_dir():
@@ -158,11 +163,15 @@ def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
 
 
 def _write_huggingface(
-    model: VisionTransformer, layout: Layout, tensors: dict[str, Tensor], folder: Path
+    model: VisionTransformer,
+    layout: Layout,
+    tensors: dict[str, Tensor],
+    folder: Path,
+    about: dict[str, str],
 ) -> None:
     """Write config.json, preprocessor_config.json and model.safetensors."""
     folder.mkdir()
-    save_plain(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_plain(tensors, folder / "model.safetensors", {"format": "pt", **about})
     contents = {"config.json": _huggingface_config(model, layout)}
     if photos := photos_of(model, "huggingface"):
         contents["preprocessor_config.json"] = {

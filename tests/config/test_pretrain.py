@@ -76,7 +76,12 @@ def test_the_named_configs_are_there() -> None:
         (["budget.epochs=3", "budget.steps=3"], "budget.epochs=3 and budget.steps=3 are both given"),
         (["budget.epochs=null"], "the run has no length"),
         (["model.arch=vit_tiny", "model.width=64"], "remove model.width=64"),
-        (["model.width=64"], "model.depth, model.heads must be given too"),
+        (["model.width=64"], "without model.arch, model.depth must be given too"),
+        (["model.heads=4"], "without model.arch, model.width, model.depth must be given too"),
+        (
+            ["model.width=96", "model.depth=2"],
+            "not a multiple of the 64 channels of a head; give model.heads",
+        ),
         (["model.width=64", "model.depth=2", "model.heads=5"], "use 4 heads"),
         (
             ["views.global_size=225"],
@@ -119,6 +124,7 @@ def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message
         ["budget.steps=10"],
         ["budget.images=1e6"],
         ["model.width=64", "model.depth=2", "model.heads=4"],
+        ["model.width=128", "model.depth=4"],
         ["model.patch_size=14", "views.local_size=98"],
         ["views.local_count=0", "views.local_size=97"],
         ["views.global_size=[224, 192]"],
