@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from dino_vit.config.sections import Side, WeightsFormat
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.settings import Few, Settings, setting
 from dino_vit.core.sizes import height_width
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import export_backbone, load_backbone
@@ -22,7 +22,7 @@ class _WeightsConfig(Settings):
     source_format: WeightsFormat | None = setting(
         None, "format of the source where files look alike; null: detected"
     )
-    heads: Count | None = setting(None, "attention heads, for a width that does not imply them")
+    heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
     image_size: Side | None = setting(
         None, "resample the positions to this side, or height and width; null: as stored"
     )

@@ -68,7 +68,7 @@ def check_views(views: Views, photometry: Photometry, patch: int) -> Iterator[Pr
     ranges = {f"views.{name}": getattr(views, name) for name in ("global_scale", "local_scale", "ratio")}
     ranges |= {f"photometry.{name}": getattr(photometry, name) for name in ("blur_sigma", "noise_std")}
     for key, (low, high) in ranges.items():
-        if low > high or not high:  # a range of zeros would cut or blur nothing
+        if low > high:
             yield Problem(f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]", (key,))
 
 
@@ -126,7 +126,8 @@ def check_scaled_lr(optim: Optim, global_batch: int, *, too_low: bool = True) ->
             f"(lr_scaling={optim.lr_scaling})"
         )
         advice = f"{optim.name} learns between {lowest:g} and {highest:g}; the recipe's lr is 0.0005"
-        yield Problem(f"{text}; {advice}", ("optim.lr", "optim.lr_scaling", "optim.name", "data.batch_size"))
+        keys = ("optim.lr", "optim.lr_scaling", "optim.name", "optim.accumulate", "data.batch_size")
+        yield Problem(f"{text}; {advice}", keys)
 
 
 def check_lengths(budget: Budget, run: Run) -> Iterator[Problem]:

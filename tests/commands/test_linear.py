@@ -205,6 +205,7 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
         (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),
+        (two, ["grid.rates=[]"], "grid.rates = [] (command line): must be a list of 1 or more"),
         (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),
         (two, [*published, f"dino2021.probe={head}"], "has 3 classes, but"),
         (two, [*published, "dino2021.mean=true", f"dino2021.probe={head}"], "reads 32 features"),
