@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, Dimension, FewOrZero, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.progress import plural
@@ -45,10 +45,12 @@ class AttentionConfig(Settings):
     output: str = setting("attention", "folder for pictures and maps")
     network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
-    size: Count | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
-    longest: Count | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
-    block: int = setting(-1, "block whose attention is drawn; negative numbers count from the last")
-    heads: tuple[CountOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
+    size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
+    longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
+    block: Annotated[int, Field(ge=-1000, le=1000)] = setting(
+        -1, "block whose attention is drawn; negative numbers count from the last"
+    )
+    heads: tuple[FewOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
     mass: Share = setting(0.6, "share of the attention that the mask holds in the fewest patches")
     rollout: bool = setting(False, "also draw what reaches the CLS token through all blocks")
     pca: bool = setting(True, "also draw the patches' principal components as colours")

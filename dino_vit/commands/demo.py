@@ -13,7 +13,7 @@ from torch import Tensor
 from dino_vit.commands import attention, report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import choose_precision, start_processes
@@ -37,7 +37,7 @@ class DemoConfig(Settings):
     """Pretrain a small network on generated images, and show what it learned."""
 
     output: str = setting("runs/demo", "folder of the run; a second call resumes it, or reuses its results")
-    seed: CountOrZero = setting(0, "seed of every random number")
+    seed: Seed = setting(0, "seed of every random number")
     steps: Count | None = setting(None, "optimiser steps; null: 1,400, or those of 4 minutes without bf16")
     images: Count = setting(5000, "number of images for the linear probe")
 

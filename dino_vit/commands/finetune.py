@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from dino_vit.config.sections import Arch, PositiveShare, Side
+from dino_vit.config.sections import Arch, PositiveShare, Share, Side
 from dino_vit.config.settings import (
     BelowOne,
     Count,
-    CountOrZero,
+    Dimension,
+    FewOrZero,
     NonNegative,
     Positive,
     Probability,
@@ -71,11 +72,11 @@ class FinetuneConfig(SupervisedConfig):
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
-    patch_size: Count | None = setting(None, "of a randomly initialised network; null: that of arch")
+    patch_size: Dimension | None = setting(None, "of a randomly initialised network; null: that of arch")
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
-    batch_size: Count = setting(64, "images per process and step")
-    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    batch_size: Dimension = setting(64, "images per process and step")
+    workers: FewOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     epochs: Count = setting(100, "passes over the images")
     lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
@@ -86,7 +87,7 @@ class FinetuneConfig(SupervisedConfig):
     drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
     smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
     mixup: NonNegative = setting(0.0, "alpha of the Beta distribution for mixing pairs of images; 0: none")
-    crop: tuple[Probability, Probability] = setting((0.08, 1.0), "share of the image's area, from and to")
+    crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
@@ -99,6 +100,8 @@ class FinetuneConfig(SupervisedConfig):
         if self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
             yield Problem(text, ("warmup_epochs", "epochs"))
+        if self.crop[0] > self.crop[1]:
+            yield Problem(f"crop={list(self.crop)} must go from low to high", ("crop",))
 
 
 def run(config: FinetuneConfig) -> int:

@@ -12,7 +12,7 @@ from pydantic import Field
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, FewOrZero, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.data.images.decode import read_image
@@ -33,7 +33,7 @@ class InspectConfig(Settings):
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
     sheet: str | None = setting("views.png", "PNG of the views that training would use; null: none")
-    rows: CountOrZero = setting(8, "images on the sheet")
+    rows: FewOrZero = setting(8, "images on the sheet")
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable and every identical image")
 

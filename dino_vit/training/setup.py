@@ -49,8 +49,16 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
     elif config.init:
-        size, channels = config.views.global_shape, config.data.channels
-        trained = load_backbone(config.init.weights, image_size=size, channels=channels)
+        overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+        trained = load_backbone(
+            config.init.weights,
+            network=config.init.network,
+            format=config.init.format,
+            trained_size=config.init.trained_size,
+            image_size=config.views.global_shape,
+            channels=config.data.channels,
+            **overrides,
+        )
         architecture = trained.architecture
     facts = Facts(
         source=source,

@@ -134,7 +134,7 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
         (flat, [], "none of the 1 images"),
         (two, ["shots=[3]"], "shots=3 takes all 6 images"),
         (two, ["k=[0]"], "k"),
-        (two, ["k=[]"], "at least 1"),
+        (two, ["k=[]"], "k = [] (command line): must be a list of 1 or more, each a whole number"),
         (two, ["bank=x"], "did you mean train?"),
         (two, ["search=fais"], "faiss"),
     ):

@@ -36,9 +36,21 @@ def test_whole_floats_are_integers_and_others_are_not() -> None:
     for value in ("1.5", "true", "'3'", "null", "0", ".inf", "[1]", "{}"):
         (text,) = refused(f"eggs={value}")
         assert text.startswith("eggs = ")
-        assert text.endswith("(command line): must be a whole number of at least 1")
+        assert text.endswith("(command line): must be a whole number from 1 to 1,000,000,000,000")
     (text,) = refused("sizes=[1, .nan]")
     assert "must be a list of 2, each a number above 0" in text
+
+
+def test_a_list_of_one_value_needs_no_brackets(tmp_path: Path) -> None:
+    assert load(Cake, None, ["tiers=top"]).tiers == ("top",)
+    assert load(Cake, write(tmp_path, "tiers: top\n")).tiers == ("top",)
+    assert refused("sizes=3")[0].startswith("sizes = 3 (command line): must be a list of 2, each")
+    assert refused("tiers=null") == ["tiers = null (command line): must be a list, each text"]
+
+
+def test_a_file_that_does_not_end_is_no_file_of_settings() -> None:
+    with pytest.raises(ValueError, match="/dev/zero has more than 1,000,000 bytes"):
+        load(Cake, Path("/dev/zero"))
 
 
 def test_text_is_taken_literally() -> None:

@@ -10,7 +10,7 @@ from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training.reporter import describe_start
 from dino_vit.training.setup import set_up
 from dino_vit.views.preparation import Preparation
-from dino_vit.weights import load_backbone
+from dino_vit.weights import export_backbone, load_backbone
 from tests.support.runs import tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
 
@@ -49,6 +49,24 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
 def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weights):
     with pytest.raises(ValueError, match=r"model.width=64 does not match the weights of init.weights"):
         opened(tmp_path / "run", {**FROM, "init.weights": weights, "model.width": 64})
+
+
+def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weights):
+    start = load_backbone(weights)
+    export_backbone(start, tmp_path / "x.pth", "timm")
+    state = opened(tmp_path / "run", {**FROM, "init.weights": tmp_path / "x.pth"}).state
+    assert not moved(tensors_of(state.student.backbone), tensors_of(start))
+
+    oblong = load_backbone(weights, network="student", image_size=(16, 64))
+    torch.save(oblong.state_dict(), tmp_path / "bare.pth")
+    told = {"weights": tmp_path / "bare.pth", "heads": 4, "trained_size": [16, 64], "format": "timm"}
+    settings = FROM | {"model.heads": 4} | {f"init.{name}": value for name, value in told.items()}
+    state = opened(tmp_path / "told", settings).state
+    assert (state.config.model.heads, state.student.backbone.position_mode) == (4, "timm")
+    expected = load_backbone(weights, network="student")
+    state = opened(tmp_path / "s", {**FROM, "init.weights": weights, "init.network": "student"}).state
+    assert not moved(tensors_of(state.student.backbone), tensors_of(expected))
+    assert moved(tensors_of(expected), tensors_of(start))
 
 
 def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, FewOrZero, Settings, setting
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, write_bytes
@@ -33,7 +33,7 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    shown: CountOrZero = setting(40, "pairs on the sheet")
+    shown: FewOrZero = setting(40, "pairs on the sheet")
     output: str = setting("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
 
     positional: ClassVar = ("embeddings",)

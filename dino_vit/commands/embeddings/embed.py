@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit import __version__
-from dino_vit.config.settings import Count, setting
+from dino_vit.config.settings import Few, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import replacing
 from dino_vit.data.sources.open import Source, open_source
@@ -25,7 +25,7 @@ class EmbedConfig(EvaluationConfig):
     tokens: Literal["cls", "cls+mean", "patches"] = setting(
         "cls", "CLS token, CLS token and mean patch token joined, or all patch tokens"
     )
-    blocks: Count = setting(1, "last blocks whose CLS tokens are joined")
+    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source
@@ -28,7 +28,7 @@ class SearchConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
-    k: Count = setting(8, "nearest images to show")
+    k: Dimension = setting(8, "nearest images to show")
     output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
 
     positional: ClassVar = ("embeddings", "images")

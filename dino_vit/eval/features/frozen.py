@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from dino_vit.config.sections import Side
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.settings import Dimension, Few, Settings, setting
 from dino_vit.core.distributed import world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.sizes import height_width
@@ -32,8 +32,8 @@ class EvaluationConfig(Settings):
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
-    batch_size: Count = setting(128, "images per process and forward pass")
-    readers: Count | None = setting(None, "threads that read images; null: one per core, at most 16")
+    batch_size: Dimension = setting(128, "images per process and forward pass")
+    readers: Few | None = setting(None, "threads that read images; null: one per core, at most 16")
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
