@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pkgutil import resolve_name
 from typing import NamedTuple
 
 import dino_vit
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
+from dino_vit.core.text import PrintableFormatter, PrintableStream, printable_lines
 
 
 class Command(NamedTuple):
@@ -100,26 +102,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     argv = sys.argv[1:] if argv is None else argv
     args = arguments.parse_arguments(build_parser(argv), argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
+    _log_to_stderr()
     try:
         if args.command == "config":
             return _print_config(args)
         config = arguments.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
-        code = run_function(args.command)(config)
+        with redirect_stdout(PrintableStream(sys.stdout)):
+            code = run_function(args.command)(config)
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     except (ValueError, OSError) as error:
         if args.traceback:
             raise
-        print(f"dino-vit {args.command}: {error}", file=sys.stderr)
+        print(printable_lines(f"dino-vit {args.command}: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"dino-vit {args.command}: interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, CountOrZero, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural
+from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
@@ -47,7 +48,7 @@ def run(config: InspectConfig) -> int:
     source = open_source(config.source, config.labels)
     indices = range(len(source)) if config.count is None else spread(len(source), config.count)
     summary = inspect_images(source, indices, max_pixels=config.max_pixels, allow_none=True)
-    facts = describe(config.source, source, summary)
+    facts = describe(printable(config.source), source, summary)
     print(json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts)))
     if not summary.images:
         raise ValueError(f"none of the {len(indices):,} inspected images can be read")

@@ -15,6 +15,7 @@ from dino_vit.config.settings import values
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import printable
 from dino_vit.training.diagnosis import diagnose
 from dino_vit.training.readings import Reading, Record, append_record, drop_later_records, to_json
 from dino_vit.training.setup import ReadyRun
@@ -41,7 +42,7 @@ class Reporter:
             records = drop_later_records(self.metrics, self.state.step)
             self.readings = [Reading.from_record(record) for record in records]
         # Trackers take numbers and text only.
-        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in values(config).items()}
+        plain = {key: v if isinstance(v, int | float) else printable(v) for key, v in values(config).items()}
         accelerator.init_trackers("logs", config=plain)
 
     def __enter__(self) -> Self:
