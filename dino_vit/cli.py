@@ -7,12 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pkgutil import resolve_name
 from typing import NamedTuple
 
 import dino_vit
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
+from dino_vit.core.text import PrintableFormatter, PrintableStream, printable_lines
 
 
 class Command(NamedTuple):
@@ -101,14 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     argv = sys.argv[1:] if argv is None else argv
     args = arguments.parse_arguments(build_parser(argv), argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
+    _log_to_stderr()
     try:
         if args.command == "config":
             return _print_config(args)
         config = arguments.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
-        code = run_function(args.command)(config)
+        with redirect_stdout(PrintableStream(sys.stdout)):
+            code = run_function(args.command)(config)
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
@@ -130,7 +132,7 @@ def _fail(error: Exception, args: argparse.Namespace) -> int:
         traceback.print_exception(error)
         return _leave(1)
     text = "another process of this run has ended; see what it said" if lost else error
-    print(f"dino-vit {args.command}: {text}", file=sys.stderr)
+    print(printable_lines(f"dino-vit {args.command}: {text}"), file=sys.stderr)
     return _leave(1 if lost else getattr(error, "exit_code", 2))
 
 
@@ -144,6 +146,13 @@ def _leave(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:

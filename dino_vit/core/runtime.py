@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, MutableMapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Literal, Self
@@ -18,9 +19,12 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
 from dino_vit.core.distributed import local_world_size, rank
+from dino_vit.core.storage import utf8_path
+from dino_vit.core.text import printable
 
 Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_open_paths = ExitStack()  # of trackers, for as long as the process runs
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 
 
@@ -37,6 +41,9 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     if cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise each process would use all cores
         os.environ["OMP_NUM_THREADS"] = str(cores_of_a_process(launched))
         torch.set_num_threads(cores_of_a_process(launched))
+    if trackers and printable(folder) != str(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(_open_paths.enter_context(utf8_path(folder)))
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="no",  # autocast is explicit in the loop

@@ -60,7 +60,7 @@ def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file without reading its tensors."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with utf8_path(path) as name, safe_open(name, framework="pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} is not a safetensors file, or is incomplete: {error}") from error
@@ -69,12 +69,29 @@ def read_metadata(path: Path) -> dict[str, str]:
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of a safetensors file; one of ours is checked against its digest."""
     metadata = read_metadata(path)
-    tensors = load_file(path)
+    with utf8_path(path) as name:
+        tensors = load_file(name)
     expected = metadata.pop(DIGEST, None)
     ours = expected is not None or OWN_KEY in metadata
     if ours and digest(tensors, metadata) != expected:
         raise StorageError(f"{path} is damaged: its contents do not match its digest")
     return tensors, metadata
+
+
+@contextmanager
+def utf8_path(path: str | Path) -> Iterator[str]:
+    """Yield the path of a file or folder in UTF-8, as safetensors, Arrow and TensorBoard open no other."""
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            yield f"/proc/self/fd/{descriptor}"  # only Linux has names that are not UTF-8
+        finally:
+            os.close(descriptor)
+    else:
+        yield name
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

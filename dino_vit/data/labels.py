@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural
+from dino_vit.core.text import printable
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
 
 PATH_COLUMNS = tuple(
@@ -167,27 +168,28 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
     surplus = set(table).difference(names)
     if len(surplus) == len(table):
         raise ValueError(
-            f"{path} has labels for none of the images: its names are like {next(iter(table), 'nothing')!r}, "
-            f"those of the source like {names[0]!r}. Names must be equal, including the suffix."
+            f"{path} has labels for none of the images: its names are like '{next(iter(table), '')}', "
+            f"those of the source like '{names[0]}'. Names must be equal, including the suffix."
         )
     missing = values.count(None)
     if missing:
         example = names[values.index(None)]
-        log.warning("%s: no label for %d of %d images, such as %r", path, missing, len(names), example)
+        log.warning("%s: no label for %d of %d images, such as '%s'", path, missing, len(names), example)
     if surplus:
         extra = plural(len(surplus), "label")
-        log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))
+        log.warning("%s: %s for names not in the source, such as '%s'", path, extra, min(surplus))
     return LabelledSource(source, number_labels(values))
 
 
 def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, object]:
-    """Read a value for each name: from a JSON object, or a list as for `read_entries`."""
+    """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
     data = Path(path).read_bytes()
     if suffix_of(path) != ".json":
         table: dict[str, object] = {}
         for name, label in read_entries(path, data, columns):
+            name, label = printable(name), label and printable(label)
             if table.setdefault(name, label) != label:
-                raise ValueError(f"{path} has two values for {name!r}: {table[name]!r} and {label!r}.")
+                raise ValueError(f"{path} has two values for '{name}': {table[name]!r} and {label!r}.")
         return table
     try:
         content = json.loads(data)
@@ -195,4 +197,7 @@ def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, o
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-    return content
+    return {
+        printable(name): printable(value) if isinstance(value, str) else value
+        for name, value in content.items()
+    }

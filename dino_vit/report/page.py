@@ -24,6 +24,7 @@ from markupsafe import Markup
 
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.text import printable
 from dino_vit.report.curves import figures, live_data
 from dino_vit.report.record import RunRecord, changed_settings, facts, read_run
 from dino_vit.report.sheets import Row
@@ -48,7 +49,7 @@ class Pictures:
 
 def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version: int | None = None) -> str:
     """Return the page of a run; a live one asks its server for news."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     now = live_data(record)
     style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
@@ -74,6 +75,11 @@ def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version
         pictures=pictures,
         data={**now, "live": live, "version": version, "explorer": pictures.explorer},
     )
+
+
+def _finalize(value: object) -> str:
+    """Make text printable; markup is our own."""
+    return value if isinstance(value, Markup) else printable(value)
 
 
 def _asset(name: str) -> str:

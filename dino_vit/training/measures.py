@@ -84,7 +84,7 @@ class UnreadableImages:
     def __init__(self, folder: Path, *, limit: float) -> None:
         self.path = folder / "unreadable.txt"
         self.limit = limit
-        self.known = set(self.path.read_text().splitlines()) if self.path.exists() else set[str]()
+        self.known = set(self._listed())
         self.failed, self.tried = 0, 0
         self.failure: str | None = None
 
@@ -98,10 +98,13 @@ class UnreadableImages:
         self.known.update(new)
         if new:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+") as file:
-                file.seek(0)
-                listed = set(file.read().splitlines())  # by other processes too
+            listed = set(self._listed())  # by other processes too
+            with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new if line not in listed)
+
+    def _listed(self) -> list[str]:
+        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
+        return text.splitlines()
 
     @property
     def too_many(self) -> bool:

@@ -16,6 +16,7 @@ from dino_vit.config.settings import values
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import printable
 from dino_vit.training.diagnosis import diagnose
 from dino_vit.training.readings import (
     ParameterCounts,
@@ -48,7 +49,7 @@ class Reporter:
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.readings = drop_later_readings(self.metrics, self.state.step)
         # Trackers take numbers and text only.
-        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in values(config).items()}
+        plain = {key: v if isinstance(v, int | float) else printable(v) for key, v in values(config).items()}
         accelerator.init_trackers("logs", config=plain)
 
     def __enter__(self) -> Self:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.core import log
-from dino_vit.core.storage import save_plain, sync, write_tensors
+from dino_vit.core.storage import save_plain, sync, utf8_path, write_tensors
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
@@ -235,7 +235,8 @@ def _compare_features(model: VisionTransformer, written: Path, format: str) -> s
     """Compare with the features of the written file, in the library it is for if that is installed."""
     library = LIBRARIES.get(format)
     if library and find_spec(library):
-        peer, how = _open_peer(model, written, format), f"with {library}"
+        with utf8_path(written) as path:
+            peer, how = _open_peer(model, Path(path), format), f"with {library}"
     else:
         again, _ = read_backbone(written, format=format, heads=model.heads)  # unlogged: its name is temporary
         peer, how = again, "by loading it again"

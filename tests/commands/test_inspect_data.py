@@ -65,6 +65,21 @@ def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     assert "set data.range" in said
 
 
+def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path, capsys, caplog):
+    np.save(mixed / "degrees.npy", np.linspace(-9, 40, 256, dtype=np.float32).reshape(16, 16))
+    np.save(mixed / "gap.npy", np.full((16, 16), np.nan, np.float32))
+    sheet = tmp_path / "views.png"
+    assert main(["inspect-data", str(mixed), "--json", f"sheet={sheet}", "rows=20"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["values"][0] == -9
+    assert facts["unreadable"][-2]["reason"].startswith("it contains infinite or NaN values")
+    assert "no views of degrees.npy: its float32 values go from -9 to 40" in caplog.text
+    assert sheet.exists()
+    np.save(tmp_path / "all.npy", np.linspace(-9, 40, 1024, dtype=np.float32).reshape(4, 16, 16))
+    assert main(["inspect-data", str(tmp_path / "all.npy"), f"sheet={tmp_path / 'none.png'}"]) == 2
+    assert "none.png cannot be drawn: training could use none" in capsys.readouterr().err
+
+
 def test_only_some_are_looked_at(capsys):
     assert main(["inspect-data", "synthetic:500:16", "count=20", "sheet=null"]) == 0
     assert "20 of them were inspected" in capsys.readouterr().out

@@ -12,8 +12,9 @@ from torch import Tensor
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import printable
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.embeddings import EmbeddedImages, printable, read_image_embeddings
+from dino_vit.eval.embeddings import EmbeddedImages, read_image_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import weights_digest
 from dino_vit.eval.neighbours import format_cosines, nearest
@@ -45,7 +46,7 @@ def run(config: SearchConfig) -> int:
     cosines, rows = nearest(embeddings.values, features, k=config.k)
     images, sheet, results = EmbeddedImages(embeddings), [], []
     for index, (query_cosines, query_rows) in enumerate(zip(cosines.tolist(), rows.tolist(), strict=True)):
-        name = printable(config.images[index])
+        name = queries.name(index)
         print(f"{name}:")
         panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
         found = []
@@ -89,7 +90,7 @@ class ImageFiles:
         return None
 
     def name(self, index: int) -> str:
-        return self.paths[index]
+        return printable(self.paths[index])
 
 
 def query_features(config: SearchConfig, queries: Source, metadata: dict[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ from functools import partial
 from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
 from torch import Tensor
 
+from dino_vit.core.text import printable
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 from dino_vit.data.sources.open import Source
@@ -33,9 +34,8 @@ class UnreadableImage(Exception):
     """An image that cannot be read, and why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = printable(name), printable(reason)
+        super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from dino_vit.core import log
 from dino_vit.core.progress import progress
+from dino_vit.core.storage import utf8_path
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import open_file, read_file
+from dino_vit.data.sources.files import is_url, open_file, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
@@ -113,7 +114,10 @@ class ParquetSource(IndexedSource):
 
 def _open_parquet(path: str) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path if "://" not in path else open_file(path))
+        if is_url(path):
+            return pq.ParquetFile(open_file(path))
+        with utf8_path(path) as name:
+            return pq.ParquetFile(name)
     except pa.ArrowException as error:
         raise ValueError(f"{path} is damaged or not a Parquet file: {error}. Copy it again.") from error
 
