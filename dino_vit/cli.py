@@ -128,10 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: Exception, args: argparse.Namespace) -> int:
     """Say what went wrong, or where if nobody foresaw it, and return the exit code."""
     lost = "torch" in sys.modules and resolve_name("dino_vit.core.distributed:lost_process")(error)
-    if args.traceback or not (lost or isinstance(error, ValueError | OSError)):
+    full = isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+    if args.traceback or not (lost or full or isinstance(error, ValueError | OSError)):
         traceback.print_exception(error)
         return _leave(1)
-    text = "another process of this run has ended; see what it said" if lost else error
+    text = "another process of this run has ended; see what it said" if lost else str(error)
+    if full:
+        text = f"memory ran out; smaller batches or images need less. {text.partition(chr(10))[0]}"
     print(printable_lines(f"dino-vit {args.command}: {text}"), file=sys.stderr)
     return _leave(1 if lost else getattr(error, "exit_code", 2))
 

@@ -88,7 +88,7 @@ def _draw_network(
         raise ValueError("the run has not written a checkpoint yet")
     if checkpoint.metadata["source"] != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
-    teacher = LoadedTeacher(checkpoint, record.config, device)
+    teacher = LoadedTeacher(checkpoint, device)
     found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])
     pictures.attention = attention_rows(teacher, source, found)
     pictures.neighbours = neighbour_rows(teacher, source, found)

@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
@@ -54,9 +53,9 @@ Positions = NDArray[np.float32]  # (n, 2)
 class LoadedTeacher:
     """The teacher of a checkpoint, on a device."""
 
-    def __init__(self, checkpoint: Checkpoint, config: PretrainConfig, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.backbone = load_backbone(checkpoint.path).to(device)
-        self.head = DINOHead(in_dim=self.backbone.width, **config.head.model_dump())
+        self.head = DINOHead(in_dim=self.backbone.width, **checkpoint.metadata["config"]["head"])
         prefix, tensors = "teacher.head.", checkpoint.tensors
         self.head.load_state_dict(
             {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

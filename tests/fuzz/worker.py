@@ -53,7 +53,7 @@ def serve(kinds: Mapping[str, Input], connection: Connection) -> None:
     """Try the inputs that are asked for, with a limit on the memory of all of them together."""
     os.environ["DINO_VIT_CACHE"] = tempfile.mkdtemp(prefix="fuzz-cache-")
     for make in kinds.values():  # so that no input pays for imports and good files
-        make(random.Random(0), Path(tempfile.mkdtemp(prefix="fuzz-")))
+        try_input(make, 0)
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + BYTES, used + BYTES))
     connection.send(None)

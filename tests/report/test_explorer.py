@@ -20,7 +20,7 @@ from tests.support.reports import write_report
 
 def test_the_map_holds_the_features_clusters_and_neighbours_of_the_teacher(made):
     record, checkpoint = read_run(made), Checkpoints(made).newest()
-    teacher = LoadedTeacher(checkpoint, record.config, torch.device("cpu"))
+    teacher = LoadedTeacher(checkpoint, torch.device("cpu"))
     source = open_source(record.config.data.source)
     found = explorer.build_map(teacher, source, random_indices(source, seed=0)[:40])
     features = extract_features(

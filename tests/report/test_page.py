@@ -66,6 +66,12 @@ def test_a_run_without_a_checkpoint_shows_its_curves_and_views(folder):
     assert page.data["charts"]
 
 
+def test_the_network_is_the_one_of_the_checkpoint_whatever_the_config_says_now(folder):
+    path = folder / "config.yaml"
+    path.write_text(re.sub(r"hidden_dim: \d+", "hidden_dim: 8", path.read_text()))
+    assert write_report(folder, "images=20").data["explorer"]["count"] == 20
+
+
 def test_damaged_checkpoints_are_reported(folder):
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
