@@ -226,7 +226,7 @@ def runs(rng: random.Random, folder: Path) -> list[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         hit = name == damaged or (damaged == "checkpoint" and path.suffix == ".safetensors")
         path.write_bytes(mutated(rng, data) if hit else data)
-    return ["report", str(folder / "run")]
+    return ["report", str(folder / "run"), "images=50"]
 
 
 def remove(folder: Path) -> None:
