@@ -109,6 +109,16 @@ def test_a_process_that_fails_says_why_and_the_other_that_it_is_alone(tmp_path, 
     assert "Traceback" not in other.said
 
 
+def test_a_process_that_is_killed_leaves_the_other_with_a_sentence(tmp_path):
+    first, second = torchrun_environs()
+    other = Run(tmp_path / "run", TWO, environ=first)
+    killed = partial(signal_before_step, 3, signal.SIGKILL)
+    assert Run(tmp_path / "run", TWO, environ=second, before=killed).wait() == -signal.SIGKILL
+    assert other.wait() == 1
+    assert other.said.splitlines()[-1].startswith("dino-vit pretrain: another process of this run has ended")
+    assert "Traceback" not in other.said
+
+
 def fail_with(text):
     raise OSError(text)
 
