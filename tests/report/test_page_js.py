@@ -19,7 +19,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 @pytest.mark.parametrize("width", [320, 390, 800, 1400])
 def test_the_page_fits_its_width_in_both_colours(page, width, dark):
     set_screen(page, width, dark=dark)
-    page.execute_script("report.explorer.select(3)")
+    page.execute_script("report.data.explorer.classes.fill('a_long_label_without_a_gap_'.repeat(4))")
+    page.execute_script("report.explorer.colourBy('label'); report.explorer.select(3)")
     page.execute_script("document.querySelectorAll('details').forEach((it) => { it.open = true })")
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     ink, paper = page.execute_script(
