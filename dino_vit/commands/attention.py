@@ -13,7 +13,6 @@ import torch
 from einops import rearrange
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from dino_vit.config.settings import Count, Dimension, FewOrZero, Settings, setting
 from dino_vit.core import log
@@ -26,7 +25,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval import pictures
-from dino_vit.eval.attention import cls_attention, mass_mask, patch_tokens, principal_colours, rollout
+from dino_vit.eval.attention import cls_attention, mass_mask, pad, patch_tokens, principal_colours, rollout
 from dino_vit.eval.pictures import Panel, resize, write_png, write_sheet
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of
@@ -149,12 +148,6 @@ def compute_maps(
         rollout=rollout(model, padded)[0].cpu() if config.rollout else None,
         tokens=patch_tokens(model, padded)[0].cpu() if config.pca else None,
     )
-
-
-def pad(images: Tensor, patch: Size) -> Tensor:
-    """Repeat the last row and column of images (B, C, H, W) up to a whole number of patches."""
-    height, width = images.shape[-2:]
-    return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
 
 
 def draw_sheet(

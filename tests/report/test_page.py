@@ -127,7 +127,7 @@ def test_images_without_their_labels_are_still_shown(folder):
     page = write_report(folder, "images=20")
     assert page.data["explorer"]["count"] == 20
     assert "The labels could not be read: " in page.text
-    assert page.text.count("/no/such/labels.csv") == 2  # the note and the setting
+    assert "/no/such/labels.csv" in page.text
 
 
 def test_unlabelled_images_are_coloured_by_cluster(folder, made, tmp_path):

@@ -283,6 +283,7 @@ class Explorer {
         "aria-label": `${this.describe(other).join(", ")}, cosine ${cosine}` });
       this.paint(element(button, "canvas", { width: 96, height: 96 }), other);
       button.append(cosine);
+      if (this.data.classes.length) element(button, "span", {}, this.data.classes[this.data.labels[other]] ?? "");
       button.addEventListener("click", () => this.goTo(other));
     });
     const nearest = near.slice(0, 3).map((other) => this.data.names[other]).join("; ");
