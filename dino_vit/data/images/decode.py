@@ -49,10 +49,13 @@ def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
         if not isinstance(item, Tensor):
             item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
         return pixels.conform(item)
-    except OSError as error:
-        raise UnreadableImage(name, error.strerror or str(error)) from error
-    except ValueError as error:
-        raise UnreadableImage(name, str(error)) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:
+    """Return the error of an image that its source cannot read."""
+    return UnreadableImage(name, (isinstance(error, OSError) and error.strerror) or str(error))
 
 
 def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_PIXELS) -> Tensor:

@@ -22,6 +22,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
+from dino_vit.data.npy import read_header
+
 if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
 
@@ -57,13 +59,9 @@ def read_by(plugin: Callable[[BytesIO], Image], data: bytes, alpha: bool, max_pi
 def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """Read an array (H, W), (C, H, W) or (H, W, C); the shorter of first and last axis has the channels."""
     file = BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    if version > (2, 0):
-        raise Refused("an array of records is not an image")
-    header = np.lib.format
-    read_header = header.read_array_header_1_0 if version == (1, 0) else header.read_array_header_2_0
-    shape, _, dtype = read_header(file)
-    if dtype.kind not in "buif":
+    header = read_header(file)
+    shape, dtype = header.shape, header.dtype
+    if not header.numeric and dtype.kind != "b":
         raise Refused(f"an array of {dtype} is not an image")
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] == shape[2]):
         raise Refused(
@@ -72,7 +70,7 @@ def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     last = len(shape) == 3 and shape[2] < shape[0]
     height, width = shape[:2] if last else shape[-2:]
     check_size(width, height, shape[-1] if last else prod(shape[:-2]), max_pixels)
-    if prod(shape) * dtype.itemsize > len(data) - file.tell():
+    if header.nbytes > len(data) - file.tell():
         raise Refused("the file is truncated")
     array = np.load(BytesIO(data), allow_pickle=False)
     return to_tensor(array if last else rearrange(array.reshape(-1, height, width), "c h w -> h w c"))
