@@ -25,7 +25,7 @@ from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
@@ -135,8 +135,8 @@ def _read(source: Source, index: int, classes: list[str], check: bool) -> _Item 
         data = _encode(item) if isinstance(item, Tensor) else item
         if check:
             decode(data, name)
-    except OSError as error:
-        return UnreadableImage(name, error.strerror or str(error))
+    except (OSError, ValueError) as error:
+        return unreadable(name, error)
     except UnreadableImage as error:
         return error
     return _Item(_member_name(name, data, label is not None), data, None if label is None else classes[label])

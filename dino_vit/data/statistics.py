@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, unreadable
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.source import Source
 
@@ -166,8 +166,8 @@ def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | Unre
             color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     except UnreadableImage as error:
         return error
-    except OSError as error:
-        return UnreadableImage(name, error.strerror or str(error))
+    except (OSError, ValueError) as error:
+        return unreadable(name, error)
     if not image.isfinite().all():
         return UnreadableImage(name, NOT_FINITE)
     values = image.numpy().real  # NumPy has min and max of more types than torch

@@ -1,8 +1,10 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
+import errno
 import glob
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural
+from dino_vit.core.text import printable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,7 +44,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"{url} cannot be reached: {error}") from error
+        raise ValueError(f"{printable(url):.200} cannot be reached: {error}") from error
 
 
 def exists(path: str) -> bool:
@@ -61,7 +64,7 @@ def is_folder(path: str) -> bool:
 def read_file(path: str) -> bytes:
     """Return the content of a file."""
     if not is_url(path):
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_regular) as file:
             return file.readall()
     return _remotely(path, lambda system, inner: system.cat_file(inner))
 
@@ -69,8 +72,17 @@ def read_file(path: str) -> bytes:
 def open_file(path: str) -> BinaryIO:
     """Open a file for random access."""
     if not is_url(path):
-        return open(path, "rb")
+        return open(path, "rb", opener=_open_regular)
     return _remotely(path, lambda system, inner: system.open(inner, "rb", block_size=8 * 2**20))
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a file, but no pipe or device, which may have no end or never answer."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return descriptor
 
 
 def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
@@ -166,6 +178,8 @@ class Ranges:
             data = _remotely(path, lambda system, inner: system.cat_file(inner, start, start + size))
         else:
             length, version, _ = self.stamps[file].tolist()
+            if start + size > length:  # before so much memory is taken
+                raise OSError(f"{path} is truncated")
             data = self._open(path, length, version).read(start, size)
         if len(data) != size:
             raise OSError(f"{path} is truncated")

@@ -111,12 +111,12 @@ class ListSource(PathSource):
         missing = np.flatnonzero(sizes < 0)
         if len(missing) == len(paths):
             raise ValueError(
-                f"None of the files listed in {self._path} exist, such as {printable(paths[0])}. "
+                f"None of the files listed in {self._path} exist, such as {printable(paths[0]):.200}. "
                 f"Paths that are not absolute are relative to the folder of the list."
             )
         if len(missing):
             text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
-            log.warning(text, self._path, plural(len(missing), "file"), printable(paths[missing[0]]))
+            log.warning(text, self._path, plural(len(missing), "file"), printable(paths[missing[0]])[:200])
         return sizes
 
 

@@ -250,7 +250,7 @@ def _write(
     try:
         draft = build(write_images)
     except OSError as error:
-        raise ValueError(f"{spec} cannot be read: {error}") from error
+        raise ValueError(f"{spec} cannot be read: {printable(error):.300}") from error
     items = (draft if files is None else replace(draft, watched=files, stamps=before)).items(began)
     if writer is not None:
         writer.close()
