@@ -91,7 +91,8 @@ def _curve(record: RunRecord, readings: Sequence[Reading], field: str) -> list[P
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     start, scale = finite(record.baseline.get(field)), 100 if field == "data_wait" else 1
     values = [(reading.step, getattr(reading, field)) for reading in readings]
-    points = thin([(step, scale * value) for step, value in values if finite(value) is not None])
+    scaled = [(step, value if value is None else finite(scale * value)) for step, value in values]
+    points = thin([(step, value) for step, value in scaled if value is not None])
     return points if start is None else [(0, start), *points]
 
 

@@ -136,7 +136,7 @@ def _speed(record: RunRecord) -> str:
         if line.images_per_second > 0:
             seconds += (line.step - before) * images / line.images_per_second
         before = line.step
-    return f"{text}; {duration(seconds)} of training steps"
+    return f"{text}; {duration(seconds)} of training steps" if math.isfinite(seconds) else text
 
 
 def state(record: RunRecord) -> tuple[Diagnosis, str]:

@@ -49,6 +49,13 @@ def test_captions_explain_the_numbers(tmp_path):
     assert history == "since step 100; earlier: starting from step 50."
 
 
+def test_numbers_that_no_run_has_leave_a_page(tmp_path):
+    odd = replace(HEALTHY, images_per_second=1e-320, data_wait=1e308, nonfinite_steps=2**53)
+    data = live_data(record_of(tmp_path, [(HEALTHY, "learning"), (odd, "learning")], {"knn": math.inf}))
+    json.dumps(data, allow_nan=False)
+    assert {chart["id"] for chart in data["charts"]} >= {"loss", "data_wait", "images_per_second"}
+
+
 def test_a_collapse_is_named_with_advice(tmp_path):
     flat = replace(HEALTHY, loss=math.nan, embedding_std=math.nan)
     data = live_data(record_of(tmp_path, [(flat, UNIFORM.state)], {}))
