@@ -13,6 +13,7 @@ from typing import NamedTuple
 import dino_vit
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
+from dino_vit.core.native import separate_stderr
 from dino_vit.core.text import PrintableFormatter, PrintableStream, printable_lines
 
 
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _log_to_stderr() -> None:
+    separate_stderr()
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
 from dino_vit.core.distributed import rank
+from dino_vit.core.native import write_to_stderr
 from dino_vit.core.storage import utf8_path
 from dino_vit.core.text import printable
 
@@ -139,7 +140,9 @@ class Interruption:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
         if number == signal.SIGINT and rank() == 0:
-            os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
+            write_to_stderr(
+                b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n"
+            )
 
     @property
     def asked(self) -> bool:

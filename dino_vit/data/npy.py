@@ -40,6 +40,6 @@ def read_header(file: IO[bytes]) -> Header:
         header = Header(*read(BytesIO(prefix + file.read(length))))
     except Exception as error:  # NumPy evaluates it as Python, which raises nearly anything
         raise ValueError(f"its header is damaged: {str(error) or type(error).__name__:.200}") from error
-    if any(size < 0 for size in header.shape):
+    if any(type(size) is not int or size < 0 for size in header.shape):
         raise ValueError(f"its shape is {header.shape}")
     return header

@@ -8,6 +8,7 @@ from functools import partial
 from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
 from torch import Tensor
 
+from dino_vit.core.native import silenced
 from dino_vit.core.text import printable
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
@@ -38,7 +39,7 @@ class UnreadableImage(Exception):
         super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+        return f"{self.name:.4000}: {self.reason}"  # a list may have names longer than any path
 
 
 def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
@@ -69,7 +70,8 @@ def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_
     if known is None:
         raise UnreadableImage(name, "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
     try:
-        return known[1](data, alpha, max_pixels)
+        with silenced():
+            return known[1](data, alpha, max_pixels)
     except formats.Refused as error:
         raise UnreadableImage(name, str(error)) from error
     except Exception as error:  # decoders raise anything on damaged files

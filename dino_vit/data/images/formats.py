@@ -6,6 +6,7 @@ operator is called directly, since its Python function warns at every call from 
 
 import logging
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -35,8 +36,13 @@ _WITH_ALPHA = ("LA", "RGBA")
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
 _UNSPECIFIED = 0  # use of an extra sample; others are alpha
 _ORIENTATION = 274  # the tag
-_SILENT = logging.NullHandler()  # an unreadable file is reported by its exception
 _PAGES = "QI"  # axes of TIFF of unknown meaning
+
+# A file is reported once, by its exception, and one that can be read in spite of its damage is not.
+for _library in ("tifffile", "PIL"):
+    logging.getLogger(_library).addHandler(logging.NullHandler())
+    logging.getLogger(_library).propagate = False
+warnings.filterwarnings("ignore", module=r"PIL\.|tifffile|numpy\.lib")
 
 
 class Refused(ValueError):
@@ -138,7 +144,6 @@ def read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """
     from tifffile import TiffFile, TiffPage
 
-    logging.getLogger("tifffile").addHandler(_SILENT)
     _check_chain(data)
     with TiffFile(BytesIO(data)) as file:
         series, page = file.series[0], file.pages[0]

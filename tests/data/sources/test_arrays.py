@@ -90,6 +90,7 @@ WRONG = {
     "deep": (array("(" * 3000), "its header is damaged"),
     "long": (array(length=2**32 - 1), "header of 4,294,967,295 bytes is longer"),
     "negative": (array("(-1, -8, 8)"), "its shape is"),
+    "truth": (array("(True, 8, 16)"), "its shape is"),
     "short": (array("(3, 8, 8)"), "128 of the 192 bytes"),
     "endless": (array("(99999999999, 9999999, 9)"), "128 of the"),
     "quadruple": (array("(1, 2, 4)", "<f16"), "it must have integers or floats"),
