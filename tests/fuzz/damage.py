@@ -62,7 +62,7 @@ VALUES: list[tuple[Any, pa.DataType]] = [
     (b"\x89PNG", pa.binary()),
     (b"\xff" * 4, pa.binary(4)),
     ("a.png", pa.string()),
-    ("x" * 10**6, pa.large_string()),
+    ("x" * 10**5, pa.large_string()),
     (1, pa.int64()),
     (2**64 - 1, pa.uint64()),
     (1.5, pa.float32()),
