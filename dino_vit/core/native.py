@@ -14,9 +14,10 @@ _lock = threading.Lock()
 def separate_stderr() -> None:
     """Let Python write to a copy of stderr, which stays open while `silenced` closes the original."""
     global _stderr
-    if _stderr == 2 and sys.stderr is sys.__stderr__:
+    stream = sys.stderr
+    if _stderr == 2 and stream is sys.__stderr__ and stream is not None:
         _stderr = os.dup(2)
-        sys.stderr = os.fdopen(_stderr, "w", 1, encoding=sys.stderr.encoding, errors="backslashreplace")
+        sys.stderr = os.fdopen(_stderr, "w", 1, encoding=stream.encoding, errors="backslashreplace")
         os.register_at_fork(after_in_child=_start_over)
 
 

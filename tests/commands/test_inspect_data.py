@@ -80,6 +80,12 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
     assert "none.png cannot be drawn: training could use none" in capsys.readouterr().err
 
 
+def test_names_in_letters_that_the_font_lacks_are_drawn_without_a_word(mixed, tmp_path, recwarn):
+    (mixed / "cat" / "0.png").rename(mixed / "cat" / "日本.png")
+    assert main(["inspect-data", str(mixed / "cat"), f"sheet={tmp_path / 'views.png'}"]) == 0
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_only_some_are_looked_at(capsys):
     assert main(["inspect-data", "synthetic:500:16", "count=20", "sheet=null"]) == 0
     assert "20 of them were inspected" in capsys.readouterr().out

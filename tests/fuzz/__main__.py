@@ -1,68 +1,44 @@
-"""Run commands on thousands of hostile inputs: no traceback, no hang, no memory beyond a gigabyte.
-
-    python -m tests.fuzz                              # 10,000 inputs, some minutes
-    python -m tests.fuzz --seed 123 --inputs 1        # repeat one, and see what it says
-
-An input is a pure function of its seed. Each command runs to its end in a process that serves many inputs.
-"""
+"""Try hostile inputs: `python -m tests.fuzz --seed 1 --inputs 1000`, or one with `--only KIND:NUMBER`."""
 
 import argparse
-import os
+import random
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
-from dino_vit.core.progress import progress
-from tests.fuzz.inputs import KINDS, Input
-from tests.fuzz.worker import Outcome, Worker
+from tests.fuzz.generators import GENERATORS
+from tests.fuzz.worker import Worker, try_here
 
 
-def outcomes(seeds: range, kinds: Mapping[str, Input], processes: int) -> Iterator[Outcome]:
-    """Try all inputs, side by side, and yield what became of each."""
-    free: SimpleQueue[Worker] = SimpleQueue()
-    for _ in range(processes):
-        free.put(Worker(kinds))
-
-    def try_one(seed: int) -> Outcome:
-        worker = free.get()
-        try:
-            return worker(seed)
-        finally:
-            free.put(worker)
-
-    with ThreadPoolExecutor(processes) as pool:
-        yield from pool.map(try_one, seeds)
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--kinds", nargs="+", choices=GENERATORS, default=list(GENERATORS))
+    parser.add_argument("--only", metavar="KIND:NUMBER", help="try one input in this process")
+    args = parser.parse_args()
+    if args.only:
+        kind, _, number = args.only.partition(":")
+        print(try_here(GENERATORS[kind], f"{args.seed} {kind} {number}") or "ended well")
+        return 0
+    return fuzz(args.seed, args.inputs, args.kinds)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=None, help="seed of the first input; default: the time")
-    parser.add_argument("--inputs", type=int, default=10_000, help="number of inputs (default: 10,000)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one per core")
-    args = parser.parse_args(argv)
-    first = int(time.time()) if args.seed is None else args.seed
-    seeds = range(first, first + args.inputs)
-    print(f"seeds {seeds[0]} to {seeds[-1]}, kinds {' '.join(args.kinds)}", flush=True)
-    codes: Counter[str] = Counter()
-    bad = 0
-    with progress("Trying inputs", len(seeds)) as advance:
-        for outcome in outcomes(seeds, {kind: KINDS[kind] for kind in args.kinds}, args.processes):
-            codes[f"{outcome.kind} {'refused' if outcome.code == 2 else outcome.code or 'taken'}"] += 1
-            advance(1)
-            if outcome.bad or len(seeds) == 1:
-                print(outcome.said)
-            if outcome.bad:
-                bad += 1
-                kinds = " ".join(args.kinds)
-                print(
-                    f"BAD: {outcome.kind}, {outcome.code}: --seed {outcome.seed} --inputs 1 --kinds {kinds}"
-                )
-    print(f"{len(seeds):,} inputs, {bad} bad: " + ", ".join(f"{k} {n}" for k, n in sorted(codes.items())))
-    return bool(bad)
+def fuzz(seed: int, inputs: int, kinds: list[str]) -> int:
+    """Try so many inputs, of each kind in turn; return the exit code."""
+    print(f"seed {seed}", flush=True)
+    worker, problems = Worker(seed), dict[str, list[str]]()
+    for tried in range(inputs):
+        kind, number = kinds[tried % len(kinds)], tried // len(kinds)
+        problem = worker.try_input(kind, number)
+        if problem:
+            last = problem.strip().splitlines()[-1]
+            problems.setdefault(f"{kind}: {last[:80]}", []).append(f"{kind}:{number}")
+            if len(problems[f"{kind}: {last[:80]}"]) == 1:
+                print(f"\n{kind}:{number} (--seed {seed} --only {kind}:{number})\n{problem}", flush=True)
+    worker.close()
+    for title, found in problems.items():
+        print(f"{len(found):6,} × {title}, such as {found[0]}")
+    print(f"seed {seed}: {inputs:,} inputs, {sum(map(len, problems.values())):,} ended badly")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class UnreadableImage(Exception):
         super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+        return f"{self.name:.4000}: {self.reason}"  # a list may have names longer than any path
 
 
 def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:

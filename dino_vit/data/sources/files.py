@@ -6,9 +6,10 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -23,7 +24,8 @@ R = TypeVar("R")
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+MAX_EXPANDED = 1_000_000  # paths of a pattern with braces
 
 
 def is_url(path: str) -> bool:
@@ -133,7 +135,10 @@ def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     found: set[str] = set()
     missing: list[str] = []
-    for path in _expand_braces(pattern):
+    paths = list(islice(_expand_braces(pattern), MAX_EXPANDED + 1))
+    if len(paths) > MAX_EXPANDED:
+        raise ValueError(f"{pattern:.200} stands for more than {MAX_EXPANDED:,} paths; give a folder.")
+    for path in paths:
         if glob.has_magic(path):
             found.update(_glob(path))
         elif exists(path):
@@ -145,18 +150,18 @@ def expand(pattern: str) -> list[str]:
     return sorted(found, key=os.fsencode)
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> Iterator[str]:
     found = _BRACES.search(pattern)
     if not found:
-        return [pattern]
-    numbers = _RANGE.fullmatch(found[1])
-    if numbers:
+        yield pattern
+        return
+    choices: Iterable[str] = found[1].split(",")
+    if numbers := _RANGE.fullmatch(found[1]):
         first, last = numbers.groups()
-        choices = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    else:
-        choices = found[1].split(",")
+        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
     start, end = pattern[: found.start()], pattern[found.end() :]
-    return [path for choice in choices for path in _expand_braces(f"{start}{choice}{end}")]
+    for choice in choices:
+        yield from _expand_braces(f"{start}{choice}{end}")
 
 
 def _glob(path: str) -> list[str]:

@@ -170,7 +170,12 @@ def _load_dataset(spec: str) -> Any:
     except ImportError as error:
         raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
     name, _, split = spec.partition(":")
-    splits = datasets.load_dataset(name)
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # of the library, the network or the files
+        raise ValueError(
+            f"hf:{spec} cannot be loaded: {printable(error):.300}. Write hf:OWNER/NAME."
+        ) from error
     if not split and len(splits) == 1:
         (split,) = splits
     if split not in splits:
