@@ -255,8 +255,8 @@ class Finetuning:
         """Restore the newest checkpoint of the output folder, if it is of the same run."""
         output = self.config.output
         if checkpoint := self.checkpoints.newest():
-            saved = checkpoint.metadata["facts"]
-            changed = sorted(key for key, value in self.facts().items() if value != saved[key])
+            saved = checkpoint.metadata.get("facts") or {}
+            changed = sorted(key for key, value in self.facts().items() if value != saved.get(key))
             if changed:
                 raise ValueError(
                     f"{output} holds a run with another {' and '.join(changed)}; give another output, or "

@@ -34,7 +34,7 @@ class InspectConfig(Settings):
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
-    sheet: str | None = setting("views.png", "PNG of the views that training would use; null: none")
+    sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
     rows: FewOrZero = setting(8, "images on the sheet")
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable and every identical image")
@@ -53,8 +53,9 @@ def run(config: InspectConfig) -> int:
     if not summary.images:
         raise ValueError(f"none of the {len(indices):,} inspected images can be read")
     if config.sheet and config.rows:
+        replaced = ", in place of a file of this name" if Path(config.sheet).exists() else ""
         draw_views(source, summary, config)
-        log.info("%s: the views that training would use", config.sheet)
+        log.info("%s: the views that training would use%s", config.sheet, replaced)
     return 0
 
 

@@ -137,6 +137,11 @@ def check_lengths(budget: Budget, run: Run) -> Iterator[Problem]:
     if len(given) != 1:
         text = f"{' and '.join(given)} are both given" if given else "the run has no length"
         yield Problem(f"{text}; give exactly one of {', '.join(units)}", tuple(units))
+    if run.eval_every and run.eval_every_steps:
+        text = (
+            f"run.eval_every={run.eval_every} and run.eval_every_steps={run.eval_every_steps} are both given"
+        )
+        yield Problem(f"{text}; give one of them", ("run.eval_every", "run.eval_every_steps"))
     if run.keep_every and run.keep_every % run.checkpoint_every:
         text = (
             f"run.keep_every={run.keep_every} is not a multiple of "

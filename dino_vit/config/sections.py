@@ -220,7 +220,13 @@ class Run(Settings):
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     compile: bool = setting(False, "compile the networks with torch.compile")
     log_every: Count = setting(50, "steps between log lines", resumable=True)
-    eval_every: Count | None = setting(10, "epochs between online evaluations; null: never", resumable=True)
+    one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
+    eval_every: Positive | None = setting(
+        10.0, "epochs between online evaluations, also parts of one; null: never", resumable=True
+    )
+    eval_every_steps: Count | None = setting(
+        None, "steps between online evaluations, instead of eval_every", resumable=True
+    )
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(
         None, "steps between checkpoints that are never deleted; null: none", resumable=True

@@ -94,7 +94,8 @@ OTHER_NAMES = {
 class Settings(BaseModel):
     """The settings of a command, or one section of them; sections do not contain further sections."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    # Empty text is never meant: as a path it would be the current folder.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, str_min_length=1)
 
     # Groups of settings that exclude each other: setting one group unsets the defaults of the others.
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -194,7 +195,12 @@ def sections(cls: type[Settings]) -> list[str]:
     return [name for name, field in cls.model_fields.items() if section_of(field.annotation)]
 
 
-_TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text that is not empty",
+}
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "of at least"}
 _BOUNDS |= {"maximum": "of at most", "exclusiveMaximum": "below"}
 

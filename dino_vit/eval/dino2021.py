@@ -20,7 +20,7 @@ from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Problem, S
 from dino_vit.core import log
 from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
-from dino_vit.core.storage import replacing
+from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.eval.datasets import (
     LabelledFeatures,
     LabelledSets,
@@ -177,8 +177,7 @@ def _save(
         "percents": percents,
         "about": facts,
     }
-    with replacing(path) as partial:
-        torch.save(content, partial)
+    write_bytes(path, pickled(content))
 
 
 def _restore(

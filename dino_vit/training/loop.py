@@ -49,7 +49,7 @@ def pretrain(config: PretrainConfig) -> int:
 def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> int:
     """Take the remaining steps; return 0, or the exit code when asked to stop."""
     reporter.start()
-    if state.saved_step is None and state.config.run.eval_every:
+    if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
     interruption.in_steps = True

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dino_vit.core import log
-from dino_vit.core.storage import save_plain, sync, utf8_path, write_tensors
+from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path, write_tensors
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
@@ -81,6 +82,16 @@ def export_backbone(
     if format == "huggingface":
         scaled = model.architecture["layer_scale"] is not None
         layout = layouts.huggingface_layout(scaled, bool(model.registers))
+    try:
+        summary = _write(model, path, format, layout)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} could not be written: {reason(error)}") from error
+    log.info("%s: exported to the %s format; %s", path, format, summary)
+    return summary
+
+
+def _write(model: VisionTransformer, path: Path, format: str, layout: Layout) -> str:
+    """Write an export beside `path`, compare its features, and move it there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
@@ -93,14 +104,13 @@ def export_backbone(
         else:
             plain = OrderedDict(tensors)
             vars(plain).update(about)  # attributes, which others do not look at
-            torch.save(plain, written)
+            written.write_bytes(pickled(plain))
             sync(written)
         summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
         if path.is_dir():
             shutil.rmtree(path)  # _check_target found nothing but an older export in it
         written.replace(path)
         sync(path.parent)
-    log.info("%s: exported to the %s format; %s", path, format, summary)
     return summary
 
 

@@ -80,8 +80,9 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, dict[str, Any]]]:
                 f"{', '.join(WEIGHT_FILES)}"
             )
         path = found[0]
-    elif not path.exists():
-        raise WeightsError(f"{path} does not exist; give a weights file or a run folder")
+    elif not path.is_file():
+        wrong = "is not a file" if path.exists() else "does not exist"
+        raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
     if path.suffix == ".safetensors":
         content, texts = read_tensors(path)
     else:

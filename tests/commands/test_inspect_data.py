@@ -1,4 +1,5 @@
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -54,6 +55,20 @@ def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys):
     assert "cat/3.png = cat/copy.png" in said
     with Image.open(tmp_path / "views.png") as sheet:
         assert sheet.width > 1000
+
+
+def test_a_picture_is_written_when_asked_for_and_what_it_replaces_is_said(
+    mixed, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with caplog.at_level(logging.INFO):
+        assert main(["inspect-data", str(mixed)]) == 0
+        assert sorted(tmp_path.iterdir()) == before
+        assert main(["inspect-data", str(mixed), "sheet=a.png"]) == 0
+        assert "in place of" not in caplog.text
+        assert main(["inspect-data", str(mixed), "sheet=a.png"]) == 0
+    assert "a.png: the views that training would use, in place of a file of this name" in caplog.text
 
 
 def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):

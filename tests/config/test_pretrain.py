@@ -75,6 +75,10 @@ def test_the_named_configs_are_there() -> None:
         (["init.weights=x.pth", "init.head_epochs=200"], "init.head_epochs=200 is not shorter"),
         (["budget.epochs=3", "budget.steps=3"], "budget.epochs=3 and budget.steps=3 are both given"),
         (["budget.epochs=null"], "the run has no length"),
+        (
+            ["run.eval_every=2", "run.eval_every_steps=5"],
+            "run.eval_every=2.0 and run.eval_every_steps=5 are both",
+        ),
         (["model.arch=vit_tiny", "model.width=64"], "remove model.width=64"),
         (["model.width=64"], "without model.arch, model.depth must be given too"),
         (["model.heads=4"], "without model.arch, model.width, model.depth must be given too"),

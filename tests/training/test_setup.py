@@ -1,10 +1,14 @@
 """How a run is set up: from weights, with labels, by recipe, in a precision."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training.reporter import describe_start
@@ -137,3 +141,12 @@ def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeyp
         else:
             with pytest.raises(ValueError, match=r"run.precision=auto was bf16 and is no here"):
                 opened(tmp_path / "run", settings)
+
+
+@pytest.mark.parametrize("changes", [{"global_batch": "8"}, {"config": None}, {"step": []}])
+def test_a_folder_whose_checkpoint_says_something_else_is_refused(tmp_path, weights, changes):
+    checkpoint = Checkpoints(weights).newest()
+    path = tmp_path / "checkpoints" / checkpoint.path.name
+    write_tensors(path, checkpoint.tensors, json.dumps({**checkpoint.metadata, **changes}))
+    with pytest.raises(ValueError, match=f"no usable {next(iter(changes))}; give another output"):
+        opened(tmp_path, {"budget.steps": 10})

@@ -192,6 +192,25 @@ def test_paths_that_hold_nothing(tmp_path):
         load_backbone(backbone().state_dict(), network="ema")
 
 
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "C64", "I4", "X9"])
+def test_types_that_no_weights_have_are_a_sentence(tmp_path, dtype):
+    named = {"cls_token": {"dtype": dtype, "shape": [1, 1, 8], "data_offsets": [0, 8]}}
+    header = json.dumps(named).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(WeightsError, match=r"a\.safetensors"):
+        load_backbone(path)
+
+
+@pytest.mark.parametrize("name", ["a.pth", "a.safetensors", "checkpoints/step-00000001.safetensors"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(WeightsError, match=r"is not a file|can be read"):
+        load_backbone(tmp_path if "checkpoints" in name else path)
+
+
 def test_a_damaged_file_of_ours_is_refused(tmp_path):
     path = tmp_path / "mine.safetensors"
     save_backbone(backbone(), path)
