@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ def read_backbone(
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise WeightsError(f"{raw.source} does not fit the inferred architecture: {error}") from error
+        # torch has a line or more for all tensors that do not fit.
+        facts = shorten(str(error).partition("\n")[2], 400, placeholder=" ...")
+        raise WeightsError(f"{raw.source} does not fit the inferred architecture: {facts}") from error
     model.provenance = _provenance(raw, layout, model)
     facts = f"{layout.format}, {model.provenance.network or 'backbone'}, sha256 {raw.sha256[:12]}"
     summary = "; ".join([f"{raw.source}: loaded {len(tensors)} tensors ({facts})", *notes])

@@ -98,6 +98,7 @@ def test_loading_is_strict():
         "size mismatch for norm.weight",
     ):
         assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
     with pytest.raises(WeightsError, match=r'Unexpected.*"head\.3\.weight"'):
         load_backbone({**named, "head.3.weight": torch.ones(1)}, heads=2)
 
