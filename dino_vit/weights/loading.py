@@ -72,8 +72,8 @@ def read_backbone(
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        # torch has a line or more for all tensors that do not fit.
-        facts = shorten(str(error).partition("\n")[2], 400, placeholder=" ...")
+        # torch has a line for all that is missing, one for all that is unexpected, one for each other shape.
+        facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
         raise WeightsError(f"{raw.source} does not fit the inferred architecture: {facts}") from error
     model.provenance = _provenance(raw, layout, model)
     facts = f"{layout.format}, {model.provenance.network or 'backbone'}, sha256 {raw.sha256[:12]}"

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,7 +97,8 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, dict[str, Any]]]:
 def _read_pickle(path: Path) -> Any:
     """Read a PyTorch file as plain data; one that would run code is refused before any of it runs."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old pickles, for who wrote them
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no error class of its own: a bad file raises nearly anything
         unsafe = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
