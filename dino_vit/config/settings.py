@@ -4,7 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 T = TypeVar("T")
 
@@ -94,8 +102,7 @@ OTHER_NAMES = {
 class Settings(BaseModel):
     """The settings of a command, or one section of them; sections do not contain further sections."""
 
-    # Empty text is never meant: as a path it would be the current folder.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, str_min_length=1)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     # Groups of settings that exclude each other: setting one group unsets the defaults of the others.
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -115,6 +122,15 @@ class Settings(BaseModel):
     def contradictions(self) -> Iterator[Problem]:
         """Yield what is wrong with settings that are valid one by one."""
         yield from ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_empty(cls, value: object) -> object:
+        """Refuse empty text, which is never meant: as a path it would be the current folder."""
+        # Not by pydantic's `str_min_length`, which refuses the names of files that are not UTF-8.
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise ValueError("empty text")
+        return value
 
     @model_validator(mode="before")
     @classmethod

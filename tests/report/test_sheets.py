@@ -44,8 +44,8 @@ def test_the_views_are_those_that_the_network_saw(made):
 def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
     for number in range(4):
         write_synthetic(tmp_path / "images" / f"{number}.png", number, size=90)  # no whole number of patches
-    record, source = read_run(made), open_source(str(tmp_path / "images"))
-    teacher = LoadedTeacher(Checkpoints(made).newest(), record.config, torch.device("cpu"))
+    source = open_source(str(tmp_path / "images"))
+    teacher = LoadedTeacher(Checkpoints(made).newest(), torch.device("cpu"))
     found = build_map(teacher, source, [0, 1, 2, 3])
     command = ["attention", str(tmp_path / "images"), f"weights={made}", f"output={tmp_path / 'maps'}"]
     assert main(command) == 0
