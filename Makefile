@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime
 DEV := .venv/.dev
 
-.PHONY: demo test test-slow test-gpu lint bench
+.PHONY: demo test test-slow test-gpu fuzz lint bench
 
 demo: $(RUNTIME)
 	$(BIN)/dino-vit demo
@@ -17,6 +17,9 @@ test-slow: $(DEV)
 
 test-gpu: $(DEV)
 	$(BIN)/pytest -q -m gpu tests/gpu
+
+fuzz: $(DEV)
+	$(BIN)/python -m tests.fuzz
 
 lint: $(DEV)
 	$(BIN)/ruff check .

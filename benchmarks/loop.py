@@ -93,7 +93,7 @@ def parts(state: TrainingState) -> Iterator[tuple[str, Any, str]]:
     yield "loading", state.augment, "forward"
     yield "forward", dino_vit.training.loop, "forward"
     yield "backward", torch.autograd, "backward"
-    for function in ("set_rates", "clip_gradients", "freeze", "all_finite", "step_if_finite", "ema_update"):
+    for function in ("set_rates", "clip_gradients", "freeze", "reduce_loss", "step_if_finite", "ema_update"):
         yield "optimiser", dino_vit.training.loop, function
     yield "optimiser", state.optimizer, "zero_grad"
 

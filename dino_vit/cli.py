@@ -5,13 +5,17 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pkgutil import resolve_name
 from typing import NamedTuple
 
 import dino_vit
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
+from dino_vit.core.native import separate_stderr
+from dino_vit.core.text import PrintableFormatter, PrintableStream, printable_lines
 
 
 class Command(NamedTuple):
@@ -100,26 +104,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     argv = sys.argv[1:] if argv is None else argv
     args = arguments.parse_arguments(build_parser(argv), argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
+    _log_to_stderr()
     try:
         if args.command == "config":
             return _print_config(args)
         config = arguments.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
-        code = run_function(args.command)(config)
+        with redirect_stdout(PrintableStream(sys.stdout)):
+            code = run_function(args.command)(config)
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
-    except (ValueError, OSError) as error:
-        if args.traceback:
-            raise
-        print(f"dino-vit {args.command}: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return _fail(error, args)
+    except SystemExit as stop:  # before the first step
+        print(f"dino-vit {args.command}: stopped by a signal; run the same command again", file=sys.stderr)
+        return _leave(int(stop.code or 0))
     except KeyboardInterrupt:
         print(f"dino-vit {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return _leave(130)
     return code
+
+
+def _fail(error: Exception, args: argparse.Namespace) -> int:
+    """Say what went wrong, or where if nobody foresaw it, and return the exit code."""
+    lost = "torch" in sys.modules and resolve_name("dino_vit.core.distributed:lost_process")(error)
+    full = isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+    if args.traceback or not (lost or full or isinstance(error, ValueError | OSError)):
+        traceback.print_exception(error)
+        return _leave(1)
+    text = "another process of this run has ended; see what it said" if lost else str(error)
+    if full:
+        text = f"memory ran out; smaller batches or images need less. {text.partition(chr(10))[0]}"
+    print(printable_lines(f"dino-vit {args.command}: {text}"), file=sys.stderr)
+    return _leave(1 if lost else getattr(error, "exit_code", 2))
+
+
+def _leave(code: int) -> int:
+    """Return the exit code, or in a launch of several processes end this one at once.
+
+    The others may wait for it in a collective, and it for them when it exits: the launcher ends them.
+    """
+    if "torch" in sys.modules and resolve_name("dino_vit.core.distributed:world_size")() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _log_to_stderr() -> None:
+    separate_stderr()
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:

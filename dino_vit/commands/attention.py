@@ -13,11 +13,10 @@ import torch
 from einops import rearrange
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, Dimension, FewOrZero, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, all_or_none, rank, world_size
+from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.sizes import Size
@@ -26,7 +25,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval import pictures
-from dino_vit.eval.attention import cls_attention, mass_mask, patch_tokens, principal_colours, rollout
+from dino_vit.eval.attention import cls_attention, mass_mask, pad, patch_tokens, principal_colours, rollout
 from dino_vit.eval.pictures import Panel, resize, write_png, write_sheet
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of
@@ -45,10 +44,12 @@ class AttentionConfig(Settings):
     output: str = setting("attention", "folder for pictures and maps")
     network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
-    size: Count | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
-    longest: Count | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
-    block: int = setting(-1, "block whose attention is drawn; negative numbers count from the last")
-    heads: tuple[CountOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
+    size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
+    longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
+    block: Annotated[int, Field(ge=-1000, le=1000)] = setting(
+        -1, "block whose attention is drawn; negative numbers count from the last"
+    )
+    heads: tuple[FewOrZero, ...] | None = setting(None, "heads that get a picture of their own; null: all")
     mass: Share = setting(0.6, "share of the attention that the mask holds in the fewest patches")
     rollout: bool = setting(False, "also draw what reaches the CLS token through all blocks")
     pca: bool = setting(True, "also draw the patches' principal components as colours")
@@ -77,8 +78,7 @@ def run(config: AttentionConfig) -> int:
             frames = draw_video(model, heads, target, config)
             print(f"{target}: {plural(frames, 'frame')} beside the attention of block {block}")
         return 0
-    with all_or_none():
-        sheets, images = draw_sheets(model, heads, open_source(config.source), config)
+    sheets, images = draw_sheets(model, heads, open_source(config.source), config)
     if rank() == 0:
         counts = f"{plural(images, 'image')} on {plural(sheets, 'sheet')}"
         print(
@@ -148,12 +148,6 @@ def compute_maps(
         rollout=rollout(model, padded)[0].cpu() if config.rollout else None,
         tokens=patch_tokens(model, padded)[0].cpu() if config.pca else None,
     )
-
-
-def pad(images: Tensor, patch: Size) -> Tensor:
-    """Repeat the last row and column of images (B, C, H, W) up to a whole number of patches."""
-    height, width = images.shape[-2:]
-    return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
 
 
 def draw_sheet(

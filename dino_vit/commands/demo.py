@@ -13,7 +13,7 @@ from torch import Tensor
 from dino_vit.commands import attention, report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import choose_precision, start_processes
@@ -37,7 +37,7 @@ class DemoConfig(Settings):
     """Pretrain a small network on generated images, and show what it learned."""
 
     output: str = setting("runs/demo", "folder of the run; a second call resumes it, or reuses its results")
-    seed: CountOrZero = setting(0, "seed of every random number")
+    seed: Seed = setting(0, "seed of every random number")
     steps: Count | None = setting(None, "optimiser steps; null: 1,400, or those of 4 minutes without bf16")
     images: Count = setting(5000, "number of images for the linear probe")
 
@@ -116,12 +116,13 @@ def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, di
         for name, network in networks.items()
     }
     features["raw pixels"] = pixel_features(source, indices, preparation=preparation)
+    knn = {
+        "untrained": record.baseline.get("knn"),
+        "trained": record.latest("knn"),
+        "raw pixels": record.baseline.get("raw_pixels"),
+    }
     return {
-        "k-NN": {
-            "untrained": record.baseline["knn"],
-            "trained": record.records[-1]["knn"],
-            "raw pixels": record.baseline["raw_pixels"],
-        },
+        "k-NN": {name: value for name, value in knn.items() if value is not None},
         "linear probe": {name: probe(found.values, source, indices) for name, found in features.items()},
     }
 

@@ -6,7 +6,7 @@ label smoothing, and optionally mixup. The state is saved after every epoch, and
 
 import math
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from dino_vit.config.sections import Arch, PositiveShare, Side
+from dino_vit.config.sections import Arch, PositiveShare, Share, Side
 from dino_vit.config.settings import (
     BelowOne,
     Count,
-    CountOrZero,
+    Dimension,
+    FewOrZero,
     NonNegative,
     Positive,
     Probability,
@@ -40,6 +41,7 @@ from dino_vit.core.distributed import (
     share,
     world_size,
 )
+from dino_vit.core.lock import locked
 from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, choose_precision, start_processes
@@ -49,10 +51,10 @@ from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.linear import TOP_K
 from dino_vit.method.optim import (
-    all_finite,
     build_optimizer,
     clip_gradients,
     parameter_groups,
+    reduce_loss,
     set_rates,
     step_if_finite,
 )
@@ -70,11 +72,11 @@ class FinetuneConfig(SupervisedConfig):
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
-    patch_size: Count | None = setting(None, "of a randomly initialised network; null: that of arch")
+    patch_size: Dimension | None = setting(None, "of a randomly initialised network; null: that of arch")
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
-    batch_size: Count = setting(64, "images per process and step")
-    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    batch_size: Dimension = setting(64, "images per process and step")
+    workers: FewOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     epochs: Count = setting(100, "passes over the images")
     lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
@@ -85,7 +87,7 @@ class FinetuneConfig(SupervisedConfig):
     drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
     smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
     mixup: NonNegative = setting(0.0, "alpha of the Beta distribution for mixing pairs of images; 0: none")
-    crop: tuple[Probability, Probability] = setting((0.08, 1.0), "share of the image's area, from and to")
+    crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
@@ -98,13 +100,16 @@ class FinetuneConfig(SupervisedConfig):
         if self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
             yield Problem(text, ("warmup_epochs", "epochs"))
+        if self.crop[0] > self.crop[1]:
+            yield Problem(f"crop={list(self.crop)} must go from low to high", ("crop",))
 
 
 def run(config: FinetuneConfig) -> int:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
-    tuning = Finetuning(config, accelerator)
-    with Interruption() as interruption:
+    only_run = locked(Path(config.output)) if is_main_process() else nullcontext()
+    with Interruption() as interruption, only_run:
+        tuning = Finetuning(config, accelerator)
         finished = tuning.train(interruption)
     if finished and is_main_process():
         _write(tuning)
@@ -167,6 +172,7 @@ class Finetuning:
     def train(self, interruption: Interruption) -> bool:
         """Train to the last epoch, and evaluate and save after each; return False if interrupted."""
         steps = self.config.epochs * self.loader.steps_per_epoch - self.step
+        interruption.in_steps = True
         with (
             closing(self.loader.batches(self.step)) as batches,
             progress("Fine-tuning, steps", steps) as advance,
@@ -196,7 +202,7 @@ class Finetuning:
             advance(1, note)
             if any_process(interruption.asked):
                 return None
-        loss = float(all_gather(losses[None]).mean()) / steps
+        loss = float(losses) / steps
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss of epoch {self.epoch + 1} is not finite: lower lr or use precision=no"
@@ -204,7 +210,7 @@ class Finetuning:
         return loss
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
-        """Take one optimiser step and return its loss, without waiting for the device."""
+        """Take one optimiser step; return its loss over all processes, without waiting for the device."""
         config, steps = self.config, self.loader.steps_per_epoch
         # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, step, rank()))
@@ -223,9 +229,10 @@ class Finetuning:
         loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)
         torch.autograd.backward(loss)
         norm = clip_gradients([self.model], mode="global", max_norm=config.clip)
-        step_if_finite(self.optimizer, all_finite(loss, norm))
+        mean, finite = reduce_loss(loss, norm)
+        step_if_finite(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return mean
 
     def _evaluate(self) -> dict[str, Any]:
         """Return top-1 and top-5 on the evaluation images, which the processes share."""
@@ -248,8 +255,8 @@ class Finetuning:
         """Restore the newest checkpoint of the output folder, if it is of the same run."""
         output = self.config.output
         if checkpoint := self.checkpoints.newest():
-            saved = checkpoint.metadata["facts"]
-            changed = sorted(key for key, value in self.facts().items() if value != saved[key])
+            saved = checkpoint.metadata.get("facts") or {}
+            changed = sorted(key for key, value in self.facts().items() if value != saved.get(key))
             if changed:
                 raise ValueError(
                     f"{output} holds a run with another {' and '.join(changed)}; give another output, or "

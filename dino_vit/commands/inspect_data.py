@@ -8,14 +8,16 @@ from statistics import median
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor
 
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, FewOrZero, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural
-from dino_vit.data.images.decode import read_image
+from dino_vit.core.text import printable
+from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, inspect_images
@@ -32,8 +34,8 @@ class InspectConfig(Settings):
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
-    sheet: str | None = setting("views.png", "PNG of the views that training would use; null: none")
-    rows: CountOrZero = setting(8, "images on the sheet")
+    sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
+    rows: FewOrZero = setting(8, "images on the sheet")
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable and every identical image")
 
@@ -46,13 +48,14 @@ def run(config: InspectConfig) -> int:
     source = open_source(config.source, config.labels)
     indices = range(len(source)) if config.count is None else spread(len(source), config.count)
     summary = inspect_images(source, indices, max_pixels=config.max_pixels, allow_none=True)
-    facts = describe(config.source, source, summary)
+    facts = describe(printable(config.source), source, summary)
     print(json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts)))
     if not summary.images:
         raise ValueError(f"none of the {len(indices):,} inspected images can be read")
     if config.sheet and config.rows:
+        replaced = ", in place of a file of this name" if Path(config.sheet).exists() else ""
         draw_views(source, summary, config)
-        log.info("%s: the views that training would use", config.sheet)
+        log.info("%s: the views that training would use%s", config.sheet, replaced)
     return 0
 
 
@@ -144,15 +147,24 @@ def draw_views(source: Source, summary: ImageSummary, config: InspectConfig) -> 
     """Write the sheet of the views of some images, an image per row."""
     training = fitted_config(config.pretrain, source, summary)
     pixels = build_pixels(training)
-    usable = [image.index for image in summary.images if image.fits(pixels.channels)]
-    indices = [usable[row] for row in spread(len(usable), config.rows)]
-    rows = []
-    for index, views in zip(indices, make_views(training, source, indices, epoch=0), strict=True):
-        pictures = [read_image(source, index, pixels), *views]
-        rows.append([Panel(as_picture(picture)) for picture in pictures])
+    images = [image.index for image in summary.images if image.fits(pixels.channels)]
+    images = images or [image.index for image in summary.images]
+    originals: dict[int, Tensor] = {}
+    for row in spread(len(images), config.rows):
+        try:
+            originals[images[row]] = read_image(source, images[row], pixels)
+        except UnreadableImage as error:
+            log.warning("no views of %s", error)
+    if not originals:
+        raise ValueError(f"{config.sheet} cannot be drawn: training could use none of the images")
+    views_of = make_views(training, source, list(originals), epoch=0)
+    rows = [
+        [Panel(as_picture(picture)) for picture in (original, *views)]
+        for original, views in zip(originals.values(), views_of, strict=True)
+    ]
     titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
     titles += [f"local {n + 1}" for n in range(training.views.local_count)]
-    names = [source.name(index) for index in indices]
+    names = [source.name(index) for index in originals]
     write_sheet(rows, Path(config.sheet or ""), names=names, titles=titles)
 
 

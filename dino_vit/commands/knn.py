@@ -5,11 +5,10 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, Positive, setting
+from dino_vit.config.settings import Count, Few, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -39,10 +38,10 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     train: str | None = setting(
         None, "labelled images of the bank; null: source, where each image is classified by the others"
     )
-    k: tuple[Count, ...] = Field((10, 20, 100, 200), min_length=1, description="numbers of neighbours")
+    k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
-    repeats: Count = setting(5, "random banks for each number of shots")
+    repeats: Few = setting(5, "random banks for each number of shots")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
     output: str | None = setting(None, "JSON file; null: eval/knn.json in the run, or beside the weights")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, Positive, Settings, setting
+from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.progress import progress
@@ -54,9 +54,9 @@ Evaluated = tuple[dict[str, Any], str]  # results for JSON, and the text to prin
 class ProbeGrid(Settings):
     """method=grid: one head for each learning rate and input, all trained side by side."""
 
-    rates: tuple[Positive, ...] = setting(RATES, "learning rates at a batch of 256")
-    blocks: tuple[Count, ...] = setting((1, 4), "read the CLS tokens of this many last blocks")
-    mean: tuple[bool, ...] = setting((False, True), "without and with the mean patch token")
+    rates: NonEmpty[Positive] = setting(RATES, "learning rates at a batch of 256")
+    blocks: NonEmpty[Few] = setting((1, 4), "read the CLS tokens of this many last blocks")
+    mean: NonEmpty[bool] = setting((False, True), "without and with the mean patch token")
     steps: Count | None = setting(None, "of SGD; null: ten epochs, but at least 1,250 and at most 12,500")
     batch: Count = setting(1024, "images per step; all images if there are fewer")
 
@@ -64,8 +64,8 @@ class ProbeGrid(Settings):
 class Logistic(Settings):
     """method=logistic: the optimum for each strength of the penalty."""
 
-    cs: tuple[Positive, ...] = setting(CS, "inverse strengths of the penalty")
-    blocks: Count = setting(1, "read the CLS tokens of this many last blocks")
+    cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
+    blocks: Few = setting(1, "read the CLS tokens of this many last blocks")
     mean: bool = setting(False, "also read the mean patch token")
     iterations: Count = setting(1000, "maximum iterations of L-BFGS for each C")
 
@@ -77,7 +77,9 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
-    output: str | None = setting(None, "JSON file; null: eval/linear.json in the run, or beside the weights")
+    output: str | None = setting(
+        None, "JSON file; null: in eval/ of the run or beside the weights, linear.json or linear-METHOD.json"
+    )
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
@@ -86,7 +88,8 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
 def run(config: LinearConfig) -> int:
     """Train and evaluate, print the accuracies and write the JSON."""
     with frozen_backbone(config) as frozen:
-        path = results_path("linear", weights=config.weights, output=config.output)
+        name = "linear" if config.method == "grid" else f"linear-{config.method}"
+        path = results_path(name, weights=config.weights, output=config.output)
         if config.method == "dino2021":
             results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
         else:

@@ -25,7 +25,9 @@ from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
+from dino_vit.data.labels import LabelledSource
+from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 
@@ -126,14 +128,15 @@ def _readable_items(source: Source, check: bool, unreadable: list[UnreadableImag
 
 
 def _read(source: Source, index: int, classes: list[str], check: bool) -> _Item | UnreadableImage:
-    name, label = source.name(index), source.label(index)
+    label, named = source.label(index), source.source if isinstance(source, LabelledSource) else source
+    name = os.fsdecode(named.raw_name(index)) if isinstance(named, IndexedSource) else named.name(index)
     try:
         item = source.read(index)
         data = _encode(item) if isinstance(item, Tensor) else item
         if check:
             decode(data, name)
-    except OSError as error:
-        return UnreadableImage(name, error.strerror or str(error))
+    except (OSError, ValueError) as error:
+        return unreadable(name, error)
     except UnreadableImage as error:
         return error
     return _Item(_member_name(name, data, label is not None), data, None if label is None else classes[label])

@@ -13,6 +13,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.online import random_indices
 from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
@@ -57,13 +58,17 @@ def run(config: ReportConfig) -> int:
 
 def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:
     """Draw what the images and the checkpoints allow; the page explains what is missing."""
-    pictures = Pictures()
+    pictures, labels = Pictures(), record.config.data.labels
     try:
-        source = open_source(config.source or record.config.data.source, record.config.data.labels)
+        source = open_source(config.source or record.config.data.source)
     except UNAVAILABLE as error:
         _explain(pictures, f"{error} If the images have moved, say where with source=...", *SECTIONS)
         return pictures
-    epoch = int(record.records[-1]["epoch"]) if record.records else 0
+    try:
+        source = join_labels(source, labels) if labels else source
+    except UNAVAILABLE as error:
+        pictures.notes.append(f"The labels could not be read: {error}")
+    epoch = int(record.readings[-1].epoch) if record.readings else 0
     try:
         pictures.views = view_rows(record.config, source, epoch)
     except UNAVAILABLE as error:
@@ -83,7 +88,7 @@ def _draw_network(
         raise ValueError("the run has not written a checkpoint yet")
     if checkpoint.metadata["source"] != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
-    teacher = LoadedTeacher(checkpoint, record.config, device)
+    teacher = LoadedTeacher(checkpoint, device)
     found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])
     pictures.attention = attention_rows(teacher, source, found)
     pictures.neighbours = neighbour_rows(teacher, source, found)

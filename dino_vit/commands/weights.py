@@ -1,15 +1,17 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
 import json
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Side
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.sections import Side, WeightsFormat
+from dino_vit.config.settings import Few, Settings, setting
 from dino_vit.core.sizes import height_width
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import export_backbone, load_backbone
+from dino_vit.weights.usage import usage
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 
@@ -17,10 +19,10 @@ FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT
 class _WeightsConfig(Settings):
     source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
     network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
-    source_format: str | None = setting(
-        None, "format of the source where files look alike: reference, timm, dino-vit, ...; null: detected"
+    source_format: WeightsFormat | None = setting(
+        None, "format of the source where files look alike; null: detected"
     )
-    heads: Count | None = setting(None, "attention heads, for a width that does not imply them")
+    heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
     image_size: Side | None = setting(
         None, "resample the positions to this side, or height and width; null: as stored"
     )
@@ -66,8 +68,10 @@ def inspect(config: InspectWeightsConfig) -> int:
 
 
 def export(config: ExportConfig) -> int:
-    """Write a backbone for another library."""
-    export_backbone(config.load(), config.out, config.format, overwrite=config.overwrite)
+    """Write a backbone for another library, and print the lines that use it there."""
+    model = config.load()
+    export_backbone(model, config.out, config.format, overwrite=config.overwrite)
+    print(usage(model, Path(config.out), config.format))
     return 0
 
 

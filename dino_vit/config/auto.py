@@ -63,10 +63,9 @@ def auto_choices(
     _choose_channels(choices, channels)
     _choose_sizes(choices, image_size)
     prototypes = 2 ** round(log2(65536 * images / IMAGENET))
-    reason = f"a power of two near {images} images / 20, as ImageNet's 65536; at least 256"
+    reason = f"a power of two near {images:,} images / 20, as ImageNet's 65536; at least 256"
     choices.choose("head.prototypes", min(max(prototypes, 256), 65536), reason)
-    epochs = _choose_epochs(choices, images, global_batch)
-    steps = round(epochs * images / global_batch)
+    steps = _choose_length(choices, images, global_batch)
     _choose_head(choices, steps, batch_norm)
     _choose_rates(choices, steps, global_batch)
     return choices.made
@@ -103,20 +102,20 @@ def _choose_sizes(choices: _Choices, image_size: int) -> None:
     choices.choose("photometry.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
 
 
-def _choose_epochs(choices: _Choices, images: int, global_batch: int) -> float:
-    """Choose the length of the run and of the phases at its start; return the epochs in force."""
+def _choose_length(choices: _Choices, images: int, global_batch: int) -> int:
+    """Choose the length of the run and of the phases at its start; return the number of steps."""
     budget = choices.config.budget
-    if {"budget.epochs", "budget.steps", "budget.images"} & choices.given:
-        drawn = (budget.epochs or 0) * images or (budget.steps or 0) * global_batch or budget.images or 0
-        epochs = drawn / images
-    else:
+    if not {"budget.epochs", "budget.steps", "budget.images"} & choices.given:
         longer = 10 * round(10 * (IMAGENET / images) ** 0.25)
-        reason = f"a small set needs more passes: 100 x (1.28M / {images}) ^ 1/4, from 30 to 800"
+        reason = f"a small set needs more passes: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         epochs = choices.choose("budget.epochs", min(max(longer, 30), 800), reason)
-    warmup, freeze = _round(min(10.0, epochs / 10)), _round(min(1.0, epochs / 20))
+        budget = budget.model_copy(update={"epochs": epochs})
+    steps = budget.total_steps(images, global_batch)
+    length = steps / max(1, images // global_batch)  # in epochs
+    warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
     choices.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     choices.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
-    return epochs
+    return steps
 
 
 def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
@@ -125,13 +124,15 @@ def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
     for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
-    if steps < SHORT and batch_norm:
-        reason = f"without it, runs of fewer than {SHORT} steps often collapse"
-        choices.choose("head.batch_norm", True, reason)
+    if steps < SHORT:
+        reason = f"without it, runs of fewer than {SHORT:,} steps often collapse"
+        if not batch_norm:
+            reason = f"over several processes it needs CUDA; one process would use it: {reason}"
+        choices.choose("head.batch_norm", batch_norm, reason)
     if {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & choices.given:
         return
     sharp = max(0.02, 0.04 / _shortness(steps) ** (1 / 9))
-    reason = "sharper in a short run: 0.04 x (steps / 125000) ^ 1/9, at least 0.02"
+    reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
     choices.choose("loss.teacher_temp", _round(sharp), reason)
 
 
@@ -144,8 +145,8 @@ def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
     """Let a short run move fast: the teacher's half-life and the learning rate follow the number of steps."""
     shortness, optim = _shortness(steps), choices.config.optim
     half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
-    formula = "173 x (steps / 125000) ^ 0.4, from 20 to 173"
-    reason = f"half-life of {half_life:.0f} steps for a run of {steps}: {formula}"
+    formula = "173 x (steps / 125,000) ^ 0.4, from 20 to 173"
+    reason = f"half-life of {half_life:.0f} steps for a run of {steps:,}: {formula}"
     choices.choose("teacher.momentum", round(2 ** (-1 / half_life), 4), reason)
     if optim.name != "adamw":
         return
@@ -153,7 +154,7 @@ def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
     rate = 1e-3 * published / 512 * sqrt(batch / published)
     rate *= sqrt(max(1.0, PUBLISHED_WIDTH / choices.config.model.shape[0]))
     rate = min(rate * shortness ** (1 / 6), 5e-3)
-    reason = f"{rate:.2g} at batch {batch}: the recipe's, raised below width 384 and below 125000 steps"
+    reason = f"{rate:.2g} at batch {batch}: the recipe's, raised below width 384 and below 125,000 steps"
     factor = scaled_lr(1.0, batch, optim.lr_scaling)
     choices.choose("optim.lr", _round(rate / factor), reason)
 

@@ -6,7 +6,19 @@ These checks see the settings alone. `training.plan` also knows the number of im
 from collections.abc import Iterator
 from math import sqrt
 
-from dino_vit.config.sections import Budget, Data, Init, Loss, Model, Optim, Photometry, Run, Teacher, Views
+from dino_vit.config.sections import (
+    HEAD_CHANNELS,
+    Budget,
+    Data,
+    Init,
+    Loss,
+    Model,
+    Optim,
+    Photometry,
+    Run,
+    Teacher,
+    Views,
+)
 from dino_vit.config.settings import Problem
 
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
@@ -22,13 +34,16 @@ def check_model(model: Model) -> Iterator[Problem]:
     """Check the size of the backbone."""
     sizes = {"width": model.width, "depth": model.depth, "heads": model.heads}
     given = [f"model.{name}={value}" for name, value in sizes.items() if value is not None]
-    missing = [f"model.{name}" for name, value in sizes.items() if value is None]
+    missing = [f"model.{name}" for name in ("width", "depth") if sizes[name] is None]
     keys = ("model.arch", "model.width", "model.depth", "model.heads")
     if model.arch and given:
         text = f"model.arch={model.arch} already sets width, depth and heads"
         yield Problem(f"{text}; remove it (model.arch=null) or remove {', '.join(given)}", keys)
     elif not model.arch and missing:
         yield Problem(f"without model.arch, {', '.join(missing)} must be given too; or give model.arch", keys)
+    elif not model.arch and not model.heads and model.shape[0] % HEAD_CHANNELS:
+        text = f"model.width={model.width} is not a multiple of the {HEAD_CHANNELS} channels of a head"
+        yield Problem(f"{text}; give model.heads, or another width", keys[1::2])
     elif not model.arch and model.shape[0] % model.shape[2]:  # each head gets an equal part of the width
         width, _, heads = model.shape
         near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
@@ -53,7 +68,7 @@ def check_views(views: Views, photometry: Photometry, patch: int) -> Iterator[Pr
     ranges = {f"views.{name}": getattr(views, name) for name in ("global_scale", "local_scale", "ratio")}
     ranges |= {f"photometry.{name}": getattr(photometry, name) for name in ("blur_sigma", "noise_std")}
     for key, (low, high) in ranges.items():
-        if low > high or not high:  # a range of zeros would cut or blur nothing
+        if low > high:
             yield Problem(f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]", (key,))
 
 
@@ -111,7 +126,8 @@ def check_scaled_lr(optim: Optim, global_batch: int, *, too_low: bool = True) ->
             f"(lr_scaling={optim.lr_scaling})"
         )
         advice = f"{optim.name} learns between {lowest:g} and {highest:g}; the recipe's lr is 0.0005"
-        yield Problem(f"{text}; {advice}", ("optim.lr", "optim.lr_scaling", "optim.name", "data.batch_size"))
+        keys = ("optim.lr", "optim.lr_scaling", "optim.name", "optim.accumulate", "data.batch_size")
+        yield Problem(f"{text}; {advice}", keys)
 
 
 def check_lengths(budget: Budget, run: Run) -> Iterator[Problem]:
@@ -121,6 +137,11 @@ def check_lengths(budget: Budget, run: Run) -> Iterator[Problem]:
     if len(given) != 1:
         text = f"{' and '.join(given)} are both given" if given else "the run has no length"
         yield Problem(f"{text}; give exactly one of {', '.join(units)}", tuple(units))
+    if run.eval_every and run.eval_every_steps:
+        text = (
+            f"run.eval_every={run.eval_every} and run.eval_every_steps={run.eval_every_steps} are both given"
+        )
+        yield Problem(f"{text}; give one of them", ("run.eval_every", "run.eval_every_steps"))
     if run.keep_every and run.keep_every % run.checkpoint_every:
         text = (
             f"run.keep_every={run.keep_every} is not a multiple of "

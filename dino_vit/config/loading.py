@@ -25,12 +25,13 @@ from dino_vit.config.settings import values as all_values
 from dino_vit.config.yaml import Entry
 
 _Layer = dict[str, Entry]  # by dotted key
+LARGEST_FILE = 1_000_000
 
 
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file and then by `section.name=value` texts."""
     problems: list[Problem] = []
-    below = _layer(cls, yaml.read(file.read_bytes(), str(file)) if file else [], problems)
+    below = _layer(cls, _read_file(file) if file else [], problems)
     above: _Layer = {}
     for text in overrides:
         one = _layer(cls, _read_override(cls, text, problems), problems)
@@ -46,6 +47,14 @@ def replace(config: C, values: Mapping[str, object]) -> C:
     return _build(cls, below, above, problems)
 
 
+def _read_file(file: Path) -> list[Entry]:
+    with file.open("rb") as opened:
+        data = opened.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"{file} has more than {LARGEST_FILE:,} bytes and is no file of settings")
+    return yaml.read(data, str(file))
+
+
 def _read_override(cls: type[Settings], text: str, problems: list[Problem]) -> list[Entry]:
     key, equals, value = text.partition("=")
     info = settings_of(cls).get(key)
@@ -54,9 +63,10 @@ def _read_override(cls: type[Settings], text: str, problems: list[Problem]) -> l
     try:
         if equals:
             return yaml.read(value, "command line", key)
-        problems.append(Problem(f"{text!r} on the command line is not key=value; {_hint(cls, text)}", ()))
+        said = f"{yaml.shown(text)!r} on the command line is not key=value"
+        problems.append(Problem(f"{said}; {_hint(cls, text)}", ()))
     except ValueError as error:
-        problems.append(Problem(f"{text} ({error})", (key,)))
+        problems.append(Problem(f"{yaml.shown(text)} ({error})", (key,)))
     return []
 
 
@@ -97,13 +107,13 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
         hint = f"the section {section} has {', '.join(inside)}"
     else:
         hint = f"there are {', '.join(cls.model_fields)}"
-    return Problem(f"{key} is not a setting ({origin}); {hint}", (key, *guesses))
+    return Problem(f"{yaml.shown(key)} is not a setting ({origin}); {hint}", (key, *guesses))
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
     """Return the dotted keys that a mistyped one may mean, by their own, their last and their other names."""
     keys_by_name: dict[str, list[str]] = {}
-    for key in dict.fromkeys([*sections(cls), *settings_of(cls)]):
+    for key in dict.fromkeys([*([] if "." in typed else sections(cls)), *settings_of(cls)]):
         for name in {key, key.rpartition(".")[2], *cls.also_known_as.get(key, "").split()}:
             keys_by_name.setdefault(name, []).append(key)
     typed = typed.strip("-").replace("-", "_")
@@ -145,15 +155,26 @@ def _validate(cls: type[C], layer: _Layer, context: object = None) -> tuple[C | 
     for key, entry in layer.items():
         section, _, name = key.rpartition(".")
         inside = nested.setdefault(section, {}) if section else nested
-        inside[name] = entry.value
+        # A list of one value needs no brackets.
+        alone = settings_of(cls)[key].is_list and not isinstance(entry.value, tuple | None)
+        inside[name] = (entry.value,) if alone else entry.value
     try:
         return cls.model_validate(nested, context=context), []
     except ValidationError as error:
-        problems = [problem for detail in error.errors() for problem in _explain(cls, layer, detail)]
-    return None, list(dict.fromkeys(problems))  # a union has an error for each of its types
+        details = error.errors(include_url=False)
+    # A union has an error for each of its types, and a list for each of its items.
+    by_key = {_key_of(cls, detail): detail for detail in reversed(details)}
+    return None, [problem for key in reversed(by_key) for problem in _explain(cls, layer, key, by_key[key])]
 
 
-def _explain(cls: type[Settings], layer: _Layer, detail: ErrorDetails) -> Iterator[Problem]:
+def _key_of(cls: type[Settings], detail: ErrorDetails) -> str:
+    """Return the dotted key of the setting that an error is about; its last names are of items."""
+    section, *names = map(str, detail["loc"]) if detail["loc"] else [""]
+    key = f"{section}.{names[0]}" if names else section
+    return key if key in settings_of(cls) else section
+
+
+def _explain(cls: type[Settings], layer: _Layer, key: str, detail: ErrorDetails) -> Iterator[Problem]:
     """Yield an error of pydantic as problems with their origins."""
     error = detail.get("ctx", {}).get("error")
     if isinstance(error, ConfigError):
@@ -161,12 +182,10 @@ def _explain(cls: type[Settings], layer: _Layer, detail: ErrorDetails) -> Iterat
             origins = ", ".join(f"{key}: {layer[key].origin}" for key in keys if key in layer)
             yield Problem(f"{text} ({origins})" if origins else text, keys)
         return
-    section, *names = map(str, detail["loc"])
-    key = f"{section}.{names[0]}" if names else section
-    info = settings_of(cls).get(key) or settings_of(cls)[section]  # further names are of types and items
-    if info.key in layer:
-        _, value, origin = layer[info.key]
-        yield Problem(f"{info.key} = {yaml.write(value)} ({origin}): must be {info.allowed}", (info.key,))
+    info = settings_of(cls)[key]
+    if key in layer:
+        _, value, origin = layer[key]
+        yield Problem(f"{key} = {yaml.shown(yaml.write(value))} ({origin}): must be {info.allowed}", (key,))
     else:
-        text = f"{info.key} is needed: {info.doc}"
-        yield Problem(f"{text}, {info.allowed}" if info.choices else text, (info.key, section))
+        text = f"{key} is needed: {info.doc}"
+        yield Problem(f"{text}, {info.allowed}" if info.choices else text, (key, key.partition(".")[0]))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from dino_vit.config import checks, sections
-from dino_vit.config.settings import CountOrZero, Problem, Settings, given_keys, setting
+from dino_vit.config.settings import Problem, Seed, Settings, given_keys, setting
 
 # Names in the 2021 reference and in other libraries, for suggestions.
 ALSO_KNOWN_AS = {
@@ -75,7 +75,7 @@ class PretrainConfig(Settings):
     recipe: Literal["dino", "auto"] = setting(
         "dino", "dino: the defaults of 2021; auto: choose what is not given from the images"
     )
-    seed: CountOrZero = setting(0, "seed of every random number")
+    seed: Seed = setting(0, "seed of every random number")
     output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
     data: sections.Data = sections.Data()
     model: sections.Model = sections.Model()

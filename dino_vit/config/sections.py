@@ -11,7 +11,11 @@ from dino_vit.config.settings import (
     BelowOne,
     Count,
     CountOrZero,
+    Dimension,
+    Few,
+    FewOrZero,
     NonNegative,
+    Number,
     Positive,
     Probability,
     Settings,
@@ -21,10 +25,14 @@ from dino_vit.config.settings import (
 from dino_vit.core.sizes import VIT_SIZES, Size, height_width
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
-AtLeastTwo = Annotated[int, Field(ge=2), BeforeValidator(whole)]
-Side = Count | tuple[Count, Count]
+Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
+WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2"]
+Side = Dimension | tuple[Dimension, Dimension]
+HEAD_CHANNELS = 64  # of every named size but vit_huge
 PositiveShare = Annotated[Positive, Field(le=1)]
-Share = tuple[Probability, Probability]
+Share = tuple[PositiveShare, PositiveShare]
+Ratio = Annotated[float, Field(ge=0.001, le=1000)]
+Sigma = Annotated[float, Field(gt=0, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
 
 
@@ -40,18 +48,18 @@ class Data(Settings):
     weights: str | None = setting(
         None, "file of (name, weight): how often images are drawn; null: all equally", resumable=True
     )
-    batch_size: Count = setting(64, "images per process and forward pass", resumable=True)
-    workers: CountOrZero | None = setting(
+    batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
+    workers: FewOrZero | None = setting(
         None, "loader processes; null: by the number of cores", resumable=True
     )
-    channels: Count = setting(3, "of an image; grey is repeated to make 3, alpha counts in 2 and 4")
+    channels: Dimension = setting(3, "of an image; grey is repeated to make 3, alpha counts in 2 and 4")
     bits: Literal[8, 16] | None = setting(
         None, "8: bytes; 16: anything deeper, as floats; null: as the images have"
     )
-    range: tuple[float, float] | None = setting(
+    range: tuple[Number, Number] | None = setting(
         None, "values that become 0 and 1; null: 0 and the largest of the type, 1 for floats"
     )
-    mean: tuple[float, ...] | None = setting(
+    mean: tuple[Number, ...] | None = setting(
         (0.485, 0.456, 0.406), "mean per channel, of pixels from 0 to 1; null: measured"
     )
     std: tuple[Positive, ...] | None = setting(
@@ -71,11 +79,11 @@ class Model(Settings):
 
     one_of: ClassVar = (("arch",), ("width", "depth", "heads"))
     arch: Arch | None = setting("vit_small", "named size; null: by width, depth and heads")
-    width: Count | None = setting(None, "embedding dimension")
-    depth: Count | None = setting(None, "number of blocks")
-    heads: Count | None = setting(None, "attention heads per block")
-    patch_size: Count = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
-    registers: CountOrZero = setting(0, "register tokens")
+    width: Dimension | None = setting(None, "embedding dimension")
+    depth: Few | None = setting(None, "number of blocks")
+    heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
+    patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
+    registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     checkpoint_blocks: bool = setting(
         False, "recompute blocks in the backward pass: less memory, more time", resumable=True
@@ -85,7 +93,11 @@ class Model(Settings):
     @classmethod
     def _patches_of_the_named_size(cls, given: Any) -> Any:
         arch = given.get("arch") if isinstance(given, dict) else None
-        if arch in VIT_SIZES and VIT_SIZES[arch]["patch_size"] != cls.model_fields["patch_size"].default:
+        if (
+            isinstance(arch, str)
+            and arch in VIT_SIZES
+            and VIT_SIZES[arch]["patch_size"] != cls.model_fields["patch_size"].default
+        ):
             return {"patch_size": VIT_SIZES[arch]["patch_size"], **given}
         return given
 
@@ -95,16 +107,17 @@ class Model(Settings):
         if self.arch:
             size = VIT_SIZES[self.arch]
             return size["width"], size["depth"], size["heads"]
-        return self.width or 0, self.depth or 0, self.heads or 0
+        width = self.width or 0
+        return width, self.depth or 0, self.heads or width // HEAD_CHANNELS
 
 
 class Head(Settings):
     """The projection from the CLS token to the prototypes."""
 
-    prototypes: AtLeastTwo = setting(65536, "output dimension")
-    hidden_dim: Count = setting(2048, "width of the hidden layers")
-    bottleneck_dim: Count = setting(256, "width of the normalised features before the prototypes")
-    layers: Count = setting(3, "linear layers up to the bottleneck")
+    prototypes: Prototypes = setting(65536, "output dimension")
+    hidden_dim: Dimension = setting(2048, "width of the hidden layers")
+    bottleneck_dim: Dimension = setting(256, "width of the normalised features before the prototypes")
+    layers: Few = setting(3, "linear layers up to the bottleneck")
     batch_norm: bool = setting(False, "BatchNorm in the hidden layers")
     norm_last_layer: bool = setting(True, "fix the norm of the prototypes; false may help a ViT-S")
 
@@ -112,13 +125,13 @@ class Head(Settings):
 class Views(Settings):
     """The views of an image: the teacher gets the global ones, the student all."""
 
-    global_count: Count = setting(2, "global views of an image")
+    global_count: Few = setting(2, "global views of an image")
     global_size: Side = setting(224, "in pixels: side, or [height, width]")
     global_scale: Share = setting((0.4, 1.0), "share of the image's area, from and to")
-    local_count: CountOrZero = setting(8, "local views of an image")
+    local_count: FewOrZero = setting(8, "local views of an image")
     local_size: Side = setting(96, "in pixels: side, or [height, width]")
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
-    ratio: tuple[Positive, Positive] = setting((3 / 4, 4 / 3), "width : height of a view, from and to")
+    ratio: tuple[Ratio, Ratio] = setting((3 / 4, 4 / 3), "width : height of a view, from and to")
 
     @property
     def global_shape(self) -> Size:
@@ -142,7 +155,7 @@ class Photometry(Settings):
     hue: Annotated[float, Field(ge=0, le=0.5)] = setting(0.1, "shift by up to this part of the colour circle")
     grey: Probability = setting(0.2, "probability of conversion to grey")
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
-    blur_sigma: tuple[Positive, Positive] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
+    blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
     noise: Probability = setting(0.0, "probability of noise in every pixel and channel, added last")
     noise_std: tuple[PositiveShare, PositiveShare] = setting(
@@ -178,7 +191,7 @@ class Optim(Settings):
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = setting(
         None, "factor on lr per block towards the input; null: none"
     )
-    accumulate: Count = setting(1, "forward passes per optimiser step", resumable=True)
+    accumulate: Dimension = setting(1, "forward passes per optimiser step", resumable=True)
 
 
 class Teacher(Settings):
@@ -196,6 +209,10 @@ class Budget(Settings):
     steps: Count | None = setting(None, "optimiser steps")
     images: Count | None = setting(None, "images drawn, counted with repeats")
 
+    def total_steps(self, images: int, batch: int) -> int:
+        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch."""
+        return self.steps or (self.images or 0) // batch or (self.epochs or 0) * (images // batch)
+
 
 class Run(Settings):
     """How the run computes, logs and saves."""
@@ -203,7 +220,13 @@ class Run(Settings):
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     compile: bool = setting(False, "compile the networks with torch.compile")
     log_every: Count = setting(50, "steps between log lines", resumable=True)
-    eval_every: Count | None = setting(10, "epochs between online evaluations; null: never", resumable=True)
+    one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
+    eval_every: Positive | None = setting(
+        10.0, "epochs between online evaluations, also parts of one; null: never", resumable=True
+    )
+    eval_every_steps: Count | None = setting(
+        None, "steps between online evaluations, instead of eval_every", resumable=True
+    )
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(
         None, "steps between checkpoints that are never deleted; null: none", resumable=True
@@ -221,4 +244,10 @@ class Init(Settings):
     """Start from trained weights, with lower learning rates unless they are given."""
 
     weights: str = Field(description="run folder or weights file to start from")
+    network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
+    format: WeightsFormat | None = setting(None, "format of files that look alike; null: detected")
+    trained_size: Side | None = setting(
+        None, "side, or [height, width], of the images of weights whose positions form no square"
+    )
+    heads: Few | None = setting(None, "attention heads of weights that do not state them")
     head_epochs: NonNegative = setting(1.0, "epochs in which only the heads learn")

@@ -4,7 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 T = TypeVar("T")
 
@@ -14,12 +22,19 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
-CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(whole)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+# Every number has a largest value, so that what no machine holds is refused and not tried.
+Count = Annotated[int, Field(ge=1, le=10**12), BeforeValidator(whole)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**12), BeforeValidator(whole)]
+Dimension = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(whole)]  # of a tensor or an image
+Few = Annotated[int, Field(ge=1, le=1000), BeforeValidator(whole)]  # blocks, views, threads, ...
+FewOrZero = Annotated[int, Field(ge=0, le=1000), BeforeValidator(whole)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)]
+Number = Annotated[float, Field(ge=-1e38, le=1e38)]  # what float32 holds
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
 
 
 def setting(default: T, doc: str, *, resumable: bool = False) -> T:
@@ -108,6 +123,15 @@ class Settings(BaseModel):
         """Yield what is wrong with settings that are valid one by one."""
         yield from ()
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_empty(cls, value: object) -> object:
+        """Refuse empty text, which is never meant: as a path it would be the current folder."""
+        # Not by pydantic's `str_min_length`, which refuses the names of files that are not UTF-8.
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise ValueError("empty text")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _unset_other_groups(cls, given: object) -> object:
@@ -139,6 +163,7 @@ class SettingInfo(NamedTuple):
     choices: tuple[str, ...]
     takes_text: bool
     takes_list: bool
+    is_list: bool  # and nothing else but null
     allowed: str
     rivals: frozenset[str]  # the keys of the groups that exclude this setting
 
@@ -172,6 +197,7 @@ def settings_of(cls: type[Settings], prefix: str = "") -> dict[str, SettingInfo]
                 choices=tuple(str(choice) for one in types for choice in one.get("enum", ())),
                 takes_text=any(one.get("type") == "string" and "enum" not in one for one in types),
                 takes_list=any(one.get("type") == "array" for one in types),
+                is_list=all(one.get("type") in ("array", "null") for one in types),
                 allowed=" or ".join(map(_allowed, types)),
                 rivals=frozenset(prefix + other for other in others),
             )
@@ -185,7 +211,12 @@ def sections(cls: type[Settings]) -> list[str]:
     return [name for name, field in cls.model_fields.items() if section_of(field.annotation)]
 
 
-_TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text that is not empty",
+}
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "of at least"}
 _BOUNDS |= {"maximum": "of at most", "exclusiveMaximum": "below"}
 
@@ -198,11 +229,21 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         items = [_allowed(item) for item in schema["prefixItems"]]
         return f"a list of {len(items)}, each {' or '.join(dict.fromkeys(items))}"
     if "items" in schema:
-        return f"a list, each {_allowed(schema['items'])}"
+        count = " of 1 or more" if schema.get("minItems") else ""
+        return f"a list{count}, each {_allowed(schema['items'])}"
     if schema.get("type") not in _TYPES:
         return "null" if schema.get("type") == "null" else "a section"
-    limits = " and ".join(f"{word} {schema[name]:g}" for name, word in _BOUNDS.items() if name in schema)
+    if {"minimum", "maximum"} <= schema.keys():
+        limits = f"from {_number(schema['minimum'])} to {_number(schema['maximum'])}"
+    else:
+        limits = " and ".join(
+            f"{word} {_number(schema[name])}" for name, word in _BOUNDS.items() if name in schema
+        )
     return f"{_TYPES[schema['type']]} {limits}".strip()
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def values(config: Settings, *, given: bool = False) -> dict[str, object]:

@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+
+LONGEST = 60  # of a value in a message
 
 
 class Entry(NamedTuple):
@@ -17,6 +21,22 @@ class Entry(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's way)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse aliases: a few lines of them expand to more values than fit in the memory."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise ComposerError(None, None, "aliases are not supported: write the value again", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Construct a value; one that is not of the type in its tag (`!!int x`) is an error with a line."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            text = f"{shown(str(node.value))} cannot be read as {node.tag.rpartition(':')[2]}"
+            raise ConstructorError(None, None, text, node.start_mark) from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -38,6 +58,12 @@ for _name, _pattern, _first in (
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+def shown(text: str) -> str:
+    """Return a text for a message: short, and without characters that change the screen."""
+    short = text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in short)
+
+
 def read(text: str | bytes, name: str, key: str = "") -> list[Entry]:
     """Return the values in the file `name` by dotted key, or, with `key`, those of that one argument."""
     try:
@@ -49,7 +75,7 @@ def read(text: str | bytes, name: str, key: str = "") -> list[Entry]:
         line = f":{mark.line + 1}" if mark and not key else ""
         raise ValueError(f"{name}{line}: {error.problem or error}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {str(error).splitlines()[0]}") from None
     return [Entry(key_, value, name if key else f"{name}:{line}") for key_, value, line in found]
 
 

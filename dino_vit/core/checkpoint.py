@@ -64,8 +64,11 @@ class Checkpoints:
                 tensors, metadata = read_tensors(path)
                 if OWN_KEY not in metadata:
                     raise StorageError(f"{path} was not written by dino-vit")
-                return Checkpoint(path, tensors, json.loads(metadata[OWN_KEY]))
-            except json.JSONDecodeError as error:
+                described = json.loads(metadata[OWN_KEY])
+                if not isinstance(described, dict):
+                    raise StorageError(f"{path} is damaged: its metadata is not an object")
+                return Checkpoint(path, tensors, described)
+            except (json.JSONDecodeError, RecursionError) as error:
                 log.warning("skipped a checkpoint: %s is damaged: its metadata is not JSON: %s", path, error)
             except StorageError as error:
                 log.warning("skipped a checkpoint: %s", error)

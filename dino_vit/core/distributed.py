@@ -1,7 +1,7 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import socket
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,6 +20,18 @@ def world_size() -> int:
 def rank() -> int:
     """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this host; all processes must make the first call together."""
+    return _processes_here() if world_size() > 1 else 1
+
+
+@cache
+def _processes_here() -> int:
+    hosts: list[str] = [""] * world_size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=_host_group())
+    return hosts.count(socket.gethostname())
 
 
 def is_main_process() -> bool:
@@ -76,16 +88,14 @@ def all_equal(number: int) -> bool:
     return bool(extremes.sum() == 0)
 
 
-@contextmanager
-def all_or_none() -> Iterator[None]:
-    """Raise an error in all processes at the end of the block if one failed, so that none waits forever."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if any_process(failure is not None):
-        raise failure or ValueError("another process failed; see its error message")
+def wait_for_all() -> None:
+    """Wait until all processes have come here."""
+    any_process(False)
+
+
+def lost_process(error: BaseException) -> bool:
+    """Tell whether an error is that of a collective in which another process no longer takes part."""
+    return world_size() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
 
 
 @cache

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from dino_vit.core import log
+from dino_vit.core.text import printable
 
 PATIENCE = 2.0  # seconds; shorter work shows nothing
 LINE_EVERY = 20.0  # seconds, without a terminal
@@ -19,14 +21,14 @@ class Advance:
     """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total = title, total
+        self.title, self.total = printable(title), total
         self.done, self.note = 0, ""
         self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.
         visible = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
         console = Console(stderr=True)
         self.bar = Progress(console=console, transient=True, auto_refresh=False) if visible else None
-        self.task = self.bar.add_task(title, total=total) if self.bar else None
+        self.task = self.bar.add_task(escape(self.title), total=total) if self.bar else None
 
     def __call__(self, count: int, note: str = "") -> None:
         """Count more items, with a note on them."""
@@ -38,7 +40,7 @@ class Advance:
         self.shown = now
         if self.bar and self.task is not None:
             self.bar.start()
-            self.bar.update(self.task, completed=self.done, description=self.line(), refresh=True)
+            self.bar.update(self.task, completed=self.done, description=escape(self.line()), refresh=True)
         else:
             log.info("%s", self.line())
 

@@ -5,7 +5,9 @@ import os
 import platform
 import re
 import signal
+import sys
 from collections.abc import Iterable, MutableMapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Literal, Self
@@ -16,10 +18,14 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import rank
+from dino_vit.core.distributed import local_world_size, rank
+from dino_vit.core.native import write_to_stderr
+from dino_vit.core.storage import utf8_path
+from dino_vit.core.text import printable
 
 Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_open_paths = ExitStack()  # of trackers, for as long as the process runs
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 
 
@@ -36,6 +42,9 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     if cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise each process would use all cores
         os.environ["OMP_NUM_THREADS"] = str(cores_of_a_process(launched))
         torch.set_num_threads(cores_of_a_process(launched))
+    if trackers and printable(folder) != str(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(_open_paths.enter_context(utf8_path(folder)))
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="no",  # autocast is explicit in the loop
@@ -48,6 +57,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
             f"{launched} processes were launched, but each runs alone on {accelerator.device.type}; "
             "launch one, or hide the device (ACCELERATE_USE_CPU=1)"
         )
+    local_world_size()  # known from now on in each process alone
     if not accelerator.is_main_process:
         log.setLevel(logging.ERROR)  # log on rank 0 only
     return accelerator
@@ -112,12 +122,13 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
 
 
 class Interruption:
-    """Remember a signal until the end of the step; a second ctrl-C interrupts at once."""
+    """Remember a signal until the end of a step; before the first, and at a second ctrl-C, leave at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.in_steps = False
 
     def __enter__(self) -> Self:
         self._handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
@@ -128,11 +139,15 @@ class Interruption:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received is not None:
+        if number == signal.SIGINT and not (self.in_steps and self.received is None):
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        if not self.in_steps:
+            sys.exit(REQUEUE)
         if number == signal.SIGINT and rank() == 0:
-            os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
+            write_to_stderr(
+                b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n"
+            )
 
     @property
     def asked(self) -> bool:

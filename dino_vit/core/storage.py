@@ -1,11 +1,14 @@
 """Write files atomically: readers find the old file or the whole new one. Tensors are verified when read."""
 
 import hashlib
+import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, uint8
@@ -43,9 +46,22 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} could not be written and was left as it was: {error}") from error
+        raise StorageError(f"{path} could not be written and was left as it was: {reason(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def reason(error: OSError | SafetensorError) -> str:
+    """Return why a file could not be written, without the name of a temporary one."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return re.sub(r".*I/O error: (.*) \(os error \d+\)", r"\1", text)
+
+
+def pickled(content: object) -> bytes:
+    """Return a PyTorch file. `torch.save` to a path hides why a write failed."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -59,8 +75,10 @@ def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file without reading its tensors."""
+    if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+        raise StorageError(f"{path} is not a file")
     try:
-        with safe_open(path, framework="pt") as file:
+        with utf8_path(path) as name, safe_open(name, framework="pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} is not a safetensors file, or is incomplete: {error}") from error
@@ -69,12 +87,32 @@ def read_metadata(path: Path) -> dict[str, str]:
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of a safetensors file; one of ours is checked against its digest."""
     metadata = read_metadata(path)
-    tensors = load_file(path)
+    try:
+        with utf8_path(path) as name:
+            tensors = load_file(name)
+    except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: of a type that torch lacks
+        raise StorageError(f"{path} holds tensors that cannot be read: {error}") from error
     expected = metadata.pop(DIGEST, None)
     ours = expected is not None or OWN_KEY in metadata
     if ours and digest(tensors, metadata) != expected:
         raise StorageError(f"{path} is damaged: its contents do not match its digest")
     return tensors, metadata
+
+
+@contextmanager
+def utf8_path(path: str | Path) -> Iterator[str]:
+    """Yield the path of a file or folder in UTF-8, as safetensors, Arrow and TensorBoard open no other."""
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            yield f"/proc/self/fd/{descriptor}"  # only Linux has names that are not UTF-8
+        finally:
+            os.close(descriptor)
+    else:
+        yield name
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

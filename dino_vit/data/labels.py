@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural
+from dino_vit.core.text import printable
+from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
 
 PATH_COLUMNS = tuple(
@@ -24,8 +26,8 @@ PATH_COLUMNS = tuple(
 LABEL_COLUMNS = tuple(
     ["label", "labels", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
-_IMAGE = "|".join(re.escape(suffix) for suffix in IMAGE_SUFFIXES)
-_LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(\S.*?))?\s*", re.IGNORECASE)
+_IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
+_END = re.compile(rf"(?:{_IMAGE})(?=[\t ,]|$)", re.IGNORECASE)  # of a path, before its label
 
 
 class Labels(NamedTuple):
@@ -81,21 +83,35 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
 
     `columns` are possible names of the column of labels, if there are more than two columns.
     """
+    if b"\0" in data:
+        raise ValueError(f"{path} is not text in UTF-8, perhaps in UTF-16; save it in UTF-8.")
     # Spreadsheets begin a file with a byte order mark; names of files may hold any bytes.
     text = data.decode("utf-8-sig", errors="surrogateescape")
     suffix = suffix_of(path)
     if suffix in (".csv", ".tsv"):
-        table = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",")
-        return _table_entries(path, [row for row in table if any(row)], columns)
+        return _table_entries(path, _rows(path, text, "\t" if suffix == ".tsv" else ","), columns)
     return (_line_entry(line.strip("\r")) for line in text.split("\n") if line.strip())
 
 
 def _line_entry(line: str) -> Entry:
-    found = _LINE.fullmatch(line)
-    if found:
-        return Entry(found[1], found[2])
+    stripped = line.rstrip()
+    ends = [found.end() for found in _END.finditer(stripped)]
+    if ends:
+        return Entry(stripped[: ends[-1]], stripped[ends[-1] :].lstrip("\t ,") or None)
     name, _, label = line.partition("\t")  # no suffix of an image
     return Entry(name, label or None)
+
+
+def _rows(path: str, text: str, delimiter: str) -> list[list[str]]:
+    """Return the rows of a table that are not empty; a quote left open would hide all that follow."""
+    table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        return [row for row in table if any(row)]
+    except csv.Error as error:
+        raise ValueError(
+            f"{path}, line {table.line_num}: {error}. A cell that begins with a quote must end with one, and "
+            "quotes inside it are doubled."
+        ) from error
 
 
 def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> Iterator[Entry]:
@@ -167,32 +183,48 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
     surplus = set(table).difference(names)
     if len(surplus) == len(table):
         raise ValueError(
-            f"{path} has labels for none of the images: its names are like {next(iter(table), 'nothing')!r}, "
-            f"those of the source like {names[0]!r}. Names must be equal, including the suffix."
+            f"{path} has labels for none of the images: its names are like '{next(iter(table), ''):.200}', "
+            f"those of the source like '{names[0]}'. Names must be equal, including the suffix."
         )
     missing = values.count(None)
     if missing:
         example = names[values.index(None)]
-        log.warning("%s: no label for %d of %d images, such as %r", path, missing, len(names), example)
+        log.warning("%s: no label for %d of %d images, such as '%.200s'", path, missing, len(names), example)
     if surplus:
         extra = plural(len(surplus), "label")
-        log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))
+        log.warning("%s: %s for names not in the source, such as '%.200s'", path, extra, min(surplus))
     return LabelledSource(source, number_labels(values))
 
 
+def parse_json(text: str | bytes, name: str) -> object:
+    """Return what a text in JSON means; whatever is wrong with it is a ValueError with its name."""
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError:
+        reason = "it is not text in UTF-8"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"{name} is not valid JSON: {reason}")
+
+
 def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, object]:
-    """Read a value for each name: from a JSON object, or a list as for `read_entries`."""
-    data = Path(path).read_bytes()
+    """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
+    data = read_file(path)
     if suffix_of(path) != ".json":
         table: dict[str, object] = {}
         for name, label in read_entries(path, data, columns):
+            name, label = printable(name), label and printable(label)
             if table.setdefault(name, label) != label:
-                raise ValueError(f"{path} has two values for {name!r}: {table[name]!r} and {label!r}.")
+                raise ValueError(
+                    f"{path} has two values for '{name:.200}': {table[name]!r:.200} and {label!r:.200}."
+                )
         return table
-    try:
-        content = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    content = parse_json(data, path)
     if not isinstance(content, dict):
         raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-    return content
+    return {
+        printable(name): printable(value) if isinstance(value, str) else value
+        for name, value in content.items()
+    }

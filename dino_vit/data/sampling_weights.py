@@ -22,13 +22,13 @@ def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float6
     missing = [name for name in names if table.get(name) in (None, "")]
     if missing:
         raise ValueError(
-            f"{path} has no weight for {len(missing)} of {len(names)} images, such as {missing[0]!r}. "
+            f"{path} has no weight for {len(missing)} of {len(names)} images, such as '{missing[0]:.200}'. "
             f"Each image needs one, 0 to never draw it; names must be equal, including the suffix."
         )
     surplus = table.keys() - set(names)
     if surplus:
         extra = plural(len(surplus), "weight")
-        log.warning("%s: %s for names not in the source, such as %r", path, extra, min(surplus))
+        log.warning("%s: %s for names not in the source, such as '%.200s'", path, extra, min(surplus))
     weights = np.array([_weight(str(path), name, table[name]) for name in names])
     total = sum(weights.tolist())
     if not 1e-300 < total < math.inf:  # smaller numbers lose precision
@@ -43,7 +43,7 @@ def _weight(path: str, name: str, value: object) -> float:
         weight = math.nan
     if not 0 <= weight < math.inf:
         raise ValueError(
-            f"{path} gives {name!r} the weight {value!r}; it must be a finite number, 0 or more."
+            f"{path} gives '{name:.200}' the weight {value!r:.200}; it must be a finite number, 0 or more."
         )
     return weight
 

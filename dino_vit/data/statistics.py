@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image
-from dino_vit.data.images.pixels import MAX_PIXELS, Pixels, kind_of, unit_scale
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, unreadable
+from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.source import Source
 
 INSPECTED = 64
@@ -100,8 +100,11 @@ class ImageSummary:
             return None
         channels = 3 if counts[3] else counts.most_common(1)[0][0]
         usable = {3, 1} if channels == 3 else {channels}
-        of_usable = [image.moments for image in self.images if image.channels in usable]
-        moments = [m[:, :channels].expand(2, channels) for m in of_usable if m is not None]
+        moments = [
+            image.moments[:, : image.channels].expand(2, channels)  # without alpha
+            for image in self.images
+            if image.channels in usable and image.moments is not None
+        ]
         if not moments:
             return None
         mean, square = torch.stack(moments).mean(dim=0)
@@ -163,8 +166,10 @@ def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | Unre
             color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     except UnreadableImage as error:
         return error
-    except OSError as error:
-        return UnreadableImage(name, error.strerror or str(error))
+    except (OSError, ValueError) as error:
+        return unreadable(name, error)
+    if not image.isfinite().all():
+        return UnreadableImage(name, NOT_FINITE)
     values = image.numpy().real  # NumPy has min and max of more types than torch
     data = values.tobytes() if isinstance(item, Tensor) else item
     return ImageInfo(

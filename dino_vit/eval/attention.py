@@ -8,13 +8,21 @@ from collections.abc import Sequence
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn import functional as F
 
+from dino_vit.core.sizes import Size
 from dino_vit.eval.features.extraction import evaluating
 from dino_vit.models.block import Attention, Block
 from dino_vit.models.vit import VisionTransformer
 
 # Bytes of attention rows held at a time: those of all tokens of a large image would not fit in memory.
 _ROW_BYTES = 1 << 25
+
+
+def pad(images: Tensor, patch: Size) -> Tensor:
+    """Repeat the last row and column of images (b, c, H, W) up to a whole number of patches."""
+    height, width = images.shape[-2:]
+    return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
 
 
 def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> Tensor:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.settings import CountOrZero, Settings, setting
+from dino_vit.config.settings import Seed, Settings, setting
 from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import cores_of_a_process
@@ -38,7 +38,7 @@ class SupervisedConfig(Settings):
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
     train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
-    seed: CountOrZero = setting(0, "of all random numbers")
+    seed: Seed = setting(0, "of all random numbers")
 
     positional: ClassVar = ("source",)
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.config.settings import Count, CountOrZero, Positive, Problem, Settings, setting
+from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Problem, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
-from dino_vit.core.storage import replacing
+from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.eval.datasets import (
     LabelledFeatures,
     LabelledSets,
@@ -35,17 +35,17 @@ from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry
 from dino_vit.weights import WeightsError
-from dino_vit.weights.reading import read_weights
+from dino_vit.weights.reading import check_finite, read_weights
 
 
 class Dino2021(Settings):
     """method=dino2021: one head on augmented views, through the backbone at every step."""
 
-    blocks: Count = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
+    blocks: Few = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
     mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
-    workers: CountOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    workers: FewOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
     probe: str | None = setting(None, "evaluate the head in this file instead, ours or the reference's")
 
     def contradictions(self) -> Iterator[Problem]:
@@ -75,6 +75,7 @@ def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearH
     if tensors.keys() != {"weight", "bias"} or tensors["weight"].ndim != 2:
         raise WeightsError(f"{path} holds no linear head, but {', '.join(sorted(tensors)[:6])}")
     weight, bias = (tensors[name].to(frozen.device, torch.float32) for name in ("weight", "bias"))
+    check_finite({"weight": weight, "bias": bias}, path)
     (inputs,) = settings.spec.shape(frozen.model, frozen.preparation.size)
     if weight.shape[1] != inputs:
         raise WeightsError(
@@ -176,8 +177,7 @@ def _save(
         "percents": percents,
         "about": facts,
     }
-    with replacing(path) as partial:
-        torch.save(content, partial)
+    write_bytes(path, pickled(content))
 
 
 def _restore(

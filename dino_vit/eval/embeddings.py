@@ -13,7 +13,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from dino_vit.core import log
-from dino_vit.core.storage import OWN_KEY, replacing, save_plain, write_bytes
+from dino_vit.core.storage import OWN_KEY, replacing, save_plain, utf8_path, write_bytes
+from dino_vit.core.text import printable
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.pictures import Panel, thumbnail
@@ -39,7 +40,7 @@ class Embeddings:
     """The contents of an embedding file, row by row."""
 
     values: Array  # (n, D); of patches (n, N, D)
-    names: Sequence[str]  # printable
+    names: Sequence[str]
     labels: Sequence[str | None]
     indices: NDArray[np.int64]
     metadata: dict[str, Any]
@@ -52,11 +53,6 @@ def row_blocks(count: int, bytes_each: int) -> Iterator[slice]:
     """Yield the rows of a large array in blocks of bounded size."""
     rows = max(_BLOCK_BYTES // bytes_each, 1)
     return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
-
-
-def printable(name: str) -> str:
-    """Escape what UTF-8 cannot encode, as file names may contain any bytes."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def check_suffix(path: Path) -> None:
@@ -96,7 +92,8 @@ def read_embeddings(path: Path) -> Embeddings:
         ) from error
     if not len(embeddings) == len(embeddings.names) == len(embeddings.labels) == len(embeddings.indices):
         raise ValueError(f"{path} has {len(embeddings)} embeddings but {len(embeddings.names)} names")
-    return embeddings
+    labels = [label and printable(label) for label in embeddings.labels]
+    return replace(embeddings, names=list(map(printable, embeddings.names)), labels=labels)
 
 
 def read_image_embeddings(path: str) -> Embeddings:
@@ -122,7 +119,7 @@ class EmbeddedImages:
     def panel(self, row: int, caption: str) -> Panel:
         """Return a panel of an image, empty if the source has another image by now."""
         source, index, name = self.source, int(self.embeddings.indices[row]), self.embeddings.names[row]
-        if source and index < len(source) and printable(source.name(index)) == name:
+        if source and index < len(source) and source.name(index) == name:
             return Panel(thumbnail(source, index, self.pixels), caption)
         return Panel(None, caption)
 
@@ -137,7 +134,11 @@ def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blo
     schema = pa.schema(fields, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
     # Floating-point noise neither compresses nor repeats.
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
-    with replacing(path) as partial, parquet.ParquetWriter(partial, schema, **options) as writer:
+    with (
+        replacing(path) as partial,
+        partial.open("wb") as file,
+        parquet.ParquetWriter(file, schema, **options) as writer,
+    ):
         for rows, block in blocks:
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
             columns = embeddings.names[rows], embeddings.labels[rows], embeddings.indices[rows], values
@@ -147,7 +148,8 @@ def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blo
 def _read_parquet(path: Path) -> Embeddings:
     from pyarrow import parquet
 
-    table = parquet.read_table(path, memory_map=True)
+    with utf8_path(path) as name:
+        table = parquet.read_table(name, memory_map=True)
     metadata = _parse_metadata(table.schema.metadata[OWN_KEY.encode()])
     blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
     return Embeddings(
@@ -205,7 +207,8 @@ def _write_safetensors(path: Path, embeddings: Embeddings, dtype: np.dtype[Any],
 
 
 def _read_safetensors(path: Path) -> Embeddings:
-    with safe_open(path, framework="pt") as file:  # which maps the tensors, where framework="np" copies them
+    # framework="pt" maps the tensors, where "np" would copy them.
+    with utf8_path(path) as opened, safe_open(opened, framework="pt") as file:
         metadata = _parse_metadata(file.metadata()[OWN_KEY])
         tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - not a mapping
     classes = [*metadata.pop("classes"), None]  # label -1 is the last one

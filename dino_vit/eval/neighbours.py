@@ -15,7 +15,7 @@ all scores of a query alike.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -155,6 +155,16 @@ def unit(features: Tensor) -> Tensor:
     if (lengths == 1).all():
         return features.contiguous()
     return (features / lengths.clamp(min=1e-12)).contiguous()
+
+
+def format_cosines(cosines: Sequence[float]) -> list[str]:
+    """Return cosines with the digits that tell them apart: four to six, as float32 has no more near 1."""
+    exact = [f"{cosine:.6f}" for cosine in cosines]
+    for digits in (4, 5):
+        texts = [f"{cosine:.{digits}f}" for cosine in cosines]
+        if len(set(texts)) == len(set(exact)):
+            return texts
+    return exact
 
 
 class Shortlist:

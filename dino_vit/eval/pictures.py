@@ -3,6 +3,7 @@
 Pictures are uint8 (3, H, W).
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -132,7 +133,8 @@ def write_sheet(
         axis.set_ylabel(shorten(name), fontsize=6, parse_math=False)
     for axis, title in zip(axes[0], titles, strict=False):
         axis.set_title(title, fontsize=8)
-    with replacing(path) as partial:
+    with replacing(path) as partial, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a letter that the font lacks is drawn as a box
         figure.savefig(partial, dpi=130, format="png")
 
 

@@ -51,12 +51,11 @@ def _layer_scales(backbone: nn.Module, layer_decay: float) -> dict[nn.Parameter,
 def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     """Return the optimiser "adamw", "sgd" or "lars"; `set_rates` sets the rates of each step."""
     optimizer: Optimizer
-    if name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
-    elif name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
-    else:
+    if name == "lars":
         optimizer = LARS(groups)
+    else:
+        fused = _fused_can_skip(name, groups[0]["params"][0].device)
+        optimizer = _torch_optimizer(name, groups, fused=fused)
     # Create the whole state now: a checkpoint then has the same tensors at every step, and if the first step
     # is skipped, the momentum of SGD is not left uninitialised.
     keys = ("exp_avg", "exp_avg_sq") if name == "adamw" else ("momentum_buffer",)
@@ -67,6 +66,25 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     return optimizer
 
 
+def _torch_optimizer(name: str, groups: list[ParameterGroup], *, fused: bool) -> Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=fused)
+    return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
+
+
+def _fused_can_skip(name: str, device: torch.device) -> bool:
+    """Tell whether the fused kernel exists for a device and heeds `found_inf`, which MPS long ignored."""
+    parameter = torch.ones(1, device=device, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = _torch_optimizer(name, [{"params": [parameter]}], fused=True)
+    except RuntimeError:
+        return False
+    optimizer.param_groups[0]["lr"] = 1.0
+    _step_unless(torch.ones((), device=device), optimizer)
+    return bool(parameter.detach() == 1)
+
+
 def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
     """Set the learning rate, scaled per group, and the weight decay of the groups that are decayed."""
     for group in optimizer.param_groups:
@@ -75,11 +93,25 @@ def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
 
 
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
-    """Step if `finite`, else change nothing; the host does not wait for the answer."""
+    """Step if `finite`, else change nothing; the host waits for the answer only without a fused kernel."""
+    if optimizer.defaults.get("fused") is not False:  # fused, or LARS
+        _step_unless((~finite).float(), optimizer)
+    elif finite:
+        optimizer.step()
+
+
+def _step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
     # GradScaler skips a fused step in this way: the kernel reads the flag on the device.
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     optimizer.step()
     del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Set tensors back to what they were before a step, unless it was finite; the host does not wait."""
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(finite, tensor, old))
 
 
 class LARS(Optimizer):
@@ -142,10 +174,12 @@ def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) 
     return total
 
 
-def all_finite(loss: Tensor, gradient_norm: Tensor) -> Tensor:
-    """Return (0-d bool) whether the loss and the norm of the gradients are finite in all processes."""
+def reduce_loss(loss: Tensor, gradient_norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean loss, and (0-d bool) whether loss and gradients are finite in all processes."""
     finite = torch.stack([loss.detach(), gradient_norm]).isfinite().all()
-    return all_reduce_mean(finite.float()) == 1  # equal in all processes, or their weights would diverge
+    # In one collective; `finite` is equal in all processes, or their weights would diverge.
+    mean, share = all_reduce_mean(torch.stack([loss.detach(), finite.to(loss.dtype)])).unbind()
+    return mean, share == 1
 
 
 def freeze_last_layer(last_layer: nn.Module) -> None:

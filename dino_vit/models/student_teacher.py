@@ -22,8 +22,10 @@ class Output(NamedTuple):
     prototypes: Tensor  # (prototypes, bottleneck)
 
     def logits(self) -> Tensor:
-        """Return the logits, (v·b, prototypes)."""
-        return F.linear(self.features, self.prototypes)
+        """Return the logits, (v·b, prototypes), in float32 under autocast too."""
+        # Divided by a teacher temperature of 0.04, bfloat16's rounding of a logit near 1 would become 0.05.
+        with torch.autocast(self.features.device.type, enabled=False):
+            return F.linear(self.features, self.prototypes)
 
 
 class Network(nn.Module):

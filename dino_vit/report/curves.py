@@ -48,7 +48,7 @@ def figures(record: RunRecord) -> dict[str, str]:
         found |= {f"k-NN, {name}": f"{level:.1f} %" for name, level in levels.items()}
     if rank is not None:
         found["effective rank"] = f"{rank:.0f}"
-    if record.records:
+    if record.readings:
         last = record.readings[-1]
         found["loss − ln(prototypes)"] = f"{last.excess:+.2f}".replace("-", "−")
         found["entropy gap"] = f"{last.entropy_gap:.2f}"
@@ -90,9 +90,9 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
 def _curve(record: RunRecord, readings: Sequence[Reading], field: str) -> list[Point]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
     start, scale = finite(record.baseline.get(field)), 100 if field == "data_wait" else 1
-    values = [(reading.step, finite(getattr(reading, field))) for reading in readings]
-    points = thin([(step, value) for step, value in values if value is not None])
-    points = [(step, scale * value) for step, value in points]
+    values = [(reading.step, getattr(reading, field)) for reading in readings]
+    scaled = [(step, value if value is None else finite(scale * value)) for step, value in values]
+    points = thin([(step, value) for step, value in scaled if value is not None])
     return points if start is None else [(0, start), *points]
 
 

@@ -19,18 +19,19 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
-from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.core.sizes import Size
+from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention import cls_attention
+from dino_vit.eval.attention import cls_attention, pad
 from dino_vit.eval.features.extraction import evaluating, in_batches
 from dino_vit.eval.neighbours import nearest
 from dino_vit.eval.pictures import as_picture, resize, shorten
 from dino_vit.models.head import DINOHead
-from dino_vit.views.preparation import preparation_of
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.preparation import fit, preparation_of
 from dino_vit.weights import load_backbone
 
 BATCH = 64
@@ -38,7 +39,7 @@ NEIGHBOURS = 12
 MAX_IMAGES = 6000
 # The page should stay below 5 MB. Of these, the names of all images, the thumbnails in base64, and the
 # attention maps before base64 (which makes them a third longer) take at most:
-NAME_BYTES, THUMBNAIL_BYTES, ATTENTION_BYTES = 350_000, 2_400_000, 400_000
+NAME_BYTES, THUMBNAIL_BYTES, ATTENTION_BYTES = 350_000, 2_200_000, 400_000
 MAX_NAME = 120  # characters
 MAX_ATTENTION_ROWS = 16
 # Side and WebP quality of the thumbnails, best first; the first that fits is used.
@@ -54,9 +55,9 @@ Positions = NDArray[np.float32]  # (n, 2)
 class LoadedTeacher:
     """The teacher of a checkpoint, on a device."""
 
-    def __init__(self, checkpoint: Checkpoint, config: PretrainConfig, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.backbone = load_backbone(checkpoint.path).to(device)
-        self.head = DINOHead(in_dim=self.backbone.width, **config.head.model_dump())
+        self.head = DINOHead(in_dim=self.backbone.width, **checkpoint.metadata["config"]["head"])
         prefix, tensors = "teacher.head.", checkpoint.tensors
         self.head.load_state_dict(
             {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -68,7 +69,8 @@ class LoadedTeacher:
 
     def attention(self, images: Tensor) -> Tensor:
         """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
-        return cls_attention(self.backbone, self.normalise(images)).float().cpu()
+        padded = pad(self.normalise(images), self.backbone.patch_size)
+        return cls_attention(self.backbone, padded).float().cpu()
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the CLS features of images and, of each, the prototype with the highest centred score."""
@@ -131,22 +133,35 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
 
 def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
     """Return the readable indices and, of each, its features, prototype, attention and thumbnail."""
+    size, large = teacher.preparation.size, _attention_size(teacher.backbone, len(indices))
     kept: list[int] = []
     parts: list[tuple[Tensor, ...]] = []
     with progress("Computing features and attention", len(indices)) as advance:
         for batch in in_batches(indices, BATCH):
-            images = []
+            images, larger = [], []
             for index in batch:
                 with suppress(UnreadableImage):
-                    images.append(teacher.preparation.read(source, index))
+                    image = read_image(source, index, teacher.preparation.pixels)
+                    images.append(fit(image, size))
+                    larger.append(fit(image, large))
                     kept.append(index)
             if images:
-                stack = torch.stack(images)
-                attention = teacher.attention(stack).mean(dim=1)
-                pictures = [resize(as_picture(image), None, THUMBNAILS[0][0]) for image in images]
-                parts.append((*teacher.embed(stack), attention, torch.stack(pictures)))
+                attention = teacher.attention(torch.stack(larger)).mean(dim=1)
+                pictures = [resize(as_picture(image), None, THUMBNAILS[0][0]) for image in larger]
+                parts.append((*teacher.embed(torch.stack(images)), attention, torch.stack(pictures)))
             advance(len(batch))
     return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _attention_size(backbone: VisionTransformer, images: int) -> Size:
+    """Return a size with as many patches as a page has room for, or that of training if it has more."""
+    (h, w), patch = backbone.grid_of(*backbone.image_size), backbone.patch_size
+    factor = max(1.0, _attention_rows(images) / min(h, w))
+    return round(h * factor) * patch[0], round(w * factor) * patch[1]
+
+
+def _attention_rows(images: int) -> int:
+    return min(MAX_ATTENTION_ROWS, math.isqrt(ATTENTION_BYTES // images))
 
 
 def pca(features: Tensor) -> Positions:
@@ -205,7 +220,7 @@ def to_json(found: ImageMap) -> dict[str, Any]:
         grid = np.rint(np.clip(centred, 0, 1) * 65535).astype(np.uint16)
         layouts.append({"name": name, "positions": packed(grid)})
     # One byte per patch, averaged over neighbouring patches if they are too many for a page.
-    rows = min(MAX_ATTENTION_ROWS, math.isqrt(ATTENTION_BYTES // len(found.indices)))
+    rows = _attention_rows(len(found.indices))
     maps = found.attention
     size = min(rows, maps.shape[-2]), min(rows, maps.shape[-1])
     maps = F.adaptive_avg_pool2d(maps[:, None], size)[:, 0]
@@ -219,7 +234,7 @@ def to_json(found: ImageMap) -> dict[str, Any]:
         "layouts": layouts,
         "k": found.neighbours.shape[1],
         "neighbours": packed(found.neighbours.numpy().astype(np.uint16)),
-        "similarities": packed((found.cosines.clamp(0, 1) * 65535).round().numpy().astype(np.uint16)),
+        "similarities": packed(found.cosines.numpy()),
         "thumbnails": build_atlas(found.thumbnails, THUMBNAIL_BYTES),
         "attention": {"maps": packed(maps.round().to(torch.uint8).numpy()), "size": size},
     }

@@ -8,6 +8,7 @@ import hashlib
 import ipaddress
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from markupsafe import Markup
 
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.text import printable
 from dino_vit.report.curves import figures, live_data
 from dino_vit.report.record import RunRecord, changed_settings, facts, read_run
 from dino_vit.report.sheets import Row
@@ -47,7 +49,7 @@ class Pictures:
 
 def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version: int | None = None) -> str:
     """Return the page of a run; a live one asks its server for news."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     now = live_data(record)
     style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
@@ -73,6 +75,11 @@ def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version
         pictures=pictures,
         data={**now, "live": live, "version": version, "explorer": pictures.explorer},
     )
+
+
+def _finalize(value: object) -> str:
+    """Make text printable; markup is our own."""
+    return value if isinstance(value, Markup) else printable(value)
 
 
 def _asset(name: str) -> str:
@@ -110,7 +117,7 @@ class Page:
             try:
                 self.pictures = self.draw(read_run(self.folder))
                 self.drawn = newest
-            except (ValueError, OSError) as error:  # such as a file that the run is replacing
+            except (ValueError, OSError, RuntimeError) as error:  # a file that the run replaces, full memory
                 log.warning("the pictures could not be drawn: %s", error)
         return time.monotonic() - start
 
@@ -132,6 +139,8 @@ def serve(page: Page, address: str, port: int) -> None:
 
 class PageServer(ThreadingHTTPServer):
     """A server of two documents that are made in memory; it opens no file that a request names."""
+
+    request_queue_size = 256  # browsers that connect at once; the next ones would wait for seconds
 
     def __init__(self, page: Page, address: str, port: int) -> None:
         self.page = page
@@ -158,30 +167,40 @@ class PageServer(ThreadingHTTPServer):
             return name in self.names
         return True
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Pass over connections that ended in the middle of an answer."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    timeout = 10  # seconds until a connection that sends or takes nothing is closed
     server_version, sys_version = "dino-vit", ""
 
     def do_GET(self) -> None:
-        page = self.server.page
-        if not self.server.accepts(self.headers.get("Host", "")):
-            return self._send(HTTPStatus.MISDIRECTED_REQUEST, b"Unknown host name.\n")
-        try:
-            match self.path:
-                case "/":
-                    self._send(HTTPStatus.OK, page.html(), "text/html; charset=utf-8")
-                case "/news.json":
-                    self._send(HTTPStatus.OK, page.news(), "application/json")
-                case _:
-                    self._send(HTTPStatus.NOT_FOUND, b"The report is at /.\n")
-        except (ValueError, OSError) as error:
-            log.warning("%s", error)
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"The run cannot be read at the moment.\n")
+        self._send(*self._answer())
 
     do_HEAD = do_GET
 
-    def _send(self, status: HTTPStatus, content: bytes, kind: str = "text/plain") -> None:
+    def _answer(self) -> tuple[HTTPStatus, bytes, str]:
+        """Return status, content and its type."""
+        page = self.server.page
+        if not self.server.accepts(self.headers.get("Host", "")):
+            return HTTPStatus.MISDIRECTED_REQUEST, b"Unknown host name.\n", "text/plain"
+        try:
+            match self.path:
+                case "/":
+                    return HTTPStatus.OK, page.html(), "text/html; charset=utf-8"
+                case "/news.json":
+                    return HTTPStatus.OK, page.news(), "application/json"
+        except (ValueError, OSError) as error:
+            log.warning("%s", error)
+            text = b"The run cannot be read at the moment.\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, text, "text/plain"
+        return HTTPStatus.NOT_FOUND, b"The report is at /.\n", "text/plain"
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": kind,

@@ -1,6 +1,5 @@
 """What a run folder says about its run, be it finished, under way or hardly begun."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.progress import duration, plural
 from dino_vit.training.diagnosis import STATES, Diagnosis
-from dino_vit.training.readings import Reading, Record, read_records
+from dino_vit.training.readings import BASELINE, READING, START, Reading, Start, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,26 +20,22 @@ class RunRecord:
 
     folder: Path
     config: PretrainConfig
-    records: list[Record]  # lines of metrics.jsonl
-    starts: list[Record]  # lines of starts.jsonl
-    baseline: Record  # figures before the first step
-
-    @property
-    def readings(self) -> list[Reading]:
-        return [Reading.from_record(record) for record in self.records]
+    readings: list[Reading]
+    starts: list[Start]
+    baseline: dict[str, float]  # figures before the first step
 
     @property
     def step(self) -> int:
-        return int(self.records[-1]["step"]) if self.records else 0
+        return self.readings[-1].step if self.readings else 0
 
     @property
     def total_steps(self) -> int | None:
-        known = [source["total_steps"] for source in (*self.records[-1:], *self.starts[-1:])]
-        return int(known[0]) if known else self.config.budget.steps
+        newest: list[Reading | Start] = [*self.readings[-1:], *self.starts[-1:]]
+        return newest[0].total_steps if newest else self.config.budget.steps
 
     def latest(self, figure: str) -> float | None:
         """Return the newest finite value of a figure."""
-        found = (finite(record.get(figure)) for record in reversed(self.records))
+        found = (finite(getattr(reading, figure)) for reading in reversed(self.readings))
         return next((value for value in found if value is not None), None)
 
     def baseline_levels(self, *figures: str) -> dict[str, float]:
@@ -53,23 +48,23 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder without changing anything in it."""
-    settings, baseline = folder / "config.yaml", folder / "baseline.json"
+    settings = folder / "config.yaml"
     if not settings.is_file():
         reason = "it has no config.yaml" if folder.is_dir() else "there is no such folder"
         raise ValueError(f"{folder} is not the folder of a run: {reason}; give the `output` of a pretraining")
     return RunRecord(
         folder=folder,
         config=load(PretrainConfig, settings),
-        records=read_records(folder / "metrics.jsonl"),
-        starts=read_records(folder / "starts.jsonl"),
-        baseline=json.loads(baseline.read_bytes()) if baseline.exists() else {},
+        readings=read_records(folder / "metrics.jsonl", READING),
+        starts=read_records(folder / "starts.jsonl", START),
+        baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), {}),
     )
 
 
 def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
     """Return key, value, default and, where it was chosen automatically, the reason of changed settings."""
     now, default = values(record.config), values(PretrainConfig())
-    reasons = {key: reason for start in record.starts for key, reason in start["reasons"].items()}
+    reasons = {key: reason for start in record.starts for key, reason in start.reasons.items()}
     return [
         (key, yaml.write(now[key]), yaml.write(default.get(key)), reasons.get(key, ""))
         for key in settings_of(PretrainConfig)
@@ -91,19 +86,19 @@ def facts(record: RunRecord) -> dict[str, str]:
         views += f", {config.views.local_count} local of {local_size}"
     if record.starts:
         (first, *resumed), start = record.starts, record.starts[-1]
-        backbone, head = (start["parameters"][name] / 1e6 for name in ("backbone", "head"))
+        backbone, head = start.parameters.backbone / 1e6, start.parameters.head / 1e6
         network += f"; {backbone:.1f} M parameters, head {head:.1f} M"
-        images = f"{start['images']:,} images from {images}"
-        processes = plural(start["processes"], "process", "processes")
-        precision = "float32" if start["precision"] == "no" else start["precision"]
-        cores = f", {start['cores']} cores each" if "CUDA" not in start["device"] else ""
-        started = first["began"].replace("T", " ").replace("+00:00", " UTC")
+        images = f"{start.images:,} images from {images}"
+        processes = plural(start.processes, "process", "processes")
+        precision = "float32" if start.precision == "no" else start.precision
+        cores = f", {start.cores} cores each" if "CUDA" not in start.device else ""
+        started = first.began.replace("T", " ").replace("+00:00", " UTC")
         if resumed:
             times = "once, at" if len(resumed) == 1 else f"{len(resumed)} times, most recently at"
-            started += f"; resumed {times} step {start['step']:,}"
+            started += f"; resumed {times} step {start.step:,}"
         machine = {
-            "Device": f"{start['device']}; {processes}{cores}, {precision}",
-            "Versions": f"dino-vit {start['version']}, torch {start['torch']}",
+            "Device": f"{start.device}; {processes}{cores}, {precision}",
+            "Versions": f"dino-vit {start.version}, torch {start.torch}",
             "Started": started,
         }
     return {
@@ -120,36 +115,36 @@ def facts(record: RunRecord) -> dict[str, str]:
 def _progress(record: RunRecord) -> str:
     total = f" of {record.total_steps:,}" if record.total_steps else ""
     done = f"{record.step:,}{total} steps"
-    if record.records:
-        done += f", {record.records[-1]['epoch']:.4g} epochs"
+    if record.readings:
+        done += f", {record.readings[-1].epoch:.4g} epochs"
     if record.starts:
-        done += f", global batch {record.starts[-1]['global_batch']:,}"
+        done += f", global batch {record.starts[-1].global_batch:,}"
     return done
 
 
 def _speed(record: RunRecord) -> str:
-    speeds = [r["images_per_second"] for r in record.records if r["images_per_second"]]
-    waits = [r["data_wait"] for r in record.records if r["data_wait"] is not None]
+    speeds = [reading.images_per_second for reading in record.readings if reading.images_per_second > 0]
+    waits = [reading.data_wait for reading in record.readings]
     if not speeds:
         return "unknown before the first line of metrics.jsonl"
     text = f"{median(speeds):,.0f} images/s; {100 * median(waits):.0f} % of the time waiting for images"
     if not record.starts:
         return text
     # Without the time of evaluations and checkpoints, which images_per_second leaves out.
-    images, seconds, before = record.starts[-1]["global_batch"], 0.0, 0
-    for line in record.records:
-        if line["images_per_second"]:
-            seconds += (line["step"] - before) * images / line["images_per_second"]
-        before = line["step"]
-    return f"{text}; {duration(seconds)} of training steps"
+    images, seconds, before = record.starts[-1].global_batch, 0.0, 0
+    for line in record.readings:
+        if line.images_per_second > 0:
+            seconds += (line.step - before) * images / line.images_per_second
+        before = line.step
+    return f"{text}; {duration(seconds)} of training steps" if math.isfinite(seconds) else text
 
 
 def state(record: RunRecord) -> tuple[Diagnosis, str]:
     """Return the state of a run by its newest reading, and how it came to it."""
     spans: list[tuple[str, int]] = []  # state, first step
-    for line in record.records:
-        if not spans or spans[-1][0] != line["state"]:
-            spans.append((line["state"], line["step"]))
+    for line in record.readings:
+        if not spans or spans[-1][0] != line.state:
+            spans.append((line.state, line.step))
     if not spans:
         return STATES["starting"], "metrics.jsonl is missing or has no lines yet."
     name, since = spans[-1]

@@ -3,17 +3,20 @@
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sampling_weights import read_sampling_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.pictures import as_picture, heat, resize, shorten
+from dino_vit.eval.neighbours import format_cosines
+from dino_vit.eval.pictures import as_picture, enlarge, heat, resize, shorten
 from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
-SIDE = 96  # pixels of a picture
+SIDE = 144  # pixels of a picture
+ATTENTION_SIDE = 512  # pixels of the longer side of an image whose attention is drawn, at most
 ROWS, NEIGHBOURS, HEADS = 6, 8, 12  # at most
 
 
@@ -52,19 +55,21 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
 
 
 def attention_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> list[Row]:
-    """Draw the attention maps of a few images, by head of the last block."""
+    """Draw the attention maps of a few whole images, by head of the last block."""
     rows = []
     for row in _varied(found):
-        image = teacher.preparation.read(source, found.indices[row])
+        image = read_image(source, found.indices[row], teacher.preparation.pixels)
+        image = resize(image, None, ATTENTION_SIDE)
         (heads,) = teacher.attention(image[None])
+        picture = resize(as_picture(image), None, SIDE)
         maps = {"mean of heads": heads.mean(dim=0)}
         maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
-        tiles = [_tile(image, "image")]
+        tiles = [Tile(data_uri(picture), "image")]
         for caption, values in maps.items():
-            # Patches stay squares with sharp edges.
-            factor = max(1, SIDE // max(values.shape))
-            square = values.repeat_interleave(factor, dim=0).repeat_interleave(factor, dim=1)
-            tiles.append(Tile(data_uri(heat(square)), caption))
+            squares = enlarge(values, (image.shape[-2], image.shape[-1]), teacher.backbone.patch_size)
+            # Not smoothed, so that patches stay squares with sharp edges.
+            squares = F.interpolate(squares[None, None], size=picture.shape[-2:], mode="nearest-exact")
+            tiles.append(Tile(data_uri(heat(squares[0, 0])), caption))
         rows.append(Row(found.names[row], tiles))
     return rows
 
@@ -73,10 +78,10 @@ def neighbour_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> l
     """Draw the nearest neighbours of a few images."""
     rows = []
     for row in _varied(found):
-        nearest = zip(found.neighbours[row].tolist(), found.cosines[row].tolist(), strict=True)
-        captions = {row: "image", **{other: f"{cosine:.4f}" for other, cosine in nearest}}
+        cosines = format_cosines(found.cosines[row, :NEIGHBOURS].tolist())
+        nearest = zip(found.neighbours[row, :NEIGHBOURS].tolist(), cosines, strict=True)
         tiles = []
-        for shown, caption in list(captions.items())[: NEIGHBOURS + 1]:
+        for shown, caption in [(row, "image"), *nearest]:
             label = found.labels[shown]
             caption += "" if label is None else f", {label}"
             tiles.append(_tile(teacher.preparation.read(source, found.indices[shown]), caption))

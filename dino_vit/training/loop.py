@@ -10,16 +10,18 @@ from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.distributed import all_reduce_mean, any_process
+from dino_vit.core.distributed import all_reduce_mean, any_process, is_main_process
+from dino_vit.core.lock import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import Interruption, start_processes
 from dino_vit.core.storage import StorageError
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.optim import (
-    all_finite,
     clip_gradients,
     ema_update,
     freeze_last_layer,
+    reduce_loss,
+    restore_unless,
     set_rates,
     step_if_finite,
 )
@@ -34,37 +36,36 @@ from dino_vit.views.loader import Batch
 def pretrain(config: PretrainConfig) -> int:
     """Train as configured, resuming where the output folder has a run; return the exit code."""
     accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
-    run = set_up(config, accelerator)
-    with Interruption() as interruption, Reporter(run) as reporter:
-        code = train(run.state, reporter, interruption)
-        accelerator.wait_for_everyone()
-        accelerator.end_training()
+    only_run = locked(Path(config.output)) if is_main_process() else contextlib.nullcontext()
+    with Interruption() as interruption, only_run:
+        run = set_up(config, accelerator)
+        with Reporter(run) as reporter:
+            code = train(run.state, reporter, interruption)
+            accelerator.wait_for_everyone()
+            accelerator.end_training()
     return code
 
 
 def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> int:
     """Take the remaining steps; return 0, or the exit code when asked to stop."""
     reporter.start()
-    if state.saved_step is None and state.config.run.eval_every:
+    if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
+    interruption.in_steps = True
     with contextlib.closing(state.loader.batches(state.step)) as batches:
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             after_step(state, reporter)
             # All processes must leave the loop after the same step, or the others wait in a collective.
-            if any_process(interruption.asked or state.unreadable.too_many):
+            stopped = interruption.asked or state.loader.lost_worker
+            if any_process(stopped or state.unreadable.too_many):
                 state.unreadable.check(state.device)
-                if any_process(interruption.asked):
+                if any_process(stopped):
                     save(state, reporter)
                     reporter.stop()
                     return interruption.exit_code
-    save(state, reporter)
-    if state.saved_step != state.step:
-        raise StorageError(
-            f"the run is complete, but its last checkpoint could not be written; free disk space for "
-            f"{state.folder} and run the same command again"
-        )
+    save(state, reporter, last=True)
     reporter.finish()
     return 0
 
@@ -78,6 +79,9 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     rates = state.plan.rates(state.step)
     set_rates(state.optimizer, lr=rates.lr, weight_decay=rates.weight_decay)
 
+    # The running statistics of BatchNorm, which a forward pass changes.
+    buffers = [*student.buffers(), *state.teacher.buffers()]
+    before = [buffer.clone() for buffer in buffers]
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
         batch = state.interval.wait(batches)
@@ -88,8 +92,9 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     parts = [student.backbone, student.head]
     norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
     freeze(state)
-    finite = all_finite(loss, norm)
+    loss, finite = reduce_loss(loss, norm)
     step_if_finite(state.optimizer, finite)
+    restore_unless(finite, buffers, before)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
@@ -165,13 +170,18 @@ def after_step(state: TrainingState, reporter: Reporter) -> None:
         save(state, reporter)
 
 
-def save(state: TrainingState, reporter: Reporter) -> None:
-    """Write a checkpoint; if that fails, say so and keep the last good one."""
+def save(state: TrainingState, reporter: Reporter, *, last: bool = False) -> None:
+    """Write a checkpoint; if that fails, keep the last good one and say so, or raise at the end of a run."""
     if state.saved_step == state.step:
         return
     try:
         state.save()
     except (NotFinite, StorageError) as error:
+        if last:
+            full = "Free disk space for it and run the same command again"
+            advice = full if isinstance(error, StorageError) else state.advice
+            text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
+            raise type(error)(text) from error
         reporter.progress.notice(f"step {state.step:,}: no checkpoint was written. {error}")
     else:
         reporter.progress.saved_step = state.step

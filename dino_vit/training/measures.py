@@ -1,18 +1,21 @@
 """What is measured between two log lines: kept on the device, so that no step waits for the host."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dino_vit.core.distributed import all_gather, all_reduce_mean
+from dino_vit.core.distributed import all_gather
 from dino_vit.views.loader import Batch
 
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
+
+
+_SUMS = ("loss", "finite", "skipped", "skipped_in_a_row")
 
 
 class IntervalSummary(NamedTuple):
@@ -47,7 +50,7 @@ class Interval:
         return batch
 
     def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int) -> None:
-        """Count a step."""
+        """Count a step, with its loss over all processes."""
         self.loss = self.loss + torch.where(finite, loss, 0.0)
         self.finite = self.finite + finite
         self.skipped = self.skipped + ~finite
@@ -57,13 +60,22 @@ class Interval:
 
     def read(self) -> IntervalSummary:
         """Return the measures of the interval so far."""
-        mean = all_reduce_mean(self.loss) / self.finite  # NaN if every step was skipped
+        mean = self.loss / self.finite  # NaN if every step was skipped
         on_device = torch.stack((mean, self.norm, self.skipped, self.skipped_in_a_row))
         loss, norm, skipped, in_a_row = on_device.tolist()
         seconds = time.perf_counter() - self.start
         return IntervalSummary(
             loss, norm, int(skipped), int(in_a_row), self.images / seconds, self.waited / seconds
         )
+
+    def state(self) -> dict[str, float]:
+        """Return the sums for a checkpoint, all but the times."""
+        return {name: float(getattr(self, name)) for name in _SUMS}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from sums of a checkpoint."""
+        for name in _SUMS:
+            setattr(self, name, torch.tensor(state[name], device=self.device))
 
 
 class UnreadableImages:
@@ -72,7 +84,7 @@ class UnreadableImages:
     def __init__(self, folder: Path, *, limit: float) -> None:
         self.path = folder / "unreadable.txt"
         self.limit = limit
-        self.known = set(self.path.read_text().splitlines()) if self.path.exists() else set[str]()
+        self.known = set(self._listed())
         self.failed, self.tried = 0, 0
         self.failure: str | None = None
 
@@ -85,10 +97,13 @@ class UnreadableImages:
         self.known.update(new)
         if new:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+") as file:
-                file.seek(0)
-                listed = set(file.read().splitlines())  # by other processes too
+            listed = set(self._listed())  # by other processes too
+            with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new if line not in listed)
+
+    def _listed(self) -> list[str]:
+        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
+        return text.splitlines()
 
     @property
     def too_many(self) -> bool:

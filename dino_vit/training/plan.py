@@ -37,6 +37,11 @@ class Plan:
         return self.total_steps / self.steps_per_epoch
 
     @property
+    def steps_between_evaluations(self) -> float | None:
+        run = self.config.run
+        return run.eval_every_steps or (run.eval_every and run.eval_every * self.steps_per_epoch)
+
+    @property
     def settled_step(self) -> int:
         """The first step after all phases at the start of the run."""
         return max(self.warmup_steps, self.freeze_steps, self.head_steps)
@@ -66,10 +71,11 @@ class Plan:
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether an online evaluation is due after `step` steps."""
-        every = self.config.run.eval_every
-        if every is None:
+        interval = self.steps_between_evaluations
+        if interval is None:
             return False
-        return step % (every * self.steps_per_epoch) == 0 or step == self.total_steps
+        count = round(step / interval)  # of intervals, which need not be whole numbers of steps
+        return (count > 0 and step == round(count * interval)) or step == self.total_steps
 
 
 def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
@@ -84,8 +90,7 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
             f"{plural(world_size, 'process', 'processes')}); "
             + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
         )
-    per_epoch = images // batch  # the images that do not fill a last batch wait for the next epoch
-    total = budget.steps or (budget.images or 0) // batch or (budget.epochs or 0) * per_epoch
+    per_epoch, total = images // batch, budget.total_steps(images, batch)
     if not total:
         raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
     unit = next(name for name in ("epochs", "steps", "images") if getattr(budget, name) is not None)

@@ -1,54 +1,57 @@
-"""The readings of a run: lines of `metrics.jsonl`, written and read."""
+"""The records of a run, written and read: `metrics.jsonl`, `starts.jsonl` and `baseline.json`."""
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
 
-Record = dict[str, Any]  # a line of `metrics.jsonl` or `starts.jsonl`
+T = TypeVar("T")
+
+# As read from JSON, in which null is a number that is not finite.
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """The numbers of one log line; entropies and the divergence are those of `loss.LossStatistics`."""
 
-    step: int  # taken so far
-    total_steps: int
-    epoch: float
-    loss: float  # mean since the previous reading
-    prototypes: int
-    mean_output_entropy: float
-    output_entropy: float
-    entropy_gap: float
-    student_divergence: float
-    prototypes_in_use: int
-    rows: int  # teacher outputs, over all processes, that the entropies were taken over
-    embedding_std: float  # of unit CLS features, times sqrt(width): 1 spread out, 0 all images alike
-    gradient_norm: float
-    lr: float
-    weight_decay: float
-    momentum: float
-    teacher_temp: float
-    images_per_second: float
-    data_wait: float  # share of the time
-    nonfinite_steps: int  # since the start of the run
+    step: Count  # taken so far
+    total_steps: Count
+    epoch: Annotated[float, Field(ge=0, le=2**53)]
+    loss: Number  # mean since the previous reading
+    prototypes: Annotated[Count, Field(gt=0)]
+    mean_output_entropy: Number
+    output_entropy: Number
+    entropy_gap: Number
+    student_divergence: Number
+    prototypes_in_use: Count
+    rows: Count  # teacher outputs, over all processes, that the entropies were taken over
+    embedding_std: Number  # of unit CLS features, times sqrt(width): 1 spread out, 0 all images alike
+    gradient_norm: Number
+    lr: Number
+    weight_decay: Number
+    momentum: Number
+    teacher_temp: Number
+    images_per_second: Number
+    data_wait: Number  # share of the time
+    nonfinite_steps: Count  # since the start of the run
     knn: float | None = None  # percent, where the step was evaluated and there are labels
     rankme: float | None = None  # where the step was evaluated
+    state: str = ""  # what the readings so far say about the run
 
-    @classmethod
-    def from_record(cls, record: Record) -> Self:
-        """Return the reading of a record, in which null means not finite."""
-        absent: Record = {field.name: math.nan for field in fields(cls)} | {"knn": None, "rankme": None}
-        given = {name: record.get(name) for name in absent}
-        return cls(**{name: absent[name] if value is None else value for name, value in given.items()})
-
-    def to_record(self, state: str) -> Record:
-        """Return the record of a reading that shows a state."""
-        return {**asdict(self), "excess": self.excess, "state": state}
+    def to_record(self) -> dict[str, Any]:
+        """Return the line of `metrics.jsonl`."""
+        return {**asdict(self), "excess": self.excess}
 
     @property
     def excess(self) -> float:
@@ -81,40 +84,77 @@ class Reading:
         return {name: float(value) for name, value in named.items() if value is not None}
 
 
-def append_record(path: Path, record: Record) -> None:
-    """Append a line; one that is torn because the process died is left out when the file is read."""
-    with path.open("ab") as file:
-        file.write(to_json(record) + b"\n")
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """The number of parameters of a network's parts."""
+
+    backbone: Count
+    head: Count
 
 
-def to_json(record: Record) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A start of a run, a line of `starts.jsonl`: when, from which step, on what, with which choices."""
+
+    step: Count
+    began: str
+    version: str
+    torch: str
+    device: str
+    cores: Count
+    processes: Count
+    precision: str
+    workers: Count
+    global_batch: Count
+    images: Count
+    steps_per_epoch: Count
+    total_steps: Count
+    parameters: ParameterCounts
+    reasons: dict[str, str]  # of choices, by their setting
+
+
+READING, START, BASELINE = TypeAdapter(Reading), TypeAdapter(Start), TypeAdapter(dict[str, Number])
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a line, and end the one before if its writer died or the disk was full."""
+    with path.open("ab+") as file:
+        torn = False
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = file.read() != b"\n"
+        file.write(b"\n" * torn + to_json(record) + b"\n")
+
+
+def to_json(record: Mapping[str, Any]) -> bytes:
     """Return a record as JSON, null for what is not finite."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, allow_nan=False).encode()
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, which may be growing; lines that are not whole are left out."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    records = []
-    for line in lines:
-        if not line.endswith(b"\n"):  # a torn line
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        else:
-            log.warning("%s has a damaged line, which is left out: %.60r", path.name, line)
-    return records
+def read_records(path: Path, kind: TypeAdapter[T]) -> list[T]:
+    """Return the records of a file, which may be growing; lines that are no such record are left out."""
+    return [record for record, _ in _parse(path, kind)]
 
 
-def drop_later_records(path: Path, step: int) -> list[Record]:
+def drop_later_readings(path: Path, step: int) -> list[Reading]:
     """Drop the damaged lines of a file and those after `step`, which the run will write again."""
-    records = [record for record in read_records(path) if record["step"] <= step]
-    content = b"".join(to_json(record) + b"\n" for record in records)
+    kept = [(reading, line) for reading, line in _parse(path, READING) if reading.step <= step]
+    content = b"".join(line.rstrip(b"\n") + b"\n" for _, line in kept)
     if path.exists() and path.read_bytes() != content:
         write_bytes(path, content)
-    return records
+    return [reading for reading, _ in kept]
+
+
+def _parse(path: Path, kind: TypeAdapter[T]) -> Iterator[tuple[T, bytes]]:
+    """Yield the records of a file with their lines."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        try:
+            yield kind.validate_json(line, strict=True), line
+        except ValidationError:
+            _warn(path, line[:60])
+
+
+@cache  # once for each line, as a served page reads the files every few seconds
+def _warn(path: Path, line: bytes) -> None:
+    log.warning("%s: a damaged line is left out: %r", path, line)

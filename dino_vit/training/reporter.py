@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Self
@@ -15,8 +16,16 @@ from dino_vit.config.settings import values
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import printable
 from dino_vit.training.diagnosis import diagnose
-from dino_vit.training.readings import Reading, Record, append_record, drop_later_records, to_json
+from dino_vit.training.readings import (
+    ParameterCounts,
+    Reading,
+    Start,
+    append_record,
+    drop_later_readings,
+    to_json,
+)
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 
@@ -38,10 +47,9 @@ class Reporter:
         if self.main:
             self._write_config(to_yaml(config))
             # A run that was killed may have logged steps that come after its last checkpoint.
-            records = drop_later_records(self.metrics, self.state.step)
-            self.readings = [Reading.from_record(record) for record in records]
+            self.readings = drop_later_readings(self.metrics, self.state.step)
         # Trackers take numbers and text only.
-        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in values(config).items()}
+        plain = {key: v if isinstance(v, int | float) else printable(v) for key, v in values(config).items()}
         accelerator.init_trackers("logs", config=plain)
 
     def __enter__(self) -> Self:
@@ -63,7 +71,7 @@ class Reporter:
             self.progress.notice(line)
         if self.main and self.state.step < self.state.plan.total_steps:
             try:
-                append_record(self.state.folder / "starts.jsonl", start_record(self.run))
+                append_record(self.state.folder / "starts.jsonl", asdict(start_record(self.run)))
             except OSError as error:  # a full disk may be freed before the next checkpoint
                 self.progress.notice(f"starts.jsonl could not be written: {error}")
 
@@ -84,7 +92,7 @@ class Reporter:
         diagnosis = diagnose(self.readings, settled_step=self.state.plan.settled_step)
         self.progress.show(reading, diagnosis)
         try:
-            append_record(self.metrics, reading.to_record(diagnosis.state))
+            append_record(self.metrics, replace(reading, state=diagnosis.state).to_record())
             self.state.accelerator.log(reading.scalars(), step=reading.step)
         except OSError as error:  # a full disk may be freed before the next checkpoint
             self.progress.notice(f"step {reading.step:,}: the reading could not be written. {error}")
@@ -114,32 +122,33 @@ class Reporter:
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
 
 
-def parameter_counts(run: ReadyRun) -> dict[str, int]:
+def parameter_counts(run: ReadyRun) -> ParameterCounts:
     """Return the number of parameters of backbone and head."""
-    parts = {"backbone": run.state.student.backbone, "head": run.state.student.head}
-    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    parts = run.state.student.backbone, run.state.student.head
+    backbone, head = (sum(p.numel() for p in part.parameters()) for part in parts)
+    return ParameterCounts(backbone=backbone, head=head)
 
 
-def start_record(run: ReadyRun) -> Record:
-    """Return a line of `starts.jsonl`: when, from which step, on what, with which choices."""
+def start_record(run: ReadyRun) -> Start:
+    """Return what is recorded of a start."""
     state, plan = run.state, run.state.plan
-    return {
-        "step": state.step,
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "torch": torch.__version__,
-        "device": device_name(state.device),
-        "cores": cores_of_a_process(state.accelerator.num_processes),
-        "processes": state.accelerator.num_processes,
-        "precision": state.precision,
-        "workers": state.loader.workers,
-        "global_batch": plan.global_batch,
-        "images": len(state.source),
-        "steps_per_epoch": plan.steps_per_epoch,
-        "total_steps": plan.total_steps,
-        "parameters": parameter_counts(run),
-        "reasons": {choice.key: choice.reason for choice in run.choices},
-    }
+    return Start(
+        step=state.step,
+        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=__version__,
+        torch=torch.__version__,
+        device=device_name(state.device),
+        cores=cores_of_a_process(state.accelerator.num_processes),
+        processes=state.accelerator.num_processes,
+        precision=state.precision,
+        workers=state.loader.workers,
+        global_batch=plan.global_batch,
+        images=len(state.source),
+        steps_per_epoch=plan.steps_per_epoch,
+        total_steps=plan.total_steps,
+        parameters=parameter_counts(run),
+        reasons={choice.key: choice.reason for choice in run.choices},
+    )
 
 
 def describe_start(run: ReadyRun) -> Iterator[str]:
@@ -161,11 +170,11 @@ def describe_start(run: ReadyRun) -> Iterator[str]:
     )
     yield from run.notes
     width, depth, heads = config.model.shape
-    parameters = {name: number / 1e6 for name, number in parameter_counts(run).items()}
+    parameters = parameter_counts(run)
     views = config.views
     yield (
         f"ViT/{config.model.patch_size}, width {width}, {plural(depth, 'block')}, {plural(heads, 'head')} "
-        f"({parameters['backbone']:.1f} M parameters, projection head {parameters['head']:.1f} M); "
+        f"({parameters.backbone / 1e6:.1f} M parameters, projection head {parameters.head / 1e6:.1f} M); "
         f"views {views.global_count} × {views.global_size} px and {views.local_count} × {views.local_size} px"
     )
     for choice in run.choices:

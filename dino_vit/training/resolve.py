@@ -180,6 +180,12 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
             f"its global batch was {batch}, which is not a multiple of {per_pass} "
             f"(data.batch_size={config.data.batch_size} on {facts.processes} processes)"
         )
+    pass_before = batch // before.optim.accumulate
+    if config.head.batch_norm and before.head.batch_norm and pass_before != per_pass:
+        changes.append(
+            f"BatchNorm took its statistics over passes of {plural(pass_before, 'image')}, now {per_pass} "
+            f"(data.batch_size={config.data.batch_size} on {plural(facts.processes, 'process', 'processes')})"
+        )
     if changes and config.run.resume != "changed":
         raise ValueError(
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "

@@ -27,6 +27,10 @@ from dino_vit.training.state import TrainingState
 from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
 
+# What a run resumes from, in the metadata of a checkpoint.
+RESUMED = {"step": int, "global_batch": int, "nonfinite_steps": int, "precision": str, "source": str}
+RESUMED |= {"config": dict, "architecture": dict, "scaler": dict}
+
 
 class ReadyRun(NamedTuple):
     """A run that is ready to train, what was chosen for it, and notes on its images."""
@@ -49,8 +53,16 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
     elif config.init:
-        size, channels = config.views.global_shape, config.data.channels
-        trained = load_backbone(config.init.weights, image_size=size, channels=channels)
+        overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+        trained = load_backbone(
+            config.init.weights,
+            network=config.init.network,
+            format=config.init.format,
+            trained_size=config.init.trained_size,
+            image_size=config.views.global_shape,
+            channels=config.data.channels,
+            **overrides,
+        )
         architecture = trained.architecture
     facts = Facts(
         source=source,
@@ -80,6 +92,13 @@ def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkp
             "give another output, or move that folder away"
         )
     resumed = checkpoints.newest()
+    if resumed:
+        wrong = [name for name, kind in RESUMED.items() if not isinstance(resumed.metadata.get(name), kind)]
+        if wrong:
+            raise ValueError(
+                f"{resumed.path} is no checkpoint of a pretraining: its metadata has no usable "
+                f"{', '.join(wrong)}; give another output, or move that folder away"
+            )
     if not all_equal(resumed.step if resumed else 0):
         raise ValueError(
             f"the processes found this run at different steps; {config.output} must be one folder that "

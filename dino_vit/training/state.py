@@ -127,10 +127,16 @@ class TrainingState:
         if self.skipped_in_a_row >= self.config.run.max_nonfinite_steps:
             raise NotFinite(
                 f"{self.skipped_in_a_row} steps in a row up to step {self.step} were not finite and were "
-                f"skipped. {self.checkpoints.folder} holds the last good checkpoint. Resume from it with "
-                "run.resume=changed and run.precision=no, or a lower optim.lr, optim.clip or "
-                "loss.teacher_temp; see unreadable.txt for damaged images"
+                f"skipped. {self.advice}; see unreadable.txt for damaged images"
             )
+
+    @property
+    def advice(self) -> str:
+        """What to do about a state that is not finite."""
+        return (
+            f"{self.checkpoints.folder} holds the last good checkpoint. Resume from it with "
+            "run.resume=changed and run.precision=no, or a lower optim.lr, optim.clip or loss.teacher_temp"
+        )
 
     def save(self) -> None:
         """Write a checkpoint on rank 0; raise if the state is not finite or the disk is full."""
@@ -154,6 +160,7 @@ class TrainingState:
             "precision": self.precision,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.skipped_steps,
+            "interval": self.interval.state(),
             "best": self.best,
             "baseline": self.baseline,
         }
@@ -165,6 +172,8 @@ class TrainingState:
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
         self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
+        if interval := checkpoint.metadata.get("interval"):  # checkpoints of 0.1.0 have none
+            self.interval.load_state(interval)
         self.best = checkpoint.metadata["best"]
         self.baseline = checkpoint.metadata["baseline"]
 

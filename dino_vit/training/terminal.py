@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dino_vit.core.progress import duration
+from dino_vit.core.text import printable_lines
 from dino_vit.training.diagnosis import STARTING, Diagnosis
 from dino_vit.training.readings import Reading
 
@@ -79,6 +80,7 @@ class RunProgress:
 
     def notice(self, text: str) -> None:
         """Print a sentence that stays."""
+        text = printable_lines(text)
         if self.live:
             self.live.console.print(Text(text))
         else:

@@ -2,11 +2,16 @@
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from math import ceil
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -14,6 +19,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dino_vit.core import log
+from dino_vit.core.distributed import local_world_size
+from dino_vit.core.runtime import REQUEUE
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
@@ -71,6 +79,7 @@ class Loader:
         self.dataset = _Steps(source, tuple(views), pixels, augment, sampler)
         self.sampler, self.in_step = sampler, in_step
         self.workers, self.pin = workers, pin
+        self.lost_worker = False  # whether a loader process was killed
         if workers and SHARED.exists():
             _check_shared_memory(workers, PREFETCH * self.dataset.bytes_of_a_batch)
 
@@ -84,8 +93,9 @@ class Loader:
     def batches(self, position: int = 0) -> Generator[Batch]:
         """Yield the batches from a step on, without end; closing the iterator ends the loader processes.
 
-        If an image and its replacements are unreadable, raise an error, or with `in_step` yield a batch with
-        a blank image and its `failure`, so that the caller can end all processes after the same step.
+        If an image and its replacements are unreadable, or a loader process was killed, raise an error. With
+        `in_step`, yield a batch with a blank image and its `failure`, or make the batches here and set
+        `lost_worker`, so that the caller can end all processes after the same step.
         """
         loader: DataLoader[Batch | ValueError] = DataLoader(
             self.dataset,
@@ -95,11 +105,12 @@ class Loader:
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_init_worker,
         )
-        batches: Any = iter(loader)
+        batches: Any = _iterate(loader)
         try:
-            for batch in batches:
+            for index in count(position):
+                batch = self._next(batches, index)
                 if isinstance(batch, ValueError):
                     raise batch
                 if batch.failure and not self.in_step:
@@ -109,16 +120,70 @@ class Loader:
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 batches._shutdown_workers()
 
+    def _next(self, batches: Any, index: int) -> Batch | ValueError:
+        """Return the next batch, from a loader process as long as all of them live."""
+        if not self.lost_worker:
+            try:
+                batch: Batch | ValueError = next(batches)
+                return batch
+            # OSError, EOFError: what the process had made was not yet fetched from it.
+            except (RuntimeError, OSError, EOFError):
+                how = self.workers and _how_one_ended(batches._workers)
+                if not how:
+                    raise
+                self.lost_worker = True
+                text = (
+                    f"a loader process ended {how}, as one does when memory runs out. Fewer workers "
+                    f"(now {self.workers}) or smaller batches need less memory"
+                )
+                if not self.in_step:
+                    raise WorkerLost(f"{text}. Run the same command again") from None
+                log.error(text)
+        return self.dataset[next(self.sampler.batch_specs(index))]
 
-def _ignore_signals(_: int) -> None:
+
+class WorkerLost(ValueError):
+    """A loader process was killed, so that the run cannot go on, but may be started again."""
+
+    exit_code = REQUEUE
+
+
+def _iterate(loader: DataLoader[Batch | ValueError]) -> Any:
+    """Start the loader processes; if one is killed, `next` raises an error within seconds.
+
+    torch's handler of their end would raise it anywhere, also in the middle of an update of the weights.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        return iter(loader)
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _how_one_ended(workers: Sequence[BaseProcess]) -> str | None:
+    """Return how one of the processes ended, if one did."""
+    ending = wait([worker.sentinel for worker in workers], timeout=1)
+    for worker in workers:
+        if worker.sentinel in ending:
+            worker.join()  # or it has no exit code yet
+            code = worker.exitcode or 0
+            return f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return None
+
+
+def _init_worker(_: int) -> None:
     """Ignore signals sent to all processes of a run: the training process needs its loaders to save."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # Called only by the thread that hands batches over, each time the training process was killed meanwhile.
+    sys.excepthook = lambda *_: None
 
 
 def _check_shared_memory(workers: int, batches_bytes: int) -> None:
     """Raise if prefetched batches do not fit; otherwise the system would kill loader processes later."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = local_world_size()
     stats = os.statvfs(SHARED)
     needed, available = workers * batches_bytes, stats.f_blocks * stats.f_frsize // processes
     if needed > available > 0:  # 0 means unlimited

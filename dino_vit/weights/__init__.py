@@ -2,6 +2,6 @@
 
 from dino_vit.weights.export import export_backbone, save_backbone
 from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.reading import WeightsError
+from dino_vit.weights.metadata import WeightsError
 
 __all__ = ["WeightsError", "export_backbone", "load_backbone", "save_backbone"]

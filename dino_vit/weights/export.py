@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dino_vit.core import log
-from dino_vit.core.storage import save_plain, sync, write_tensors
+from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path, write_tensors
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
-from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.reading import FORMAT_VERSION, WeightsError, read_weights
+from dino_vit.weights.loading import read_backbone
+from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
+from dino_vit.weights.reading import read_weights
+from dino_vit.weights.usage import model_arguments, photos_of
 
 EXPORTS = {
     "reference": layouts.REFERENCE,
@@ -78,23 +82,35 @@ def export_backbone(
     if format == "huggingface":
         scaled = model.architecture["layer_scale"] is not None
         layout = layouts.huggingface_layout(scaled, bool(model.registers))
+    try:
+        summary = _write(model, path, format, layout)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} could not be written: {reason(error)}") from error
+    log.info("%s: exported to the %s format; %s", path, format, summary)
+    return summary
+
+
+def _write(model: VisionTransformer, path: Path, format: str, layout: Layout) -> str:
+    """Write an export beside `path`, compare its features, and move it there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
         tensors = _to_layout(model, layout)
+        about = {EXPORT_KEY: describe_export(model, format)}
         if format == "huggingface":
-            _write_huggingface(model, layout, tensors, written)
+            _write_huggingface(model, layout, tensors, written, about)
         elif path.suffix == ".safetensors":
-            save_plain(tensors, written, {"format": "pt"})
+            save_plain(tensors, written, {"format": "pt", **about})
         else:
-            torch.save(tensors, written)
+            plain = OrderedDict(tensors)
+            vars(plain).update(about)  # attributes, which others do not look at
+            written.write_bytes(pickled(plain))
             sync(written)
         summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
         if path.is_dir():
             shutil.rmtree(path)  # _check_target found nothing but an older export in it
         written.replace(path)
         sync(path.parent)
-    log.info("%s: exported to the %s format; %s", path, format, summary)
     return summary
 
 
@@ -157,20 +173,30 @@ def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
 
 
 def _write_huggingface(
-    model: VisionTransformer, layout: Layout, tensors: dict[str, Tensor], folder: Path
+    model: VisionTransformer,
+    layout: Layout,
+    tensors: dict[str, Tensor],
+    folder: Path,
+    about: dict[str, str],
 ) -> None:
     """Write config.json, preprocessor_config.json and model.safetensors."""
     folder.mkdir()
-    save_plain(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_plain(tensors, folder / "model.safetensors", {"format": "pt", **about})
     contents = {"config.json": _huggingface_config(model, layout)}
-    known = model.provenance
-    if known is not None and known.mean is not None and known.std is not None:
+    if photos := photos_of(model, "huggingface"):
         contents["preprocessor_config.json"] = {
-            "image_processor_type": "ViTImageProcessor",
-            "size": {"height": model.image_size[0], "width": model.image_size[1]},
+            "image_processor_type": "BitImageProcessor",
+            "do_convert_rgb": photos.channels == 3,
+            "do_resize": True,
+            "size": {"shortest_edge": photos.shorter_side},
             "resample": 3,
-            "image_mean": known.mean,
-            "image_std": known.std,
+            "do_center_crop": True,
+            "crop_size": {"height": photos.size, "width": photos.size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": photos.mean,
+            "image_std": photos.std,
         }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -219,9 +245,11 @@ def _compare_features(model: VisionTransformer, written: Path, format: str) -> s
     """Compare with the features of the written file, in the library it is for if that is installed."""
     library = LIBRARIES.get(format)
     if library and find_spec(library):
-        peer, how = _open_peer(model, written, format), f"with {library}"
+        with utf8_path(written) as path:
+            peer, how = _open_peer(model, Path(path), format), f"with {library}"
     else:
-        peer, how = load_backbone(written, format=format, heads=model.heads), "by loading it again"
+        again, _ = read_backbone(written, format=format, heads=model.heads)  # unlogged: its name is temporary
+        peer, how = again, "by loading it again"
     was_training, device = model.training, next(model.parameters()).device
     images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
     ours = model.eval().forward_features(images.to(device))[:, 0].float().cpu()
@@ -246,39 +274,22 @@ def _note_on_other_sizes(model: VisionTransformer, layout: Layout) -> str:
 
 def _open_peer(model: VisionTransformer, written: Path, format: str) -> Callable[[Tensor], Tensor]:
     """Open the written file in the library it is for; return a function from images to CLS features."""
-    a = model.architecture
+    arguments = model_arguments(model, format)
+    if format == "huggingface":
+        from transformers import AutoModel
+
+        opened = AutoModel.from_pretrained(written, **arguments).eval()
+        return lambda images: opened(images).last_hidden_state[:, 0]
+    tensors = read_weights(written, "teacher").tensors
     if format == "timm":
         from timm.models import VisionTransformer as TimmTransformer
-        from timm.models import load_checkpoint
 
-        peer = TimmTransformer(
-            img_size=model.image_size,
-            patch_size=model.patch_size,
-            in_chans=model.channels,
-            num_classes=a["num_classes"],
-            embed_dim=model.width,
-            depth=model.depth,
-            num_heads=model.heads,
-            mlp_ratio=a["mlp_ratio"],
-            qkv_bias=a["qkv_bias"],
-            init_values=a["layer_scale"],
-            reg_tokens=model.registers,
-            no_embed_class=bool(model.registers),
-        )
-        load_checkpoint(peer, str(written), strict=True)
+        peer = TimmTransformer(**arguments)
+        peer.load_state_dict(tensors)
         return lambda images: peer.eval().forward_features(images)[:, 0]
-    if format == "torchvision":
-        from torchvision.models import VisionTransformer as TorchvisionTransformer
+    from torchvision.models import VisionTransformer as TorchvisionTransformer
 
-        hidden = round(model.width * a["mlp_ratio"])
-        sizes = model.image_size[0], model.patch_size[0], model.depth, model.heads, model.width, hidden
-        classifier = TorchvisionTransformer(*sizes)
-        classifier.heads = nn.Identity()
-        tensors = read_weights(written, "teacher").tensors
-        classifier.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("heads.")})
-        return classifier.eval()
-    from transformers import AutoModel
-
-    without_pooler = {"add_pooling_layer": False} if a["layer_scale"] is None else {}
-    opened = AutoModel.from_pretrained(written, **without_pooler).eval()
-    return lambda images: opened(images).last_hidden_state[:, 0]
+    classifier = TorchvisionTransformer(**arguments)
+    classifier.heads = nn.Identity()
+    classifier.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("heads.")})
+    return classifier.eval()

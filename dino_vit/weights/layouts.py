@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
-from dino_vit.weights.reading import RawWeights, WeightsError
+from dino_vit.weights.metadata import WeightsError
+from dino_vit.weights.reading import RawWeights
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     if raw.metadata:
         return OURS
+    format = format or raw.export.get("format")
     _refuse_unsupported(raw)
     names = set(raw.tensors)
     if any(name.endswith("embeddings.cls_token") for name in names):

@@ -4,20 +4,22 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.progress import plural
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import Provenance, VisionTransformer
 from dino_vit.weights.layouts import HYBRID_ROOT, Layout, merge, recognise
-from dino_vit.weights.reading import RawWeights, WeightsError, read_weights
+from dino_vit.weights.metadata import WeightsError
+from dino_vit.weights.reading import RawWeights, check_finite, read_weights
 
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 
@@ -37,6 +39,22 @@ def load_backbone(
     of `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions,
     other `channels` inflate the patch embedding, `num_classes` keeps the classifier.
     """
+    model, summary = read_backbone(
+        source, network=network, format=format, trained_size=trained_size, **overrides
+    )
+    log.info("%s", summary)
+    return model
+
+
+def read_backbone(
+    source: str | Path | Mapping[str, Any],
+    *,
+    network: str = "teacher",
+    format: str | None = None,
+    trained_size: int | Grid | None = None,
+    **overrides: Any,
+) -> tuple[VisionTransformer, str]:
+    """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
     raw = read_weights(source, network)
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))
@@ -45,24 +63,22 @@ def load_backbone(
     wanted = {**stored, **overrides}
     if not keep_classifier:
         wanted["num_classes"] = 0
-    with torch.device("meta"):
-        model = VisionTransformer(**wanted)
+    try:
+        with torch.device("meta"):
+            model = VisionTransformer(**wanted)
+    except (TypeError, RuntimeError, ArithmeticError) as error:
+        raise WeightsError(f"{raw.source} describes no network that can be built: {error}") from error
     tensors = _adapt(tensors, stored, wanted, raw.source, notes)
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise WeightsError(f"{raw.source} does not fit the inferred architecture: {error}") from error
+        # torch has a line for all that is missing, one for all that is unexpected, one for each other shape.
+        facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
+        raise WeightsError(f"{raw.source} does not fit the inferred architecture: {facts}") from error
     model.provenance = _provenance(raw, layout, model)
-    log.info(
-        "%s: loaded %d tensors (%s, %s, sha256 %s)%s",
-        raw.source,
-        len(tensors),
-        layout.format,
-        model.provenance.network or "backbone",
-        raw.sha256[:12],
-        "".join(f"; {note}" for note in notes),
-    )
-    return model.eval()
+    facts = f"{layout.format}, {model.provenance.network or 'backbone'}, sha256 {raw.sha256[:12]}"
+    summary = "; ".join([f"{raw.source}: loaded {len(tensors)} tensors ({facts})", *notes])
+    return model.eval(), summary
 
 
 def _adapt(
@@ -80,6 +96,7 @@ def _adapt(
     if converted := set(types.values()) - {"float32"}:
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
+    check_finite(adapted, source)
     patch = height_width(stored["patch_size"])
     old, new = (_patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
     positions = adapted.get("pos_embed")
@@ -104,7 +121,9 @@ def _adapt(
 
 def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Provenance:
     mean, std = layout.normalisation or (None, None)
-    known = raw.metadata or {"mean": mean, "std": std}
+    known = raw.metadata or {"mean": mean, "std": std} | {
+        k: v for k, v in raw.export.items() if v is not None
+    }
     mean, std, range = (tuple(known[key]) if known.get(key) else None for key in ("mean", "std", "range"))
     if mean is not None and len(mean) != model.channels:
         mean = std = None  # the statistics are those of other channels
@@ -118,7 +137,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Pr
         range=range,
         network=raw.network or known.get("network"),
         step=known.get("step"),
-        config=known.get("config", {}),
+        config=known.get("config") or {},
     )
 
 
@@ -153,12 +172,13 @@ def _infer_architecture(
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Infer the model's arguments from the shapes, and from what else is known if no shape shows them."""
+    # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
+    depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
     if raw.metadata:
-        known = raw.metadata["architecture"]
-        unknown = sorted(known.keys() - signature(VisionTransformer).parameters.keys())
-        if unknown:
-            raise WeightsError(f"{raw.source} has unknown architecture settings: {', '.join(unknown)}")
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        known: dict[str, Any] = raw.metadata["architecture"]
+        if known.get("depth", depth) != depth:
+            raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {known['depth']:,}")
+        return known
     try:
         width = tensors["cls_token"].shape[-1]
         stem = _infer_stem(tensors, overrides)
@@ -173,13 +193,11 @@ def _infer_architecture(
     if 0 in (width, hidden, *patch, stem["channels"]):
         raise WeightsError(f"{raw.source} has an empty tensor in its first block or its patch embedding")
     grid = _infer_grid(positions, patch, raw, layout, trained_size)
-    # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
-    blocks = {match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
     return {
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
-        "depth": len(blocks),
+        "depth": depth,
         "heads": _infer_heads(width, raw, overrides),
         "mlp": "swiglu" if gated else "gelu",
         "mlp_ratio": hidden / width,
@@ -249,9 +267,11 @@ def _patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
 
 
 def _stated_size(raw: RawWeights) -> Grid | None:
-    """Return the image size in a hub folder's config.json, or None if it is missing or malformed."""
+    """Return the image size that an export or a config.json states, or None if it is missing or malformed."""
     timm = raw.hub_config.get("pretrained_cfg") or {}
-    size = raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
+    size = (
+        raw.export.get("image_size") or raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
+    )
     try:
         height, width = map(int, height_width(size))
     except (TypeError, ValueError):
@@ -262,7 +282,11 @@ def _stated_size(raw: RawWeights) -> Grid | None:
 def _infer_heads(width: int, raw: RawWeights, overrides: Mapping[str, Any]) -> int:
     config = raw.hub_config
     stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
+    stated = raw.export.get("heads") or stated
     heads = overrides.get("heads") or stated or HEADS_OF_WIDTH.get(width)
     if heads is None:
-        raise WeightsError(f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=")
+        raise WeightsError(
+            f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N (to pretrain: "
+            "init.heads=N). `dino-vit export FILE NEW.pth --format reference --heads N` writes it into a file"
+        )
     return int(heads)

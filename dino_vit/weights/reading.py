@@ -2,8 +2,8 @@
 
 import argparse
 import hashlib
-import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,17 +14,20 @@ from torch import Tensor
 
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors
+from dino_vit.weights.metadata import (
+    EXPORT_KEY,
+    HUB_FILES,
+    WeightsError,
+    check_metadata,
+    parse_export,
+    parse_metadata,
+    read_hub_config,
+)
 
-HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin")  # a config.json beside these is theirs
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
-FORMAT_VERSION = 1  # of the metadata in our own files
-
-
-class WeightsError(ValueError):
-    """The given weights cannot be used as requested."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class RawWeights:
     source: str
     sha256: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of our own files
+    export: Mapping[str, Any] = field(default_factory=dict)  # what an export of ours says about itself
     hub_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a hub folder
     network: str | None = None
     trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
@@ -47,20 +51,28 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
     if isinstance(source, Mapping):
         return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
     try:
-        path, content, metadata = _read_path(Path(source))
+        path, content, about = _read_path(Path(source))
     except StorageError as error:
         raise WeightsError(str(error)) from error
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    raw = RawWeights({}, str(path), sha256, metadata, hub_config=_read_hub_config(path))
+    raw = RawWeights(
+        {},
+        str(path),
+        sha256,
+        metadata=about.get("metadata", {}),
+        export=about.get("export", {}),
+        hub_config=read_hub_config(path),
+    )
     return _unwrap(content, raw, network)
 
 
-def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
-    """Return the file that was read, its content and, of one of our own files, its metadata."""
+def _read_path(path: Path) -> tuple[Path, Any, dict[str, dict[str, Any]]]:
+    """Return the file that was read, its content, and the `metadata` or `export` that it holds."""
     checkpoint = Checkpoints(path).newest() if path.is_dir() else None
     if checkpoint is not None:
-        return checkpoint.path, checkpoint.tensors, _check_metadata(checkpoint.path, checkpoint.metadata)
+        metadata = check_metadata(checkpoint.path, checkpoint.metadata)
+        return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
     if path.is_dir():
         found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not found:
@@ -69,51 +81,24 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
                 f"{', '.join(WEIGHT_FILES)}"
             )
         path = found[0]
-    elif not path.exists():
-        raise WeightsError(f"{path} does not exist; give a weights file or a run folder")
-    if path.suffix != ".safetensors":
-        return path, _read_pickle(path), {}
-    tensors, texts = read_tensors(path)
-    if OWN_KEY not in texts:
-        return path, tensors, {}
-    try:
-        metadata = json.loads(texts[OWN_KEY])
-    except ValueError as error:
-        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is not JSON") from error
-    return path, tensors, _check_metadata(path, metadata)
-
-
-def _check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
-    complete = isinstance(metadata, dict) and {"kind", "mean", "std"} <= metadata.keys()
-    if not complete or not isinstance(metadata.get("architecture"), dict):
-        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is incomplete")
-    if metadata.get("version", FORMAT_VERSION) != FORMAT_VERSION:
-        raise WeightsError(
-            f"{path} has format version {metadata['version']}, but this dino-vit reads version "
-            f"{FORMAT_VERSION}; upgrade dino-vit to load it"
-        )
-    return metadata
-
-
-def _read_hub_config(weights: Path) -> dict[str, Any]:
-    """Return config.json of a hub folder together with the preprocessor's statistics, or an empty dict."""
-    if weights.name not in HUB_FILES:
-        return {}
-    found: dict[str, Any] = {}
-    for name in ("preprocessor_config.json", "config.json"):
-        path = weights.with_name(name)
-        if path.is_file():
-            try:
-                found |= json.loads(path.read_text())
-            except (ValueError, TypeError) as error:
-                raise WeightsError(f"{path} is not a JSON object: {error}") from error
-    return found if "model_type" in found or "architecture" in found else {}
+    elif not path.is_file():
+        wrong = "is not a file" if path.exists() else "does not exist"
+        raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
+    if path.suffix == ".safetensors":
+        content, texts = read_tensors(path)
+    else:
+        content = _read_pickle(path)
+        texts = getattr(content, "__dict__", {})  # an OrderedDict keeps attributes when it is pickled
+    if OWN_KEY in texts:
+        return path, content, {"metadata": parse_metadata(path, texts[OWN_KEY])}
+    return path, content, {"export": parse_export(path, texts[EXPORT_KEY])} if EXPORT_KEY in texts else {}
 
 
 def _read_pickle(path: Path) -> Any:
     """Read a PyTorch file as plain data; one that would run code is refused before any of it runs."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old pickles, for who wrote them
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no error class of its own: a bad file raises nearly anything
         unsafe = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
@@ -156,6 +141,16 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
         chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         return replace(raw, tensors=chosen, network=network)
     return _strip_prefixes(replace(raw, tensors=tensors))
+
+
+def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse NaN and infinity, which would spread to every feature."""
+    for name, tensor in tensors.items():
+        if broken := int((~tensor.isfinite()).sum()):
+            raise WeightsError(
+                f"{source}: {name} has NaN or infinite values ({broken:,} of {tensor.numel():,}); "
+                "weights must be finite: use an earlier checkpoint, or fetch the file again"
+            )
 
 
 def _strip_prefixes(raw: RawWeights) -> RawWeights:

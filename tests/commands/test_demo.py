@@ -13,7 +13,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.training.readings import read_records
+from dino_vit.training.readings import READING, read_records
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
@@ -48,7 +48,7 @@ def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, caps
             assert f" {network} {figures[name][network]:.1f} %" in row
     baseline = json.loads((tmp_path / "run" / "baseline.json").read_text())
     assert figures["k-NN"]["untrained"] == baseline["knn"]
-    assert figures["k-NN"]["trained"] == read_records(tmp_path / "run" / "metrics.jsonl")[-1]["knn"]
+    assert figures["k-NN"]["trained"] == read_records(tmp_path / "run" / "metrics.jsonl", READING)[-1].knn
     assert str(tmp_path / "run" / "report.html") in output
     assert list((tmp_path / "run" / "attention").glob("*.png"))
     before = times(tmp_path / "run")

@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 import shutil
 
 import faiss
@@ -17,6 +18,7 @@ from dino_vit.commands.embeddings.embed import normalised
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
 from dino_vit.eval.embeddings import read_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
+from dino_vit.eval.neighbours import format_cosines
 from dino_vit.views.preparation import preparation_of
 from tests.support.images import write_synthetic
 
@@ -214,6 +216,23 @@ def test_the_duplicates_of_a_folder_are_listed(tmp_path, weights, folder, capsys
     assert main([*argv, f"output={tmp_path / 'none.json'}"]) == 0
     assert "no two of the 5 images" in capsys.readouterr().out
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_threshold_that_separates_nothing_is_named(tmp_path, weights, folder, capsys):
+    """Most pairs reach it: the report says so, and which threshold keeps about as many pairs as images."""
+    embed(tmp_path, weights, folder, f"output={tmp_path / 'e.parquet'}")
+    argv = ["duplicates", str(tmp_path / "e.parquet"), f"output={tmp_path / 'd.json'}", "shown=0"]
+    assert main([*argv, "threshold=-0.99"]) == 0
+    out = capsys.readouterr().out
+    assert "528 of all 528 pairs have a cosine of -0.99 or more: this threshold separates nothing" in out
+    pairs = json.loads((tmp_path / "d.json").read_text())["pairs"]
+    (better,) = re.findall(r"The closest 33 have (0\.\d+) or more; try threshold=\1$", out, re.MULTILINE)
+    assert float(better) == pytest.approx(pairs[32]["cosine"], abs=1e-6)
+    texts = format_cosines([pair["cosine"] for pair in pairs[:10]])
+    assert all(f"{text}  {pair['images'][0]}" in out for text, pair in zip(texts, pairs, strict=False))
+    assert main([*argv, f"threshold={better}"]) == 0
+    assert "separates nothing" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "d.json").read_text())["pair_count"] >= 33
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):

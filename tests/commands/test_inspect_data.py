@@ -1,4 +1,5 @@
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -56,6 +57,20 @@ def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys):
         assert sheet.width > 1000
 
 
+def test_a_picture_is_written_when_asked_for_and_what_it_replaces_is_said(
+    mixed, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with caplog.at_level(logging.INFO):
+        assert main(["inspect-data", str(mixed)]) == 0
+        assert sorted(tmp_path.iterdir()) == before
+        assert main(["inspect-data", str(mixed), "sheet=a.png"]) == 0
+        assert "in place of" not in caplog.text
+        assert main(["inspect-data", str(mixed), "sheet=a.png"]) == 0
+    assert "a.png: the views that training would use, in place of a file of this name" in caplog.text
+
+
 def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     np.save(tmp_path / "a.npy", np.linspace(-500, 3000, 4 * 16 * 16, dtype=np.float32).reshape(4, 16, 16))
     assert main(["inspect-data", str(tmp_path / "a.npy"), "sheet=null"]) == 0
@@ -63,6 +78,27 @@ def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     assert "grey (float32) 4" in said
     assert "from -500 to 3000" in said
     assert "set data.range" in said
+
+
+def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path, capsys, caplog):
+    np.save(mixed / "degrees.npy", np.linspace(-9, 40, 256, dtype=np.float32).reshape(16, 16))
+    np.save(mixed / "gap.npy", np.full((16, 16), np.nan, np.float32))
+    sheet = tmp_path / "views.png"
+    assert main(["inspect-data", str(mixed), "--json", f"sheet={sheet}", "rows=20"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["values"][0] == -9
+    assert facts["unreadable"][-2]["reason"].startswith("it contains infinite or NaN values")
+    assert "no views of degrees.npy: its float32 values go from -9 to 40" in caplog.text
+    assert sheet.exists()
+    np.save(tmp_path / "all.npy", np.linspace(-9, 40, 1024, dtype=np.float32).reshape(4, 16, 16))
+    assert main(["inspect-data", str(tmp_path / "all.npy"), f"sheet={tmp_path / 'none.png'}"]) == 2
+    assert "none.png cannot be drawn: training could use none" in capsys.readouterr().err
+
+
+def test_names_in_letters_that_the_font_lacks_are_drawn_without_a_word(mixed, tmp_path, recwarn):
+    (mixed / "cat" / "0.png").rename(mixed / "cat" / "日本.png")
+    assert main(["inspect-data", str(mixed / "cat"), f"sheet={tmp_path / 'views.png'}"]) == 0
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_only_some_are_looked_at(capsys):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+import dino_vit.commands.knn
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
@@ -16,8 +17,8 @@ from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 from tests.support.images import write_classes
 from tests.support.naive import ranked_classes
-from tests.support.processes import command_in_two
-from tests.support.runs import command
+from tests.support.processes import command_in_two, torchrun_environs
+from tests.support.runs import Command, command
 
 
 def arguments(weights, source, output, *more):
@@ -106,6 +107,24 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
     assert "top-1 %" not in second, "only the first process speaks"
 
 
+def test_a_process_that_fails_between_two_collectives_is_heard(tmp_path, weights):
+    argv = [str(each) for each in arguments(weights, "synthetic:51:16", tmp_path / "none.json")]
+    first, second = torchrun_environs()
+    waiting = Command(argv, tmp_path / "0.log", environ=first)
+    failing = Command(argv, tmp_path / "1.log", environ=second, before=fail_to_find_neighbours)
+    assert failing.wait(60) == 2
+    assert failing.said.endswith("dino-vit knn: out of neighbours\n")
+    assert waiting.wait(60) == 1
+    assert waiting.said.endswith("another process of this run has ended; see what it said\n")
+
+
+def fail_to_find_neighbours():
+    def fail(*_, **__):
+        raise OSError("out of neighbours")
+
+    dino_vit.commands.knn.weighted_knn = fail
+
+
 def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     flat = tmp_path / "flat"
     flat.mkdir()
@@ -115,7 +134,7 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
         (flat, [], "none of the 1 images"),
         (two, ["shots=[3]"], "shots=3 takes all 6 images"),
         (two, ["k=[0]"], "k"),
-        (two, ["k=[]"], "at least 1"),
+        (two, ["k=[]"], "k = [] (command line): must be a list of 1 or more, each a whole number"),
         (two, ["bank=x"], "did you mean train?"),
         (two, ["search=fais"], "faiss"),
     ):

@@ -126,6 +126,18 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
     assert command(weights.parent / "log", *arguments(weights, *train)).count("resuming after epoch 3") == 1
 
 
+def test_no_method_overwrites_the_results_of_another(weights):
+    published = ["dino2021.blocks=1", "dino2021.epochs=1", "dino2021.workers=0"]
+    for method, more in (("grid", FAST), ("logistic", ["logistic.cs=[1]"]), ("dino2021", published)):
+        argv = ["linear", "synthetic:60:16", f"weights={weights}", "precision=no", f"method={method}", *more]
+        assert command(weights.parent / "log", *argv)
+    names = {"linear": "grid", "linear-logistic": "logistic", "linear-dino2021": "dino2021"}
+    found = {path.name: json.loads(path.read_text()) for path in weights.parent.glob("*.json")}
+    methods = {name: results["method"] for name, results in found.items()}
+    assert methods == {f"{weights.stem}.{name}.json": method for name, method in names.items()}
+    assert [path.name for path in weights.parent.glob("*.pth")] == [f"{weights.stem}.linear-dino2021.pth"]
+
+
 def test_a_head_resumes_and_two_processes_train_the_same(weights):
     setting = ["method=dino2021", "dino2021.blocks=2", "dino2021.lr=0.1", "dino2021.workers=0"]
     one, _ = evaluate(weights, *setting, "dino2021.epochs=2", "batch_size=32")
@@ -186,15 +198,19 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
     torch.save({"state_dict": tensors}, head)
     other = tmp_path / "other.pth"
     torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
+    nan = tmp_path / "nan.pth"
+    torch.save({"state_dict": {name: tensor / 0 for name, tensor in tensors.items()}}, nan)
     published = ["method=dino2021", "dino2021.blocks=1"]
     for source, more, said in (
         (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),
+        (two, ["grid.rates=[]"], "grid.rates = [] (command line): must be a list of 1 or more"),
         (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),
         (two, [*published, f"dino2021.probe={head}"], "has 3 classes, but"),
         (two, [*published, "dino2021.mean=true", f"dino2021.probe={head}"], "reads 32 features"),
         (two, [*published, f"dino2021.probe={other}"], "holds no linear head"),
+        (two, [*published, f"dino2021.probe={nan}"], "nan.pth: weight has NaN or infinite values (96 of 96)"),
         (two, [*published, "dino2021.probe=none.pth"], "does not exist"),
         (tmp_path / "nowhere", [], "nowhere"),
     ):

@@ -46,10 +46,25 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
 
 
-def test_a_short_run_on_processors_does_without_batch_norm() -> None:
+def test_a_short_run_on_processors_does_without_batch_norm_and_says_so() -> None:
     config, choices = auto("budget.steps=1800", **CIFAR, batch_norm=False)
     assert not config.head.batch_norm
-    assert "head.batch_norm" not in choices
+    assert (
+        "over several processes it needs CUDA; one process would use it" in choices["head.batch_norm"].reason
+    )
+    assert "head.batch_norm" not in auto("budget.steps=30000", **CIFAR, batch_norm=False)[1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], ["budget.epochs=7"], ["budget.epochs=null", "budget.images=12345"], ["budget.steps=1234"]],
+    ids=str,
+)
+@pytest.mark.parametrize("images", [3586, 320])
+def test_the_reasons_name_the_number_of_steps_of_the_plan(images: int, given: list[str]) -> None:
+    config, choices = auto("data.batch_size=60", *given, **CIFAR | {"images": images, "global_batch": 60})
+    steps = make_plan(config, images, 1).total_steps
+    assert f"for a run of {steps:,}: " in choices["teacher.momentum"].reason
 
 
 def test_a_given_warm_up_of_the_temperature_is_kept() -> None:

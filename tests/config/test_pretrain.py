@@ -75,8 +75,17 @@ def test_the_named_configs_are_there() -> None:
         (["init.weights=x.pth", "init.head_epochs=200"], "init.head_epochs=200 is not shorter"),
         (["budget.epochs=3", "budget.steps=3"], "budget.epochs=3 and budget.steps=3 are both given"),
         (["budget.epochs=null"], "the run has no length"),
+        (
+            ["run.eval_every=2", "run.eval_every_steps=5"],
+            "run.eval_every=2.0 and run.eval_every_steps=5 are both",
+        ),
         (["model.arch=vit_tiny", "model.width=64"], "remove model.width=64"),
-        (["model.width=64"], "model.depth, model.heads must be given too"),
+        (["model.width=64"], "without model.arch, model.depth must be given too"),
+        (["model.heads=4"], "without model.arch, model.width, model.depth must be given too"),
+        (
+            ["model.width=96", "model.depth=2"],
+            "not a multiple of the 64 channels of a head; give model.heads",
+        ),
         (["model.width=64", "model.depth=2", "model.heads=5"], "use 4 heads"),
         (
             ["views.global_size=225"],
@@ -90,7 +99,10 @@ def test_the_named_configs_are_there() -> None:
         ),
         (["views.global_count=1", "views.local_count=0"], "a single view has no other view"),
         (["views.global_scale=[1, 0.4]"], "try [0.4, 1.0]"),
-        (["views.local_scale=[0, 0]"], "must go from low to high"),
+        (
+            ["views.local_scale=[0, 0]"],
+            "views.local_scale = [0, 0] (command line): must be a list of 2, each",
+        ),
         (["photometry.blur_sigma=[2, 1]"], "try [1.0, 2.0]"),
         (["photometry.noise_std=[0.2, 0.1]"], "photometry.noise_std=[0.2, 0.1] must go from low to high"),
         (["photometry.noise_std=[1, 10]"], "photometry.noise_std"),
@@ -102,7 +114,14 @@ def test_the_named_configs_are_there() -> None:
         (["teacher.momentum_end=0.9"], "teacher.momentum=0.996 is above teacher.momentum_end=0.9"),
         (["run.keep_every=1500"], "is not a multiple of run.checkpoint_every=1000"),
         (["loss.teacher_temp=0"], "loss.teacher_temp = 0 (command line): must be a number above 0"),
-        (["head.prototypes=1"], "a whole number of at least 2"),
+        (["head.prototypes=1"], "a whole number from 2 to 16,777,216"),
+        (
+            ["head.prototypes=1e30"],
+            "head.prototypes = 1.0e+30 (command line): must be a whole number from 2 to",
+        ),
+        (["model.width=9223372036854775807", "model.depth=2"], "model.width = 9223372036854775807 (command"),
+        (["data.batch_size=1e4"], "at a global batch of 10000 (lr_scaling=linear); adamw"),
+        (["optim.accumulate=1e4"], "the recipe's lr is 0.0005 (optim.accumulate: command line)"),
         (["model.drop_path=1"], "of at least 0 and below 1"),
         (["optim.clip=null"], "optim.clip = null"),
         (["init.head_epochs=1"], "init.weights is needed"),
@@ -119,6 +138,7 @@ def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message
         ["budget.steps=10"],
         ["budget.images=1e6"],
         ["model.width=64", "model.depth=2", "model.heads=4"],
+        ["model.width=128", "model.depth=4"],
         ["model.patch_size=14", "views.local_size=98"],
         ["views.local_count=0", "views.local_size=97"],
         ["views.global_size=[224, 192]"],
@@ -137,7 +157,7 @@ def test_what_makes_sense_is_accepted(overrides: list[str]) -> None:
 
 def test_a_default_that_stands_in_for_a_mistake_is_not_blamed() -> None:
     text = refused("budget.epochs=5", "optim.warmup_epochs=two")
-    assert text == "optim.warmup_epochs = two (command line): must be a number of at least 0"
+    assert text == "optim.warmup_epochs = two (command line): must be a number from 0 to 1e+09"
 
 
 def test_a_huge_network_has_patches_of_14_unless_told_otherwise() -> None:

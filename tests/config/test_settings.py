@@ -37,9 +37,9 @@ def test_result_changes_leave_out_what_is_resumable() -> None:
 
 def test_what_is_allowed_in_words() -> None:
     allowed = {key: info.allowed for key, info in settings_of(Cake).items()}
-    assert allowed["oven.degrees"] == "a number above 0 or null"
+    assert allowed["oven.degrees"] == "a number above 0 and of at most 1e+09 or null"
     assert allowed["oven.gas"] == "true or false or null"
     assert allowed["oven.fan"] == "one of on, off"
-    assert allowed["sizes"] == "a list of 2, each a number above 0"
-    assert allowed["tiers"] == "a list, each text"
+    assert allowed["sizes"] == "a list of 2, each a number above 0 and of at most 1e+09"
+    assert allowed["tiers"] == "a list, each text that is not empty"
     assert allowed["icing"] == "a section or null"

@@ -50,7 +50,11 @@ def test_mappings_become_dotted_keys_with_their_lines() -> None:
     [
         ("a:\n\tb: 1\n", "f.yaml:2: found character '\\t'"),
         ("a: [1, 2\n", "f.yaml:2: "),
-        ("a: &x {b: *x}\n", "f.yaml: maximum recursion"),
+        ("a: &x {b: *x}\n", "f.yaml:1: aliases are not supported: write the value again"),
+        ("a:\n  b: !!bool x\n", "f.yaml:2: x cannot be read as bool"),
+        ("a: !!timestamp x\n", "f.yaml:1: x cannot be read as timestamp"),
+        ("a: !!int ''\n", "f.yaml:1: "),
+        ("a: " + "9" * 5000, f"f.yaml:1: {'9' * 56} ... cannot be read as int"),
         ("a: 1\n---\nb: 2\n", "f.yaml:2: "),
         ("a: !!python/object:os.system {}\n", "f.yaml:1: "),
         ("a: \x00\n", "f.yaml: "),

@@ -84,11 +84,12 @@ def test_a_file_of_someone_else_is_passed_over(tmp_path, caplog):
     assert "was not written by dino-vit" in caplog.text
 
 
-def test_a_description_that_is_not_json_is_damage(tmp_path, caplog):
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+def test_a_description_that_is_no_json_object_is_damage(tmp_path, caplog, text):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 5)
     newer = checkpoints.folder / "step-00000010.safetensors"
-    write_tensors(newer, STATE, "{")
+    write_tensors(newer, STATE, text)
     assert checkpoints.newest().step == 5
     assert f"{newer} is damaged" in caplog.text
 

@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dino_vit.core.distributed import all_gather, all_reduce_mean, rank, world_size
+from dino_vit.core.distributed import all_gather, all_reduce_mean, local_world_size, rank, world_size
 from dino_vit.method.loss import Center, loss_statistics
-from dino_vit.method.optim import all_finite
+from dino_vit.method.optim import reduce_loss
 
 
 def test_a_single_process_needs_no_group():
     tensor = torch.arange(3.0)
-    assert (rank(), world_size()) == (0, 1)
+    assert (rank(), world_size(), local_world_size()) == (0, 1, 1)
     assert all_reduce_mean(tensor) is tensor
     assert all_gather(tensor) is tensor
 
@@ -29,12 +29,13 @@ def _check_in_process(number, rendezvous, logits):
         mine = torch.full((2,), float(number))
         assert all_reduce_mean(mine).tolist() == [0.5, 0.5]
         assert mine.tolist() == [number, number]
+        assert local_world_size() == 2
         _check_gather(number)
         _check_center(number, logits)
         _check_statistics(number, logits)
         loss = torch.tensor(float("inf") if number else 1.0)
-        assert not all_finite(loss, torch.tensor(1.0))
-        assert all_finite(torch.tensor(1.0), torch.tensor(1.0))
+        assert not reduce_loss(loss, torch.tensor(1.0))[1]
+        assert reduce_loss(torch.tensor(1.0 + number), torch.tensor(1.0)) == (1.5, True)
     finally:
         dist.destroy_process_group()
     open(rendezvous.removeprefix("file://").replace("rendezvous", f"done{number}"), "w").close()

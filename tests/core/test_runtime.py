@@ -116,6 +116,8 @@ def leave_after(names):
     before = signal.getsignal(signal.SIGTERM)
     try:
         with Interruption() as interruption:
+            interruption.in_steps = names[0] != "before"
+            names = [name for name in names if name != "before"]
             assert not interruption.asked
             for name in names:
                 os.kill(os.getpid(), name)
@@ -137,6 +139,8 @@ def test_signals_are_remembered_until_the_step_is_over():
         (interrupt, term): 75,
         (interrupt, interrupt): at_once,
         (term, interrupt): at_once,
+        ("before", interrupt): at_once,
+        ("before", term): 75,
     }
     started = {names: server.Process(target=leave_after, args=(names,)) for names in cases}
     for process in started.values():

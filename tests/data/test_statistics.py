@@ -88,6 +88,18 @@ def test_what_fits_is_what_can_be_converted():
             assert image.fits(channels) == usable, (mode, channels)
 
 
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA"])
+@pytest.mark.parametrize("other", ["L", "LA", "RGB", "RGBA"])
+def test_any_mixture_of_modes_has_a_mean_of_its_colors(mode, other):
+    images = [smooth(mode), smooth(other)]
+    found = inspect_images(Items(*(saved(image, "PNG") for image in images)), range(2)).mean_and_std()
+    color = "L" if {mode, other} <= {"L", "LA"} else "RGB"
+    levels = [np.atleast_3d(image.convert(color)) / 255 for image in images]
+    mean = np.mean([level.mean((0, 1)) for level in levels], axis=0)
+    square = np.mean([(level**2).mean((0, 1)) for level in levels], axis=0)
+    assert found == (pytest.approx(mean, rel=1e-5), pytest.approx(np.sqrt(square - mean**2), rel=1e-4))
+
+
 def test_a_sample_is_a_function_of_the_seed_all_over_the_source():
     assert sample(SyntheticSource(length=50), 0, 64) == list(range(50))
     source = SyntheticSource(length=1_000_000)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dino_vit.eval import neighbours
-from dino_vit.eval.neighbours import Shortlist, exact_cosines, nearest, unit
+from dino_vit.eval.neighbours import Shortlist, exact_cosines, format_cosines, nearest, unit
 
 CASES = [(2000, 10, None), (2000, 20, 100), (300, 299, 0), (7, 10, 2), (1, 1, None)]  # rows, k, own
 
@@ -164,3 +164,17 @@ def test_zeros_are_near_nothing():
     cosines, rows = nearest(bank, torch.tensor([[2.0, 0.0], [0.0, 0.0]]), k=3)
     assert cosines.tolist() == [[1, 0, -1], [0, 0, 0]]
     assert rows.tolist() == [[1, 0, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("cosines", "texts"),
+    [
+        ([], []),
+        ([0.5, 0.25, -0.125], ["0.5000", "0.2500", "-0.1250"]),
+        ([0.99961, 0.99962], ["0.99961", "0.99962"]),
+        ([0.999961, 0.999962, 0.3], ["0.999961", "0.999962", "0.300000"]),
+        ([0.99999996, 1.0000001, 1.0], ["1.0000", "1.0000", "1.0000"]),  # rounding of a cosine of 1
+    ],
+)
+def test_cosines_have_the_digits_that_tell_them_apart(cosines, texts):
+    assert format_cosines(cosines) == texts

@@ -10,6 +10,7 @@ from dino_vit import VisionTransformer
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.neighbours import nearest
+from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.views.photometry import Augment, Column
 from dino_vit.views.preparation import Preparation
 from tests.support.runs import run
@@ -45,6 +46,21 @@ def test_a_run_in_automatic_precision_resumes_on_the_gpu(tmp_path):
     found = losses(tmp_path / "run")
     assert len(found) == 15
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("mode", ["hf", "dino", "timm"])
+def test_positions_are_those_of_the_cpu_and_their_gradient_is_the_same_every_time(mode):
+    positions, upstream = torch.randn(1, 197, 384), torch.randn(1, 37, 384)
+
+    def resampled(device):
+        leaf = positions.to(device).requires_grad_()
+        found = interpolate_pos_embs(leaf, (6, 6), trained_grid=(14, 14), mode=mode)
+        return found.detach(), torch.autograd.grad(found, leaf, upstream.to(device))[0]
+
+    first, *others = [resampled(DEVICE) for _ in range(20)]
+    for found, expected in zip(first, resampled("cpu"), strict=True):
+        assert torch.allclose(found.cpu(), expected, atol=1e-5)
+    assert all(torch.equal(gradient, first[1]) for _, gradient in others)
 
 
 def test_features_are_those_of_the_cpu():

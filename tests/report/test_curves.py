@@ -26,7 +26,7 @@ def test_a_long_curve_keeps_its_ends_and_its_peaks():
 def record_of(tmp_path, readings, baseline):
     """A run folder with these readings alone, and what is read from it."""
     for reading, name in readings:
-        append_record(tmp_path / "metrics.jsonl", reading.to_record(name))
+        append_record(tmp_path / "metrics.jsonl", replace(reading, state=name).to_record())
     (tmp_path / "config.yaml").write_text(to_yaml(load(PretrainConfig)))
     (tmp_path / "baseline.json").write_text(json.dumps(baseline))
     return read_run(tmp_path)
@@ -47,6 +47,13 @@ def test_captions_explain_the_numbers(tmp_path):
     diagnosis, history = state(record)
     assert diagnosis.state == "learning"
     assert history == "since step 100; earlier: starting from step 50."
+
+
+def test_numbers_that_no_run_has_leave_a_page(tmp_path):
+    odd = replace(HEALTHY, images_per_second=1e-320, data_wait=1e308, nonfinite_steps=2**53)
+    data = live_data(record_of(tmp_path, [(HEALTHY, "learning"), (odd, "learning")], {"knn": math.inf}))
+    json.dumps(data, allow_nan=False)
+    assert {chart["id"] for chart in data["charts"]} >= {"loss", "data_wait", "images_per_second"}
 
 
 def test_a_collapse_is_named_with_advice(tmp_path):

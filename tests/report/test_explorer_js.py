@@ -48,6 +48,10 @@ def test_a_click_on_a_point_shows_the_image_and_its_neighbours(page):
     assert data["names"][near[0]] in page.find_element(
         By.CSS_SELECTOR, "#explorer [role=status]"
     ).get_attribute("textContent")
+    labels = [data["labels"][n] for n in near]
+    assert [button.find_element(By.TAG_NAME, "span").text for button in buttons] == [
+        data["classes"][label] for label in labels
+    ]
     for canvas in page.find_elements(By.CSS_SELECTOR, ".selection canvas"):
         levels = page.execute_script(
             "const c = arguments[0]; return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height)"
@@ -126,7 +130,7 @@ const size = one.attention.size[0] * one.attention.size[1];
 const empty = (bytes) => btoa("\\0".repeat(bytes * count));
 const made = {...one, count, names: spread(one.names), labels: spread(one.labels),
   clusters: spread(one.clusters), layouts: [{name: "many", positions: btoa(text)}],
-  neighbours: empty(2 * one.k), similarities: empty(2 * one.k),
+  neighbours: empty(2 * one.k), similarities: empty(4 * one.k),
   attention: {...one.attention, maps: empty(size)}};
 document.getElementById("explorer").replaceChildren();
 report.explorer = new Explorer(document.getElementById("explorer"), made);

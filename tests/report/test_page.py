@@ -3,13 +3,17 @@ import hashlib
 import json
 import re
 import shutil
+import socket
+import struct
+import threading
 from http.client import HTTPConnection
 
 import pytest
+import torch
 
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
-from dino_vit.report.page import Page, PageServer, Pictures
+from dino_vit.report.page import Page, PageServer, Pictures, _Handler
 from dino_vit.report.record import read_run
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
 
@@ -62,6 +66,12 @@ def test_a_run_without_a_checkpoint_shows_its_curves_and_views(folder):
     assert page.data["charts"]
 
 
+def test_the_network_is_the_one_of_the_checkpoint_whatever_the_config_says_now(folder):
+    path = folder / "config.yaml"
+    path.write_text(re.sub(r"hidden_dim: \d+", "hidden_dim: 8", path.read_text()))
+    assert write_report(folder, "images=20").data["explorer"]["count"] == 20
+
+
 def test_damaged_checkpoints_are_reported(folder):
     for path in (folder / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
@@ -87,6 +97,37 @@ def test_a_torn_last_line_is_left_alone(folder):
     path.write_bytes(whole + b'{"step": 21, "lo')
     assert read_run(folder).step == 20
     assert path.read_bytes() == whole + b'{"step": 21, "lo'
+
+
+NO_READINGS = [
+    ("metrics.jsonl", '{"step": 21}\n'),
+    ("metrics.jsonl", '{"step": 21, "lo{"step": 22}\n'),
+    ("metrics.jsonl", "[" * 10**5 + "\n"),
+    ("starts.jsonl", '{"step": 5}\n'),
+    ("starts.jsonl", '{"step": 5, "began": "2026\n'),
+]
+
+
+def test_lines_that_are_no_readings_are_left_out_of_the_page(folder, made, caplog):
+    for name, line in NO_READINGS:
+        with (folder / name).open("a") as file:
+            file.write(line)
+    whole = read_run(made)
+    for baseline in ("[]", '{"knn": [1', '{"knn": "high"}', "7", ""):
+        (folder / "baseline.json").write_text(baseline)
+        found = read_run(folder)
+        assert (found.readings, found.starts, found.baseline) == (whole.readings, whole.starts, {})
+    assert caplog.text.count("left out") == len(NO_READINGS) + 4  # each once, as a page reads them every time
+    assert "20 of 20 steps" in write_report(folder, "images=3").text
+
+
+def test_images_without_their_labels_are_still_shown(folder):
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("labels: null", "labels: /no/such/labels.csv"))
+    page = write_report(folder, "images=20")
+    assert page.data["explorer"]["count"] == 20
+    assert "The labels could not be read: " in page.text
+    assert "/no/such/labels.csv" in page.text
 
 
 def test_unlabelled_images_are_coloured_by_cluster(folder, made, tmp_path):
@@ -164,6 +205,21 @@ def test_a_served_page_follows_the_run(folder):
     assert page.drawn == 15
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, FileNotFoundError, ValueError])
+def test_pictures_that_could_not_be_drawn_are_drawn_later(made, caplog, error):
+    def draw(record):
+        if not caplog.records:
+            raise error("no memory")
+        return Pictures(notes=["drawn"])
+
+    page = Page(made, draw)
+    page.draw_if_new()
+    assert "the pictures could not be drawn: no memory" in caplog.text
+    assert page.drawn is None
+    page.draw_if_new()
+    assert page.pictures.notes == ["drawn"]
+
+
 @pytest.mark.parametrize(
     "path",
     ["/config.yaml", "/../config.yaml", "/%2e%2e/etc/passwd", "//etc/passwd", "/?x", "/report.html", "*"],
@@ -193,6 +249,35 @@ def test_the_server_listens_on_loopback_only_and_reports_a_port_in_use(served):
     assert served.socket.getsockname()[0] == "127.0.0.1"
     with pytest.raises(ValueError, match="give another port"):
         PageServer(served.page, "127.0.0.1", served.server_port)
+
+
+def test_many_browsers_at_once_are_served_and_idle_connections_end(made, monkeypatch, capfd):
+    """All of them connect before the first is served; some send nothing, half a line, or a reset."""
+    monkeypatch.setattr(_Handler, "timeout", 0.5)
+    server = PageServer(Page(made, lambda record: Pictures()), "127.0.0.1", 0)
+    asking, idle = (
+        [socket.create_connection(server.server_address, timeout=60) for _ in range(number)]
+        for number in (200, 40)
+    )
+    for connection in asking:
+        connection.sendall(b"GET /news.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    for connection in idle[:20]:
+        connection.sendall(b"GET / HT")
+    for connection in idle[20:30]:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()  # with a reset
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+    try:
+        for connection in asking:
+            with connection, connection.makefile("rb") as answer:
+                assert answer.read().startswith(b"HTTP/1.0 200")
+        for connection in idle[:20] + idle[30:]:
+            with connection:
+                assert connection.recv(1) == b""
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_deleted_run_is_an_error_503(served, folder):

@@ -16,10 +16,12 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 900, 1440])
+@pytest.mark.parametrize("width", [320, 390, 800, 1400])
 def test_the_page_fits_its_width_in_both_colours(page, width, dark):
     set_screen(page, width, dark=dark)
-    page.execute_script("report.explorer.select(3)")
+    page.execute_script("report.data.explorer.classes.fill('a_long_label_without_a_gap_'.repeat(4))")
+    page.execute_script("report.explorer.colourBy('label'); report.explorer.select(3)")
+    page.execute_script("document.querySelectorAll('details').forEach((it) => { it.open = true })")
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     ink, paper = page.execute_script(
         "const of = getComputedStyle(document.body); return [of.color, of.backgroundColor]"
@@ -44,6 +46,50 @@ def brightness(colour):
 def contrast(one, other):
     low, high = sorted((brightness(one), brightness(other)))
     return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("width", [320, 390, 800])
+def test_every_section_can_be_gone_to_and_its_title_is_seen(page, width):
+    set_screen(page, width)
+    for link in page.find_elements(By.CSS_SELECTOR, "nav a"):
+        box = page.execute_script("return arguments[0].getBoundingClientRect().toJSON()", link)
+        assert 0 <= box["left"] < box["right"] <= width
+        link.click()  # raises if something else is in its place
+        heights = "return [document.querySelector('header').getBoundingClientRect().bottom, "
+        heights += f"document.querySelector('{link.get_attribute('hash')} h2').getBoundingClientRect().top]"
+        header, title = page.execute_script(heights)
+        assert header <= title
+
+
+WORDS = """
+const range = document.createRange();
+return [...document.querySelectorAll("td, th")].flatMap((cell) => [...cell.childNodes]).flatMap((text) =>
+  [...(text.data ?? "").matchAll(/[^\\s/-]+/g)].filter((word) => {
+    range.setStart(text, word.index);
+    range.setEnd(text, word.index + word[0].length);
+    return word[0].length < 16 && range.getClientRects().length > 1;
+  }).map((word) => word[0]))
+"""
+
+
+@pytest.mark.parametrize("width", [390, 800])
+def test_no_word_of_a_table_is_broken(page, width):
+    set_screen(page, width)
+    page.execute_script("document.querySelectorAll('details').forEach((it) => { it.open = true })")
+    assert len(page.find_elements(By.CSS_SELECTOR, "td")) > 100
+    assert page.execute_script(WORDS) == []
+
+
+def test_rows_of_pictures_and_the_table_use_a_wide_screen(page):
+    set_screen(page, 1400)
+    middle, right = page.execute_script(
+        "const box = document.querySelector('main').getBoundingClientRect(); "
+        "return [(box.left + box.right) / 2, box.right]"
+    )
+    last = "return document.querySelector(arguments[0]).getBoundingClientRect().right"
+    for section in ("attention", "neighbours", "views"):
+        assert middle * 1.1 < page.execute_script(last, f"#{section} figure:last-child") <= right
+    assert page.execute_script(last, "#run table") > right - 50
 
 
 def test_the_theme_can_be_chosen(page):

@@ -1,16 +1,22 @@
 import shutil
 
+import numpy as np
 import torch
 from einops import rearrange
 
+from dino_vit.cli import main
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.pictures import heat
 from dino_vit.report import sheets
-from dino_vit.report.explorer import data_uri
+from dino_vit.report.explorer import LoadedTeacher, build_map, data_uri
 from dino_vit.report.record import read_run
 from dino_vit.views.build import build_views
 from dino_vit.views.loader import Loader
 from dino_vit.views.photometry import Augment
 from dino_vit.views.sampler import Sampler
+from tests.support.images import write_synthetic
+from tests.support.reports import picture_of
 
 
 def test_the_views_are_those_that_the_network_saw(made):
@@ -33,6 +39,25 @@ def test_the_views_are_those_that_the_network_saw(made):
             *("image", "global 1, 32 × 32 px", "global 2, 32 × 32 px"),
             *("local 1, 16 × 16 px", "local 2, 16 × 16 px"),
         ]
+
+
+def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
+    for number in range(4):
+        write_synthetic(tmp_path / "images" / f"{number}.png", number, size=90)  # no whole number of patches
+    source = open_source(str(tmp_path / "images"))
+    teacher = LoadedTeacher(Checkpoints(made).newest(), torch.device("cpu"))
+    found = build_map(teacher, source, [0, 1, 2, 3])
+    command = ["attention", str(tmp_path / "images"), f"weights={made}", f"output={tmp_path / 'maps'}"]
+    assert main(command) == 0
+    for row in sheets.attention_rows(teacher, source, found):
+        maps = torch.from_numpy(np.load(tmp_path / "maps" / f"{row.name[:-4]}.attention.npy"))
+        assert maps.shape == (2, 12, 12)
+        assert [tile.caption for tile in row.tiles] == ["image", "mean of heads", "head 0", "head 1"]
+        for values, tile in zip((maps.mean(dim=0), *maps), row.tiles[1:], strict=True):
+            pixels = torch.from_numpy(picture_of(tile.uri))
+            middles = (torch.arange(11) * 8 + 4) * len(pixels) // 90
+            shown, expected = pixels[middles][:, middles, 2], heat(values)[2, :11, :11]  # blue varies most
+            assert torch.corrcoef(torch.stack([shown.flatten(), expected.flatten()]))[0, 1] > 0.85
 
 
 def test_an_unreadable_image_is_named_beside_the_views_of_its_substitute(made, tmp_path):

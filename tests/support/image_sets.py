@@ -65,10 +65,10 @@ def write_parquet(path: Path, files=FILES, *, names=True, rows=2, classes=CLASSE
 
 
 def items(source) -> list[tuple[str, bytes, str | None]]:
-    """Return the name, the bytes and the label in words of each item."""
+    """Return the name as it was written, the bytes and the label in words of each item."""
     classes = source.classes
     labels = [source.label(index) for index in range(len(source))]
     return [
-        (source.name(index), source.read(index), None if label is None else classes[label])
+        (source.raw_name(index).decode(), source.read(index), None if label is None else classes[label])
         for index, label in enumerate(labels)
     ]

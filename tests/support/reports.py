@@ -1,11 +1,16 @@
 """A run on a few image files, one of them with a name that looks like a script, and its page."""
 
+import base64
+import io
 import json
 import threading
 from collections.abc import Mapping
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+
+import numpy as np
+from PIL import Image
 
 from dino_vit.cli import main
 from dino_vit.report.page import PageServer
@@ -59,6 +64,11 @@ class ParsedPage(HTMLParser):
     @property
     def data(self):
         return json.loads(self.raw["script"][0])
+
+
+def picture_of(uri):
+    """Return the pixels of a `data:` address."""
+    return np.array(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB"))
 
 
 def write_report(folder, *settings):

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -177,6 +178,17 @@ def before_step(step, action):
 def signal_before_step(step, *numbers):
     """Have the process send itself signals just before the loop takes a step."""
     before_step(step, lambda: [os.kill(os.getpid(), number) for number in numbers])
+
+
+def kill_a_loader() -> None:
+    """Kill a loader process of this process, as the system does when memory runs out."""
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+def limit_files(size: int) -> None:
+    """Have files of this process be no larger, which stands in for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def assert_same_end(output: Path, other: Path, step: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from dino_vit.method.loss import Center
 from dino_vit.training.diagnosis import PATIENCE, diagnose
 from dino_vit.training.plan import Plan
-from dino_vit.training.readings import Reading, read_records
+from dino_vit.training.readings import READING, read_records
 from tests.support.readings import HEALTHY
 from tests.support.training import trained
 
@@ -56,8 +56,8 @@ def train(folder, monkeypatch, *, seed=0, centred=True, **rates):
         if not centred:
             patch.setattr(Center, "update", lambda center: None)
         trained(folder / f"run{seed}", settings)
-    records = read_records(folder / f"run{seed}" / "metrics.jsonl")
-    return [Reading.from_record(record) for record in records], [record["state"] for record in records]
+    readings = read_records(folder / f"run{seed}" / "metrics.jsonl", READING)
+    return readings, [reading.state for reading in readings]
 
 
 @pytest.mark.parametrize("changes", [{}, {"teacher_temp": 0.07}], ids=str)

@@ -14,8 +14,11 @@ from dino_vit.core.checkpoint import NotFinite
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.reporter import Reporter
+from dino_vit.training.state import TrainingState
 from tests.support.runs import readings, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
+
+SHORT = {"optim.warmup_epochs": 0}
 
 
 def assert_close(ours, theirs, **tolerance):
@@ -205,3 +208,33 @@ def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend
     )
     assert compiled == pytest.approx(plain, rel=1e-4)
     assert plain[0] != plain[-1]
+
+
+def test_a_skipped_step_leaves_the_statistics_of_batch_norm_alone(tmp_path, monkeypatch):
+    views_of, before = TrainingState.views_of, {}
+
+    def with_a_nan(state, batch):
+        views = views_of(state, batch)
+        if state.step == 6:
+            before.update({name: tensors_of(getattr(state, name)) for name in ("student", "teacher")})
+            views[0][0] = math.nan
+        return views
+
+    monkeypatch.setattr(TrainingState, "views_of", with_a_nan)
+    settings = {"budget.steps": 7, "run.checkpoint_every": 7, **SHORT}
+    state = trained(tmp_path / "run", {"head.batch_norm": "true", **settings})
+    assert state.skipped_steps == 1
+    assert not moved(before["student"], tensors_of(state.student))
+    changed = moved(before["teacher"], tensors_of(state.teacher))
+    assert changed  # the teacher still moves towards the student
+    assert not [name for name in changed if "running" in name or "batches" in name]
+    assert steps(tmp_path / "run") == [7]
+
+
+def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
+    def spoil(teacher, *_):
+        teacher.backbone.cls_token.fill_(math.inf)
+
+    monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
+    with pytest.raises(NotFinite, match=r"could not be written: .*not finite; the first is teacher.*Resume"):
+        trained(tmp_path / "run", {"budget.steps": 5, **SHORT})

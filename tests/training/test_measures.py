@@ -1,9 +1,12 @@
+import json
+import math
+
 import pytest
 import torch
 from PIL import Image
 
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.training.measures import UnreadableImages
+from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.views.loader import Batch
 from tests.support.images import broken_files, write_synthetic
 from tests.support.processes import run_in_two
@@ -61,6 +64,19 @@ def test_a_source_that_is_gone_ends_both_processes_though_one_alone_meets_it(tmp
     settings |= {"optim.warmup_epochs": 0, "optim.freeze_last_layer_epochs": 0}
     said = run_in_two(tmp_path / "run", settings, code=2)
     assert any("11 randomly chosen images cannot be read" in one for one in said), said
+
+
+def test_an_interval_goes_on_where_it_was_left():
+    whole, first, second = (Interval(torch.device("cpu")) for _ in range(3))
+    steps = [(3.5, True), (math.nan, False), (0.1, True), (2.25, True), (math.inf, False), (math.nan, False)]
+    for number, (loss, finite) in enumerate(steps):
+        if number == 3:
+            second.load_state(json.loads(json.dumps(first.state())))
+        for interval in (whole, first if number < 3 else second):
+            interval.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(finite), images=8)
+    expected, found = whole.read(), second.read()
+    assert (expected.loss, expected.skipped, expected.skipped_in_a_row) == (pytest.approx(5.85 / 3), 3, 2)
+    assert found[:4] == expected[:4]
 
 
 def batch(unreadable=0, images=10, failure=None):

@@ -36,6 +36,24 @@ def test_accumulation_makes_the_same_plan_as_a_larger_batch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "steps"),
+    [
+        ("run.eval_every=2", [20, 25]),
+        ("run.eval_every=0.5", [5, 10, 15, 20, 25]),
+        ("run.eval_every=0.25", [2, 5, 8, 10, 12, 15, 18, 20, 22, 25]),
+        ("run.eval_every=1e-9", list(range(1, 26))),
+        ("run.eval_every=1e9", [25]),
+        ("run.eval_every_steps=7", [7, 14, 21, 25]),
+        ("run.eval_every=null", []),
+    ],
+)
+def test_evaluations_are_due_after_epochs_parts_of_them_or_steps(override: str, steps: list[int]) -> None:
+    settings = ["budget.steps=25", "optim.warmup_epochs=0", "data.batch_size=10", override]
+    plan = make_plan(load(PretrainConfig, None, settings), images=100, world_size=1)
+    assert [step for step in range(1, 26) if plan.is_evaluated(step)] == steps
+
+
+@pytest.mark.parametrize(
     ("overrides", "run", "message"),
     [
         ([], {"images": 100, "world_size": 2}, "100 images do not fill a global batch of 128"),

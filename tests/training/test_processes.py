@@ -10,7 +10,19 @@ import pytest
 import torch
 
 from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
-from tests.support.runs import CPU, Run, arguments, readings, run, signal_before_step, steps, tensors
+from tests.support.runs import (
+    CPU,
+    Run,
+    arguments,
+    before_step,
+    kill_a_loader,
+    limit_files,
+    readings,
+    run,
+    signal_before_step,
+    steps,
+    tensors,
+)
 
 # Stochastic depth is drawn on each process for its own images.
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
@@ -79,6 +91,58 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
         )
     for name, tensor in tensors(alone, 10).items():
         torch.testing.assert_close(tensors(output, 10)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_fails_says_why_and_the_other_that_it_is_alone(tmp_path, rank):
+    """In the middle of a step, where the other waits in a collective."""
+    failing = partial(before_step, 3, partial(fail_with, "no space left"))
+    started = [
+        Run(tmp_path / "run", TWO, environ=environ, before=failing if number == rank else None)
+        for number, environ in enumerate(torchrun_environs())
+    ]
+    assert started[rank].wait() == 2
+    assert "dino-vit pretrain: no space left" in started[rank].said
+    other = started[1 - rank]
+    assert other.wait() == 1
+    assert other.said.splitlines()[-1].startswith("dino-vit pretrain: another process of this run has ended")
+    assert "Traceback" not in other.said
+
+
+def test_a_process_that_is_killed_leaves_the_other_with_a_sentence(tmp_path):
+    first, second = torchrun_environs()
+    other = Run(tmp_path / "run", TWO, environ=first)
+    killed = partial(signal_before_step, 3, signal.SIGKILL)
+    assert Run(tmp_path / "run", TWO, environ=second, before=killed).wait() == -signal.SIGKILL
+    assert other.wait() == 1
+    assert other.said.splitlines()[-1].startswith("dino-vit pretrain: another process of this run has ended")
+    assert "Traceback" not in other.said
+
+
+def fail_with(text):
+    raise OSError(text)
+
+
+def test_a_full_disk_of_the_first_process_ends_the_second(tmp_path):
+    first, second = torchrun_environs()
+    started = Run(tmp_path / "run", TWO, environ=first, before=partial(limit_files, 20_000))
+    other = Run(tmp_path / "run", TWO, environ=second)
+    assert started.wait() == 2
+    assert "its last checkpoint could not be written" in started.said
+    assert other.wait() == 1
+
+
+def test_a_loader_process_killed_in_one_process_ends_both_after_the_same_step(tmp_path):
+    settings = {**TWO, "data.workers": 1}
+    first, second = torchrun_environs()
+    started = [
+        Run(tmp_path / "run", settings, environ=first),
+        Run(tmp_path / "run", settings, environ=second, before=partial(before_step, 2, kill_a_loader)),
+    ]
+    said = finish(started, 75)
+    (last,) = steps(tmp_path / "run")
+    assert f"saved at step {last}" in said[0]
+    assert "a loader process ended by SIGKILL" in said[1]
 
 
 def test_a_batch_that_processes_cannot_make_up_is_refused(tmp_path, alone):

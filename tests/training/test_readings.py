@@ -1,3 +1,4 @@
+import json
 import math
 import re
 import signal
@@ -9,7 +10,14 @@ from dataclasses import fields, replace
 
 import pytest
 
-from dino_vit.training.readings import Reading, append_record, drop_later_records, read_records
+from dino_vit.training.readings import (
+    READING,
+    Reading,
+    append_record,
+    drop_later_readings,
+    read_records,
+    to_json,
+)
 from tests.support.readings import HEALTHY
 
 
@@ -17,22 +25,24 @@ def test_scalars_are_grouped_and_hold_every_number():
     values = {field.name: 1000.0 + n for n, field in enumerate(fields(Reading))}
     scalars = Reading(**values).scalars()
     assert all(re.fullmatch(r"(loss|teacher|optim|speed|run|eval)/[a-z_]+", name) for name in scalars)
-    expected = {v for k, v in values.items() if k not in ("step", "total_steps", "prototypes", "rows")}
+    expected = {
+        v for k, v in values.items() if k not in ("step", "total_steps", "prototypes", "rows", "state")
+    }
     assert set(scalars.values()) == expected | {values["loss"] - math.log(values["prototypes"])}
     assert not {"eval/knn", "eval/rankme"} & set(HEALTHY.scalars())
 
 
 def test_readings_come_back_from_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_records(path) == []
+    assert read_records(path, READING) == []
     odd = replace(HEALTHY, step=10_050, loss=math.nan, gradient_norm=math.inf, knn=47.5)
-    append_record(path, HEALTHY.to_record("learning"))
-    append_record(path, odd.to_record("non-finite steps"))
-    first, second = read_records(path)
-    assert Reading.from_record(first) == HEALTHY
-    assert (first["state"], first["excess"]) == ("learning", HEALTHY.excess)
+    append_record(path, HEALTHY.to_record())
+    append_record(path, odd.to_record())
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["excess"] == HEALTHY.excess
     assert [second[key] for key in ("loss", "excess", "gradient_norm", "rankme")] == [None] * 4
-    back = Reading.from_record(second)
+    same, back = read_records(path, READING)
+    assert same == HEALTHY
     assert math.isnan(back.loss)
     assert math.isnan(back.gradient_norm)
     assert (back.knn, back.rankme) == (47.5, None)
@@ -40,37 +50,57 @@ def test_readings_come_back_from_the_file(tmp_path):
 
 def append(path, steps):
     for step in steps:
-        append_record(path, replace(HEALTHY, step=step).to_record("learning"))
+        append_record(path, replace(HEALTHY, step=step).to_record())
 
 
 def test_a_file_that_needs_no_cut_is_left_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append(path, [50, 100])
     before = path.stat()
-    assert len(drop_later_records(path, 100)) == 2
+    assert len(drop_later_readings(path, 100)) == 2
     assert path.stat().st_ino == before.st_ino
 
 
-@pytest.mark.parametrize("length", [1, 20, -1])
+def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path):
+    """A disk that was full for a while leaves half a line in the middle."""
+    path = tmp_path / "metrics.jsonl"
+    append(path, [50])
+    with path.open("ab") as file:
+        file.write(path.read_bytes()[:100])
+    append(path, [150, 200])
+    assert [reading.step for reading in read_records(path, READING)] == [50, 150, 200]
+
+
+@pytest.mark.parametrize("length", [1, 20, -2])
 def test_a_torn_last_line_is_dropped(tmp_path, length):
     path = tmp_path / "metrics.jsonl"
     append(path, [50, 100, 150])
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]) + lines[2][:length])
-    assert [record["step"] for record in read_records(path)] == [50, 100]
-    drop_later_records(path, 1000)
+    assert [reading.step for reading in read_records(path, READING)] == [50, 100]
+    drop_later_readings(path, 1000)
     assert path.read_bytes() == b"".join(lines[:2])
     append(path, [150])
-    assert [record["step"] for record in read_records(path)] == [50, 100, 150]
+    assert [reading.step for reading in read_records(path, READING)] == [50, 100, 150]
 
 
-@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"[]\n", b'{"epoch": 1}\n', b"\xff\n"])
+WHOLE = HEALTHY.to_record()
+DAMAGED = [
+    *(b"\0\0\0\n", b"[]\n", b"\xff\n", b"\n", b"[" * 10**5 + b"\n"),
+    *(to_json({**WHOLE, **change}) + b"\n" for change in [{"step": "3"}, {"step": -1}, {"step": None}]),
+    *(to_json({**WHOLE, **change}) + b"\n" for change in [{"loss": "low"}, {"loss": []}, {"epoch": None}]),
+    *(to_json({**WHOLE, "prototypes": number}) + b"\n" for number in (0, 2.5, 10**400, None)),
+    *(to_json({k: v for k, v in WHOLE.items() if k != name}) + b"\n" for name in ("step", "rows", "loss")),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_line_is_dropped_with_a_warning(tmp_path, caplog, damage):
     path = tmp_path / "metrics.jsonl"
     append(path, [50, 100])
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + damage + second)
-    assert [record["step"] for record in drop_later_records(path, 100)] == [50, 100]
+    assert [reading.step for reading in drop_later_readings(path, 100)] == [50, 100]
     assert "left out" in caplog.text
     assert path.read_bytes() == first + second
 
@@ -83,7 +113,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         from dino_vit.training.readings import append_record
         from tests.support.readings import HEALTHY
         for step in range(1, 10**9):
-            append_record(Path({str(path)!r}), replace(HEALTHY, step=step).to_record("learning"))
+            append_record(Path({str(path)!r}), replace(HEALTHY, step=step).to_record())
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(writer)])
     deadline = time.monotonic() + 60
@@ -93,6 +123,6 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    records = read_records(path)
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    records = read_records(path, READING)
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
     assert len(records) > 100

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -11,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from dino_vit.training.readings import read_records
-from tests.support.runs import Run, assert_same_end, readings, run, signal_before_step, steps
+from dino_vit.training.readings import START, read_records
+from tests.support.runs import (
+    Run,
+    assert_same_end,
+    before_step,
+    kill_a_loader,
+    limit_files,
+    readings,
+    run,
+    signal_before_step,
+    steps,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,49 @@ def test_interrupted_in_an_epoch_and_resumed_is_bit_for_bit_the_same(
     assert_same_end(output, whole, 20)
 
 
+@pytest.mark.parametrize("settings", [{}, {"data.batch_size": 4, "optim.accumulate": 2}], ids=["one", "two"])
+def test_a_killed_loader_process_costs_no_step(tmp_path, whole, settings):
+    """As the system kills it when memory runs out, here in a step of one pass and of two."""
+    output, settings = tmp_path / "run", {"data.workers": 2, **settings}
+    said = run(output, settings, code=75, before=partial(before_step, 13, kill_a_loader))
+    assert "a loader process ended by SIGKILL, as one does when memory runs out" in said
+    assert "Fewer workers (now 2) or smaller batches" in said
+    assert f"saved at step {steps(output)[-1]}; run the same command to resume" in said
+    assert "Traceback" not in said
+    assert steps(output)[-1] in range(14, 20)
+    run(output, settings)
+    if "optim.accumulate" not in settings:
+        assert_same_end(output, whole, 20)
+
+
+@pytest.mark.parametrize("place", ["open_source", "build_networks"])
+def test_a_signal_before_the_first_step_asks_for_another_start_too(tmp_path, place):
+    said = run(tmp_path / "run", code=75, before=partial(signal_at, place))
+    assert said.endswith("dino-vit pretrain: stopped by a signal; run the same command again\n")
+    run(tmp_path / "run")
+
+
+def signal_at(place):
+    import dino_vit.training.setup
+
+    take = getattr(dino_vit.training.setup, place)
+
+    def signalled(*arguments, **keywords):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return take(*arguments, **keywords)
+
+    setattr(dino_vit.training.setup, place, signalled)
+
+
+def test_the_readings_after_a_resume_are_those_of_a_whole_run(tmp_path):
+    """A checkpoint between two log lines holds what was summed since the first of them."""
+    settings = {"run.log_every": 4}
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "run", settings, code=-signal.SIGKILL, before=signalled(signal.SIGKILL))
+    assert "resuming after step 10" in run(tmp_path / "run", settings)
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+
+
 def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(tmp_path):
     output = tmp_path / "run"
     evaluated = {"run.eval_every": 1, "data.batch_size": 16, "optim.warmup_epochs": 0}
@@ -58,11 +110,20 @@ def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(t
     baseline = (output / "baseline.json").read_bytes()
     assert set(json.loads(baseline)) == {"knn", "rankme", "raw_pixels"}
     run(output, evaluated)
-    starts = read_records(output / "starts.jsonl")
-    assert [start["step"] for start in starts] == [0, 14]
-    assert (starts[0]["global_batch"], starts[0]["images"], starts[0]["total_steps"]) == (16, 64, 20)
-    assert starts[0]["began"] <= starts[1]["began"]
+    starts = read_records(output / "starts.jsonl", START)
+    assert [start.step for start in starts] == [0, 14]
+    assert (starts[0].global_batch, starts[0].images, starts[0].total_steps) == (16, 64, 20)
+    assert starts[0].began <= starts[1].began
     assert (output / "baseline.json").read_bytes() == baseline
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    first = Run(tmp_path / "run", {"budget.steps": 100_000})
+    first.wait_until(lambda: steps(tmp_path / "run"))
+    said = run(tmp_path / "run", {"budget.steps": 100_000}, code=2)
+    assert f"another run writes to {tmp_path / 'run'} (process {first.process.pid} on " in said
+    first.send(signal.SIGTERM)
+    assert first.wait() == 75
 
 
 def test_ctrl_c_twice_leaves_at_once(tmp_path):
@@ -111,6 +172,18 @@ def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, cod
     assert shared_memory() <= before
 
 
+def test_lines_that_are_no_readings_are_left_out_by_a_resume(tmp_path, whole):
+    output = tmp_path / "run"
+    run(output, code=75, before=signalled(signal.SIGTERM))
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3}\n{"step": 14, "loss": "low"}\n{"step": 14, "lo')
+    with (output / "starts.jsonl").open("a") as file:
+        file.write('{"step": 14, "beg')
+    assert run(output).count("a damaged line is left out") == 3
+    assert_same_end(output, whole, 20)
+    assert [start.step for start in read_records(output / "starts.jsonl", START)] == [0, 14]
+
+
 SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}
 
 
@@ -134,6 +207,14 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path, whole):
     assert steps(output) == [5, 10, 15, 20]
 
 
+def test_the_batch_of_the_statistics_is_kept(tmp_path):
+    """The global batch may be made up in another way, unless BatchNorm takes its statistics over a part."""
+    settings = {"head.batch_norm": "true", "budget.steps": 5, **SHORT}
+    run(tmp_path / "run", settings)
+    said = run(tmp_path / "run", {**settings, "data.batch_size": 4}, code=2)
+    assert "BatchNorm took its statistics over passes of 8 images, now 4 (data.batch_size=4 on 1 proc" in said
+
+
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole):
     output = tmp_path / "run"
     run(output, code=75, before=signalled(signal.SIGTERM))
@@ -147,11 +228,6 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_pat
     assert_same_end(output, whole, 20)
 
 
-def limit_files(size):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 @pytest.mark.parametrize("size", [8_000, 20_000], ids=["nothing", "readings"])
 def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole, size):
     """A limit on the size of files stands in for the full disk."""
@@ -161,7 +237,8 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     said = run(output, code=2, before=partial(limit_files, size))
     assert ("the reading could not be written" in said) == (size == 8_000)
     assert "step 15: no checkpoint was written" in said
-    assert "its last checkpoint could not be written; free disk space" in said
+    assert "its last checkpoint could not be written: " in said
+    assert "Free disk space for it and run the same command again" in said
     assert {path: path.read_bytes() for path in (output / "checkpoints").iterdir()} == good
     run(output)
     assert_same_end(output, whole, 20)

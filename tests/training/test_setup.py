@@ -1,16 +1,20 @@
 """How a run is set up: from weights, with labels, by recipe, in a precision."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training.reporter import describe_start
 from dino_vit.training.setup import set_up
 from dino_vit.views.preparation import Preparation
-from dino_vit.weights import load_backbone
+from dino_vit.weights import export_backbone, load_backbone
 from tests.support.runs import tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
 
@@ -49,6 +53,24 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
 def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weights):
     with pytest.raises(ValueError, match=r"model.width=64 does not match the weights of init.weights"):
         opened(tmp_path / "run", {**FROM, "init.weights": weights, "model.width": 64})
+
+
+def test_an_export_can_be_continued_and_weights_are_read_as_told(tmp_path, weights):
+    start = load_backbone(weights)
+    export_backbone(start, tmp_path / "x.pth", "timm")
+    state = opened(tmp_path / "run", {**FROM, "init.weights": tmp_path / "x.pth"}).state
+    assert not moved(tensors_of(state.student.backbone), tensors_of(start))
+
+    oblong = load_backbone(weights, network="student", image_size=(16, 64))
+    torch.save(oblong.state_dict(), tmp_path / "bare.pth")
+    told = {"weights": tmp_path / "bare.pth", "heads": 4, "trained_size": [16, 64], "format": "timm"}
+    settings = FROM | {"model.heads": 4} | {f"init.{name}": value for name, value in told.items()}
+    state = opened(tmp_path / "told", settings).state
+    assert (state.config.model.heads, state.student.backbone.position_mode) == (4, "timm")
+    expected = load_backbone(weights, network="student")
+    state = opened(tmp_path / "s", {**FROM, "init.weights": weights, "init.network": "student"}).state
+    assert not moved(tensors_of(state.student.backbone), tensors_of(expected))
+    assert moved(tensors_of(expected), tensors_of(start))
 
 
 def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
@@ -119,3 +141,12 @@ def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeyp
         else:
             with pytest.raises(ValueError, match=r"run.precision=auto was bf16 and is no here"):
                 opened(tmp_path / "run", settings)
+
+
+@pytest.mark.parametrize("changes", [{"global_batch": "8"}, {"config": None}, {"step": []}])
+def test_a_folder_whose_checkpoint_says_something_else_is_refused(tmp_path, weights, changes):
+    checkpoint = Checkpoints(weights).newest()
+    path = tmp_path / "checkpoints" / checkpoint.path.name
+    write_tensors(path, checkpoint.tensors, json.dumps({**checkpoint.metadata, **changes}))
+    with pytest.raises(ValueError, match=f"no usable {next(iter(changes))}; give another output"):
+        opened(tmp_path, {"budget.steps": 10})

@@ -1,3 +1,5 @@
+import os
+from collections import deque
 from itertools import islice
 from pathlib import Path
 
@@ -10,10 +12,11 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
 from dino_vit.views import loader
 from dino_vit.views.geometry import View, crop_views
-from dino_vit.views.loader import SHARED, Loader
+from dino_vit.views.loader import SHARED, Loader, WorkerLost
 from dino_vit.views.photometry import Augment
 from dino_vit.views.sampler import Sampler
 from tests.support.images import write_synthetic
+from tests.support.runs import kill_a_loader
 from tests.support.views import draw_boxes, draw_rows, views_of
 
 AUGMENT = Augment(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
@@ -43,6 +46,31 @@ def test_batches_that_shared_memory_cannot_hold_are_refused_before_they_are_made
     with pytest.raises(ValueError, match="use at most workers=0, or give the container more"):
         Loader(source=source, views=VIEWS, sampler=plan, workers=4)
     Loader(source=source, views=VIEWS, sampler=plan)  # this process needs to share with nobody
+
+
+def test_a_killed_worker_is_a_sentence():
+    source = SyntheticSource(length=500)
+    plan = Sampler(length=500, batch_size=8, seed=7)
+    batches = Loader(source=source, views=VIEWS, sampler=plan, workers=1).batches()
+    next(batches)
+    kill_a_loader()
+    with pytest.raises(WorkerLost, match=r"ended by SIGKILL.*now 1") as caught:
+        deque(batches, maxlen=0)
+    assert caught.value.exit_code == 75
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="only Linux has it as a folder")
+def test_the_processes_of_a_host_divide_its_shared_memory(monkeypatch):
+    """However they were launched: srun sets no LOCAL_WORLD_SIZE."""
+    source = SyntheticSource(length=10**8)
+    of_one = Loader(source=source, views=VIEWS, sampler=Sampler(length=10**8, batch_size=1, seed=7))
+    size = os.statvfs(SHARED).f_blocks * os.statvfs(SHARED).f_frsize
+    batch = size // 4 // of_one.dataset.bytes_of_a_batch  # twice a quarter is a half
+    half = {"source": source, "views": VIEWS, "sampler": Sampler(length=10**8, batch_size=batch, seed=7)}
+    Loader(**half, workers=1)
+    monkeypatch.setattr(loader, "local_world_size", lambda: 8)
+    with pytest.raises(ValueError, match="use at most workers=0, or give the container more"):
+        Loader(**half, workers=1)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="a file system that counts no blocks")

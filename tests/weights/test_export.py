@@ -119,3 +119,27 @@ def test_an_export_tells_where_other_sizes_will_differ(tmp_path):
     assert "in mode timm, not dino" in export_backbone(model, tmp_path / "b.pth", "timm")
     assert "in mode hf, not dino" in export_backbone(model, tmp_path / "c", "huggingface")
     assert "trained size only" in export_backbone(model, tmp_path / "d.pth", "torchvision")
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [
+        (format, suffix)
+        for format in ("timm", "torchvision", "reference")
+        for suffix in (".pth", ".safetensors")
+    ]
+    + [("huggingface", "")],
+)
+def test_an_export_loads_by_its_path_alone_with_what_was_known(format, suffix, tmp_path):
+    facts = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "bits": 8, "range": (0.0, 9.0)}
+    changes = {"image_size": (32, 48)} if format in ("timm", "reference") else {}
+    model = backbone(heads=4, **changes)
+    save_backbone(model, tmp_path / "mine.safetensors", **facts, network="student", step=7)
+    model = load_backbone(tmp_path / "mine.safetensors")
+    export_backbone(model, tmp_path / f"out{suffix}", format)
+    loaded = load_backbone(tmp_path / f"out{suffix}")
+    images = torch.randn(2, 3, *model.image_size)
+    assert torch.allclose(loaded(images), model(images), atol=1e-5)
+    known = loaded.provenance
+    assert (loaded.heads, known.format, known.network, known.step) == (4, format, "student", 7)
+    assert {name: getattr(known, name) for name in facts} == facts

@@ -98,6 +98,7 @@ def test_loading_is_strict():
         "size mismatch for norm.weight",
     ):
         assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
     with pytest.raises(WeightsError, match=r'Unexpected.*"head\.3\.weight"'):
         load_backbone({**named, "head.3.weight": torch.ones(1)}, heads=2)
 
@@ -115,6 +116,9 @@ def test_a_gap_in_the_blocks_is_named_however_high_it_reaches():
         (lambda t: t.to(torch.complex64), "is complex64"),
         (lambda t: t.to_sparse(), "is a meta or sparse tensor"),
         (lambda t: t.to("meta"), "is a meta or sparse tensor"),
+        (lambda t: t.index_fill(0, torch.tensor(3), torch.nan), r"has NaN or inf.* \(128 of 4,096\)"),
+        (lambda t: t.half() + 1e5, r"has NaN or inf.* \(4,096 of"),
+        (lambda t: t.double() + 1e300, r"has NaN or inf.* \(4,096 of"),
     ],
 )
 def test_tensors_that_would_become_other_numbers_are_refused(spoil, message):

@@ -3,9 +3,11 @@
 import argparse
 import io
 import json
+import math
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import safetensors.torch
@@ -190,6 +192,25 @@ def test_paths_that_hold_nothing(tmp_path):
         load_backbone(backbone().state_dict(), network="ema")
 
 
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "C64", "I4", "X9"])
+def test_types_that_no_weights_have_are_a_sentence(tmp_path, dtype):
+    named = {"cls_token": {"dtype": dtype, "shape": [1, 1, 8], "data_offsets": [0, 8]}}
+    header = json.dumps(named).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(WeightsError, match=r"a\.safetensors"):
+        load_backbone(path)
+
+
+@pytest.mark.parametrize("name", ["a.pth", "a.safetensors", "checkpoints/step-00000001.safetensors"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(WeightsError, match=r"is not a file|can be read"):
+        load_backbone(tmp_path if "checkpoints" in name else path)
+
+
 def test_a_damaged_file_of_ours_is_refused(tmp_path):
     path = tmp_path / "mine.safetensors"
     save_backbone(backbone(), path)
@@ -198,14 +219,30 @@ def test_a_damaged_file_of_ours_is_refused(tmp_path):
         load_backbone(path)
 
 
+OWN = {"kind": "backbone", "mean": None, "std": None, "architecture": {}}
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ("{", r"a\.safetensors is marked as a dino-vit file, but its metadata is not JSON"),
         ("[]", "metadata is incomplete"),
         ({"kind": "backbone", "mean": None, "std": None}, "metadata is incomplete"),
-        ({"kind": "", "mean": None, "std": None, "architecture": {}, "version": 2}, "has format version 2"),
-        ({"kind": "", "mean": None, "std": None, "architecture": {"soup": 1}}, "settings: soup"),
+        ({**OWN, "version": 2}, "has format version 2"),
+        ({**OWN, "architecture": {"soup": 1}}, "settings: soup"),
+        (
+            {**OWN, "architecture": {"width": [1]}},
+            r"architecture.width = '\[1\]', but input should be a valid",
+        ),
+        ({**OWN, "architecture": {"depth": 10**9}}, "has 3 blocks, but says 1,000,000,000"),
+        ({**OWN, "architecture": {"mlp_ratio": 1e308}}, "describes no network that can be built"),
+        ({**OWN, "mean": "grey"}, "metadata of .*a.safetensors cannot be used: mean = 'grey', but"),
+        ({**OWN, "mean": [math.nan] * 3}, "mean.0 = 'nan', but input should be a finite number"),
+        ({**OWN, "std": [0.2, 0, 0.2]}, "std.1 = '0', but input should be greater than 0"),
+        ({**OWN, "bits": "eight"}, "bits = 'eight', but"),
+        ({**OWN, "step": {}}, "step = '{}', but"),
+        ({**OWN, "kind": 5}, "kind = '5', but"),
+        ("[" * 10**6, "its metadata is not JSON"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
@@ -213,6 +250,38 @@ def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
     write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), text)
     with pytest.raises(WeightsError, match=message):
         load_backbone(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_attention_heads": "two"}, "num_attention_heads = 'two', but"),
+        ({"num_attention_heads": 0}, "num_attention_heads = '0', but"),
+        ({"layer_norm_eps": None}, "layer_norm_eps = 'None', but"),
+        ({"image_mean": ["a"], "image_std": [1]}, "image_mean"),
+        ({"model_args": [1]}, "model_args"),
+        ({"pretrained_cfg": {"mean": 5}}, "pretrained_cfg.mean"),
+        ("[]", "config.json is not a JSON object"),
+        ("[" * 10**6, "config.json is not a JSON object"),
+    ],
+)
+def test_a_config_of_wrong_types_is_refused(tmp_path, config, message):
+    safetensors.torch.save_file(backbone().state_dict(), tmp_path / "model.safetensors")
+    text = config if isinstance(config, str) else json.dumps({"model_type": "vit", **config})
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=message):
+        load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"format": "timm", "heads": "x", "image_size": [32, 32]}']
+)
+def test_an_export_that_says_nothing_usable_of_itself_is_refused(tmp_path, text):
+    named = OrderedDict(backbone().state_dict())
+    named.dino_vit_export = text
+    torch.save(named, tmp_path / "a.pth")
+    with pytest.raises(WeightsError, match=r"a\.pth"):
+        load_backbone(tmp_path / "a.pth")
 
 
 def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):

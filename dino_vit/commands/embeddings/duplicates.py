@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from dino_vit.config.settings import Count, CountOrZero, Settings, setting
+from dino_vit.config.settings import Count, FewOrZero, Settings, setting
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.eval.embeddings import Array, EmbeddedImages, Embeddings, read_image_embeddings
-from dino_vit.eval.neighbours import unit
-from dino_vit.eval.pictures import Panel, write_sheet
+from dino_vit.eval.neighbours import format_cosines, unit
+from dino_vit.eval.pictures import Panel, shorten, write_sheet
 
 PAIRS_PRINTED = 10
 PAIRS_PER_ROW = 3  # of the sheet
@@ -33,7 +33,7 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    shown: CountOrZero = setting(40, "pairs on the sheet")
+    shown: FewOrZero = setting(40, "pairs on the sheet")
     output: str = setting("duplicates.json", "file to write, .json or .csv; the sheet goes beside it as PNG")
 
     positional: ClassVar = ("embeddings",)
@@ -54,10 +54,13 @@ def run(config: DuplicatesConfig) -> int:
         write_json(output, found, names, config)
     if not found.total:
         print(f"no two of the {plural(len(names), 'image')} have a cosine of {config.threshold:g} or more")
-    for first, second, cosine in found.pairs[:PAIRS_PRINTED]:
-        print(f"{cosine:.4f}  {names[first]}  {names[second]}")
+    shown = found.pairs[:PAIRS_PRINTED]
+    for (first, second, _), text in zip(shown, _cosines(shown), strict=True):
+        print(f"{text}  {names[first]}  {names[second]}")
     counts = f"{len(found.pairs):,} of {plural(found.total, 'pair')}, {plural(len(found.groups), 'group')}"
     print(f"{output}: {counts}")
+    if advice := describe_threshold(found, config.threshold, images=len(names)):
+        print(advice)
     if found.total and config.shown:
         draw_pairs(embeddings, found.pairs[: config.shown], output.with_suffix(".png"))
         print(f"{output.with_suffix('.png')}: the closest pairs")
@@ -70,6 +73,22 @@ class Duplicates(NamedTuple):
     pairs: list[Pair]  # the closest ones, the closest first
     total: int  # number of pairs, listed or not
     groups: list[list[int]]  # formed by all pairs, the largest first
+
+
+def describe_threshold(found: Duplicates, threshold: float, *, images: int) -> str | None:
+    """Say that a threshold separates nothing if most pairs reach it, and which one would."""
+    possible = images * (images - 1) // 2
+    if not 2 * found.total > possible > 1:
+        return None
+    text = (
+        f"{found.total:,} of all {possible:,} pairs have a cosine of {threshold:g} or more: this threshold "
+        "separates nothing here"
+    )
+    number = min(images, len(found.pairs))
+    cosine = found.pairs[number - 1][2]
+    if cosine <= threshold + _ROUNDING:
+        return f"{text}, and no higher one would"
+    return f"{text}. The closest {number:,} have {cosine:.6f} or more; try threshold={cosine:.6f}"
 
 
 def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch.device) -> Duplicates:
@@ -155,8 +174,12 @@ def draw_pairs(embeddings: Embeddings, pairs: Sequence[Pair], path: Path) -> Non
     """Draw pairs, several in a row with gaps between them."""
     images = EmbeddedImages(embeddings)
     panels: list[Panel | None] = []
-    for first, second, cosine in pairs:
-        panels.append(images.panel(first, f"{cosine:.4f}  {embeddings.names[first]}"))
+    for (first, second, _), text in zip(pairs, _cosines(pairs), strict=True):
+        panels.append(images.panel(first, f"{text}  {shorten(embeddings.names[first], 20)}"))
         panels += [images.panel(second, embeddings.names[second]), None]
     width = 3 * PAIRS_PER_ROW
     write_sheet([panels[start : start + width][:-1] for start in range(0, len(panels), width)], path)
+
+
+def _cosines(pairs: Sequence[Pair]) -> list[str]:
+    return format_cosines([cosine for _, _, cosine in pairs])

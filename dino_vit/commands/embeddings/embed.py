@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit import __version__
-from dino_vit.config.settings import Count, setting
+from dino_vit.config.settings import Few, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import replacing
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, printable, row_blocks, write_embeddings
+from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, row_blocks, write_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.features.store import StoredFeatures
@@ -25,7 +25,7 @@ class EmbedConfig(EvaluationConfig):
     tokens: Literal["cls", "cls+mean", "patches"] = setting(
         "cls", "CLS token, CLS token and mean patch token joined, or all patch tokens"
     )
-    blocks: Count = setting(1, "last blocks whose CLS tokens are joined")
+    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
@@ -87,7 +87,7 @@ def with_metadata(
     }
     return Embeddings(
         values=stored.values,
-        names=[printable(source.name(index)) for index in indices],
+        names=[source.name(index) for index in indices],
         labels=[None if label is None else source.classes[label] for label in labels],
         indices=stored.indices,
         metadata=metadata,
@@ -108,5 +108,5 @@ def write_index(path: Path, values: Array) -> None:
     index = faiss.IndexFlatIP(values.shape[1])
     for rows in row_blocks(len(values), 4 * values.shape[1]):
         index.add(normalised(values[rows]))
-    with replacing(path) as partial:
-        faiss.write_index(index, str(partial))
+    with replacing(path) as partial, partial.open("wb") as file:  # faiss itself opens UTF-8 names only
+        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]

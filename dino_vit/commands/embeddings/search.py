@@ -9,15 +9,16 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import printable
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.embeddings import EmbeddedImages, printable, read_image_embeddings
+from dino_vit.eval.embeddings import EmbeddedImages, read_image_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import weights_digest
-from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.pictures import Panel, thumbnail, write_sheet
+from dino_vit.eval.neighbours import format_cosines, nearest
+from dino_vit.eval.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights import load_backbone
 
@@ -28,7 +29,7 @@ class SearchConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
-    k: Count = setting(8, "nearest images to show")
+    k: Dimension = setting(8, "nearest images to show")
     output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
 
     positional: ClassVar = ("embeddings", "images")
@@ -45,11 +46,12 @@ def run(config: SearchConfig) -> int:
     cosines, rows = nearest(embeddings.values, features, k=config.k)
     images, sheet, results = EmbeddedImages(embeddings), [], []
     for index, (query_cosines, query_rows) in enumerate(zip(cosines.tolist(), rows.tolist(), strict=True)):
-        name = printable(config.images[index])
+        name = queries.name(index)
         print(f"{name}:")
         panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
         found = []
-        for cosine, row in zip(query_cosines, query_rows, strict=True):
+        texts = format_cosines(query_cosines)
+        for cosine, text, row in zip(query_cosines, texts, query_rows, strict=True):
             one = {
                 "name": embeddings.names[row],
                 "label": embeddings.labels[row],
@@ -57,8 +59,8 @@ def run(config: SearchConfig) -> int:
                 "index": int(embeddings.indices[row]),
                 "row": row,
             }
-            print(f"  {cosine:.4f}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
-            panels.append(images.panel(row, f"{cosine:.3f}  {one['label'] or one['name']}"))
+            print(f"  {text}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
+            panels.append(images.panel(row, f"{text}  {shorten(one['label'] or one['name'], 20)}"))
             found.append(one)
         sheet.append(panels)
         results.append({"image": name, "nearest": found})
@@ -88,7 +90,7 @@ class ImageFiles:
         return None
 
     def name(self, index: int) -> str:
-        return self.paths[index]
+        return printable(self.paths[index])
 
 
 def query_features(config: SearchConfig, queries: Source, metadata: dict[str, Any]) -> Tensor:

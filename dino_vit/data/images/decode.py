@@ -8,6 +8,8 @@ from functools import partial
 from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
 from torch import Tensor
 
+from dino_vit.core.native import silenced
+from dino_vit.core.text import printable
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 from dino_vit.data.sources.open import Source
@@ -33,12 +35,11 @@ class UnreadableImage(Exception):
     """An image that cannot be read, and why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = printable(name), printable(reason)
+        super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+        return f"{self.name:.4000}: {self.reason}"  # a list may have names longer than any path
 
 
 def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
@@ -49,10 +50,13 @@ def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
         if not isinstance(item, Tensor):
             item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
         return pixels.conform(item)
-    except OSError as error:
-        raise UnreadableImage(name, error.strerror or str(error)) from error
-    except ValueError as error:
-        raise UnreadableImage(name, str(error)) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:
+    """Return the error of an image that its source cannot read."""
+    return UnreadableImage(name, (isinstance(error, OSError) and error.strerror) or str(error))
 
 
 def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_PIXELS) -> Tensor:
@@ -66,7 +70,8 @@ def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_
     if known is None:
         raise UnreadableImage(name, "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
     try:
-        return known[1](data, alpha, max_pixels)
+        with silenced():
+            return known[1](data, alpha, max_pixels)
     except formats.Refused as error:
         raise UnreadableImage(name, str(error)) from error
     except Exception as error:  # decoders raise anything on damaged files

@@ -6,6 +6,7 @@ operator is called directly, since its Python function warns at every call from 
 
 import logging
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -22,6 +23,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode
 
+from dino_vit.data.npy import read_header
+
 if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
 
@@ -33,8 +36,13 @@ _WITH_ALPHA = ("LA", "RGBA")
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
 _UNSPECIFIED = 0  # use of an extra sample; others are alpha
 _ORIENTATION = 274  # the tag
-_SILENT = logging.NullHandler()  # an unreadable file is reported by its exception
 _PAGES = "QI"  # axes of TIFF of unknown meaning
+
+# A file is reported once, by its exception, and one that can be read in spite of its damage is not.
+for _library in ("tifffile", "PIL"):
+    logging.getLogger(_library).addHandler(logging.NullHandler())
+    logging.getLogger(_library).propagate = False
+warnings.filterwarnings("ignore", module=r"PIL\.|tifffile|numpy\.lib")
 
 
 class Refused(ValueError):
@@ -57,13 +65,9 @@ def read_by(plugin: Callable[[BytesIO], Image], data: bytes, alpha: bool, max_pi
 def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """Read an array (H, W), (C, H, W) or (H, W, C); the shorter of first and last axis has the channels."""
     file = BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    if version > (2, 0):
-        raise Refused("an array of records is not an image")
-    header = np.lib.format
-    read_header = header.read_array_header_1_0 if version == (1, 0) else header.read_array_header_2_0
-    shape, _, dtype = read_header(file)
-    if dtype.kind not in "buif":
+    header = read_header(file)
+    shape, dtype = header.shape, header.dtype
+    if not header.numeric and dtype.kind != "b":
         raise Refused(f"an array of {dtype} is not an image")
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] == shape[2]):
         raise Refused(
@@ -72,7 +76,7 @@ def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     last = len(shape) == 3 and shape[2] < shape[0]
     height, width = shape[:2] if last else shape[-2:]
     check_size(width, height, shape[-1] if last else prod(shape[:-2]), max_pixels)
-    if prod(shape) * dtype.itemsize > len(data) - file.tell():
+    if header.nbytes > len(data) - file.tell():
         raise Refused("the file is truncated")
     array = np.load(BytesIO(data), allow_pickle=False)
     return to_tensor(array if last else rearrange(array.reshape(-1, height, width), "c h w -> h w c"))
@@ -140,7 +144,6 @@ def read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     """
     from tifffile import TiffFile, TiffPage
 
-    logging.getLogger("tifffile").addHandler(_SILENT)
     _check_chain(data)
     with TiffFile(BytesIO(data)) as file:
         series, page = file.series[0], file.pages[0]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 MAX_PIXELS = 200_000_000
+NOT_FINITE = "it contains infinite or NaN values; replace them first"
 IMAGENET_NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of RGB
 
 
@@ -83,7 +84,7 @@ class Pixels:
         values = image.to(exact, copy=True)
         least, most = (float(value) for value in values.aminmax())
         if not -float("inf") < least <= most < float("inf"):
-            raise ValueError("it contains infinite or NaN values; replace them first")
+            raise ValueError(NOT_FINITE)
         if self.range is None and (least < low or most > high):
             raise ValueError(
                 f"its {kind_of(image)} values go from {least:g} to {most:g}, beyond {low:g} to {high:g}; set "

@@ -1,7 +1,6 @@
 """Images in tar shards and zip archives, read in place: the index holds where each image's bytes are."""
 
 import bz2
-import json
 import os
 import struct
 import tarfile
@@ -15,7 +14,8 @@ import numpy as np
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
-from dino_vit.data.labels import number_labels
+from dino_vit.core.text import printable
+from dino_vit.data.labels import number_labels, parse_json
 from dino_vit.data.sources.files import Ranges, in_threads, open_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
@@ -23,6 +23,8 @@ from dino_vit.data.sources.source import is_image
 LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .json
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+MAX_HEADER = 2**18  # bytes of names and attributes that extend the header of a member of a tar
+MAX_UNPACKED, MAX_RATIO = 2**24, 200  # bytes that may always be unpacked; beyond, times the bytes stored
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
 
@@ -54,6 +56,7 @@ class ArchiveSource(IndexedSource):
         item = {name: int(column[index]) for name, column in self.index.columns.items()}
         data = self._ranges.read(item["file"], item["start"], item["stored"])
         if item["method"] != zipfile.ZIP_STORED:
+            check_ratio(item["stored"], item["size"])
             data = _decompress(data, item["method"], item["size"])
         if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
             raise OSError("its checksum in the archive is another")
@@ -86,6 +89,15 @@ class ArchiveSource(IndexedSource):
         )
 
 
+def check_ratio(stored: int, size: int) -> None:
+    """Refuse what would fill the memory or the disk when it is unpacked, and is no image."""
+    if size > MAX_UNPACKED and size > MAX_RATIO * stored:
+        raise OSError(
+            f"it would unpack to {size / 2**20:,.0f} MiB, over {MAX_RATIO} times its size in the archive, "
+            "as no image does; store it uncompressed if it is one"
+        )
+
+
 def _decompress(data: bytes, method: int, size: int) -> bytes:
     """Decompress a member of a zip, but not beyond its stated size, which a zip bomb exceeds."""
     try:
@@ -100,6 +112,16 @@ def _decompress(data: bytes, method: int, size: int) -> bytes:
     if len(data) != size:
         raise OSError(f"it does not have the {size} bytes that the archive states")
     return data
+
+
+class _BoundedInfo(tarfile.TarInfo):
+    """A header whose extension is small: tarfile reads one of any size, and takes quadratic time for it."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:  # a hook that tarfile documents
+        extends = self.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+        if extends and self.type != tarfile.GNUTYPE_SPARSE and self.size > MAX_HEADER:
+            raise ValueError(f"a header of {self.size:,} bytes is longer than {MAX_HEADER:,}")
+        return super()._proc_member(tar)  # type: ignore[misc]
 
 
 def tar_images(path: str) -> list[Member]:
@@ -130,16 +152,19 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
     try:
         while position < length:
             file.seek(position)
-            with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
+            with tarfile.TarFile(
+                fileobj=file, tarinfo=_BoundedInfo, encoding="utf-8", errors="surrogateescape"
+            ) as tar:
                 for info in tar:
                     member = _tar_member(info, found, length)
                     if member is not None:
                         found[member.name] = member
                         members.append(member)
             position = _skip_end(file, tar.offset)
-    except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
+    except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"{path} is truncated or damaged: {error}. Copy or pack it again, or remove it from the source."
+            f"{path} is truncated or damaged: {printable(error):.300}. "
+            "Copy or pack it again, or remove it from the source."
         ) from error
     return members
 
@@ -208,13 +233,12 @@ def _read_labels(
 
 
 def _label_in_json(path: str, name: bytes, text: str) -> object:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {os.fsdecode(name)!r} is not valid JSON: {error}") from error
+    content = parse_json(text, f"{path}: {os.fsdecode(name)!r}")
     if isinstance(content, dict):
         content = next((content[key] for key in LABEL_KEYS if key in content), None)
-    return content if isinstance(content, (str, int, float)) else None
+    if isinstance(content, str):
+        return printable(content)  # JSON has text that UTF-8 has not
+    return content if isinstance(content, (int, float)) else None
 
 
 def _warn_of_several(path: str, keys: Iterable[tuple[bytes, bytes]]) -> None:
@@ -233,17 +257,20 @@ def zip_images(path: str) -> list[Member]:
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image(info.filename)]
-            images = [_zip_member(file, info) for info in infos]
-    except (zipfile.BadZipFile, NotImplementedError) as error:
+            length = file.seek(0, os.SEEK_END)
+            images = [_zip_member(file, info, length) for info in infos]
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises nearly anything on damaged files
         raise ValueError(
-            f"{path} is damaged or not a zip archive: {error}. Copy or pack it again."
+            f"{path} is damaged or not a zip archive: {printable(error):.300}. Copy or pack it again."
         ) from error
     if any(info.flag_bits & 1 for info in infos):
         raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
     return images
 
 
-def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
+def _zip_member(file: BinaryIO, info: zipfile.ZipInfo, length: int) -> Member:
     """Find where a member's bytes begin, after a header of its own, which `zipfile` does not tell."""
     file.seek(info.header_offset)
     header = file.read(LOCAL_HEADER.size)
@@ -251,6 +278,8 @@ def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
         raise zipfile.BadZipFile(f"no header of {info.filename!r} at byte {info.header_offset}")
     *_, name_length, extra_length = LOCAL_HEADER.unpack(header)
     start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
+    if start + info.compress_size > length or info.file_size >= 2**63:
+        raise zipfile.BadZipFile(f"{info.filename!r} ends beyond the file")
     name = os.fsencode(info.filename.removeprefix("./"))
     return Member(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)
 

@@ -4,29 +4,33 @@ A .npy file is mapped into memory; the array of a .npz file is unpacked into the
 """
 
 import hashlib
+import os
 import zipfile
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.text import printable
+from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import is_url
+from dino_vit.data.npy import Header, read_header
+from dino_vit.data.sources.archives import check_ratio
+from dino_vit.data.sources.files import is_url, open_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, binary_array, open_index
 
-BATCH = 256  # images
+BATCH_BYTES = 2**26  # of images that are unpacked together
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
-class _Header(NamedTuple):
-    shape: tuple[int, ...]
-    fortran: bool
-    dtype: np.dtype[Any]
+class _Array(NamedTuple):
+    header: Header
+    member: zipfile.ZipInfo | None  # of a .npz
 
 
 class ArraySource(IndexedSource):
@@ -58,23 +62,27 @@ class ArraySource(IndexedSource):
         return {**self.__dict__, "_mapped": None}
 
     def _build(self, write_images: WriteImages) -> Draft:
-        headers = _read_headers(self._path)
-        name = _choose(self._path, headers, self._key)
-        header = headers[name]
+        arrays = _read_headers(self._path)
+        name = _choose(self._path, {name: array.header for name, array in arrays.items()}, self._key)
+        header, member = arrays[name]
+        count = header.shape[0]
         channels_last = _channels_last(self._path, header.shape)
-        file = np.load(self._path, mmap_mode="r", allow_pickle=False)
-        images = file[name] if name else file
-        if name:
-            for start in range(0, len(images), BATCH):
-                batch = [image.tobytes() for image in images[start : start + BATCH]]
-                write_images(binary_array(batch))
-        count = len(images)
+        digest = hashlib.sha256(f"{header.shape} {header.dtype.str}".encode())
+        sampled = np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist()
+        if member is None:
+            mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
+            for row in sampled:
+                digest.update(np.ascontiguousarray(mapped[row]).data)
+        else:
+            for row, image in enumerate(_unpack(self._path, header, member, write_images)):
+                if row in sampled:
+                    digest.update(image)
         return Draft(
             names=[b"%09d" % number for number in range(count)],
-            sizes=np.full(count, images[0].nbytes, dtype=np.int64),
-            labels=_labels(self._path, name, headers, file),
+            sizes=np.full(count, header.nbytes // count, dtype=np.int64),
+            labels=_labels(self._path, name, arrays),
             metadata={
-                "fingerprint": _fingerprint(images),
+                "fingerprint": f"array-{count}-{digest.hexdigest()[:16]}",
                 "shape": header.shape[1:],
                 "dtype": header.dtype.str,
                 "channels_last": channels_last,
@@ -82,34 +90,73 @@ class ArraySource(IndexedSource):
         )
 
 
-def _read_headers(path: str) -> dict[str, _Header]:
-    """Return the headers of the arrays in a file by name; the one of a .npy has none."""
+def _read_headers(path: str) -> dict[str, _Array]:
+    """Return the arrays in a file by name, all their bytes accounted for; the one of a .npy has no name."""
     try:
-        if not zipfile.is_zipfile(path):
-            with open(path, "rb") as file:
-                return {"": _header(file)}
-        headers = {}
+        with open_file(path) as file:
+            if not zipfile.is_zipfile(file):
+                file.seek(0)
+                return {
+                    "": _Array(
+                        _checked(read_header(file), os.fstat(file.fileno()).st_size - file.tell()), None
+                    )
+                }
+        arrays = {}
         with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as member:
-                    headers[name.removesuffix(".npy")] = _header(member)
-        return headers
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged or holds no plain arrays: {error}") from error
+            for info in archive.infolist():
+                check_ratio(info.compress_size, info.file_size)
+                with archive.open(info) as member:
+                    header = _checked(read_header(member), info.file_size - member.tell())
+                    arrays[info.filename.removesuffix(".npy")] = _Array(header, info)
+        return arrays
+    except OSError:
+        raise
+    except Exception as error:  # zipfile and the decompressors raise nearly anything
+        raise ValueError(f"{path} is damaged or holds no plain arrays: {printable(error):.300}") from error
 
 
-def _header(file: Any) -> _Header:
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    return _Header(*read(file))
+def _checked(header: Header, available: int) -> Header:
+    if header.nbytes > available:
+        raise ValueError(
+            f"it has {available:,} of the {header.nbytes:,} bytes of an array, so it is truncated"
+        )
+    return header
 
 
-def _choose(path: str, headers: Mapping[str, _Header], key: str | None) -> str:
+def _unpack(path: str, header: Header, member: zipfile.ZipInfo, write_images: WriteImages) -> Iterator[bytes]:
+    """Write the images of a member, and yield them; one in Fortran's order is read as a whole."""
+    count, each = header.shape[0], header.nbytes // header.shape[0]
+    rows = count if header.fortran else max(BATCH_BYTES // each, 1)
+    with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+        read_header(file)
+        for start in range(0, count, rows):
+            batch = min(rows, count - start)
+            data = _read(path, file, batch * each)
+            if header.fortran:
+                data = np.frombuffer(data, header.dtype).reshape(header.shape, order="F").tobytes()
+            images = [data[number * each : (number + 1) * each] for number in range(batch)]
+            write_images(binary_array(images))
+            yield from images
+
+
+def _read(path: str, file: IO[bytes], size: int) -> bytes:
+    try:
+        data = file.read(size)
+    except Exception as error:  # as above
+        raise ValueError(f"{path} is damaged: {printable(error):.300}. Copy it again.") from error
+    if len(data) < size:
+        raise ValueError(f"{path} is damaged: an array ends early. Copy it again.")
+    return data
+
+
+def _choose(path: str, headers: Mapping[str, Header], key: str | None) -> str:
     """Return the name of the array of images: the given one, or the only one with three or four axes."""
     candidates = [name for name, header in headers.items() if len(header.shape) in (3, 4)]
     chosen = candidates if key is None else [name for name in candidates if name == key]
     if len(chosen) != 1:
-        known = ", ".join(f"{name or 'one'} {header.shape}" for name, header in headers.items())
+        known = ", ".join(
+            f"{printable(name)[:50] or 'one'} {header.shape}" for name, header in headers.items()
+        )
         ways = ", ".join(f"{path}:{name}" for name in candidates)
         raise ValueError(
             f"{path} must have one array of images, (N, H, W), (N, H, W, C) or (N, C, H, W), but has {known}."
@@ -117,11 +164,13 @@ def _choose(path: str, headers: Mapping[str, _Header], key: str | None) -> str:
         )
     (name,) = chosen
     header = headers[name]
-    if header.dtype.kind not in "uif" or 0 in header.shape:
+    if not header.numeric or 0 in header.shape:
         raise ValueError(
             f"{path}: the array of images has dtype {header.dtype} and shape {header.shape}; "
             f"it must have integers or floats and must not be empty."
         )
+    if prod(header.shape[1:]) > 4 * MAX_PIXELS:
+        raise ValueError(f"{path}: images of shape {header.shape[1:]} are too large")
     return name
 
 
@@ -140,18 +189,16 @@ def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _labels(path: str, key: str, headers: Mapping[str, _Header], file: Any) -> Labels:
-    count = headers[key].shape[0]
-    fitting = [name for name, header in headers.items() if header.shape in ((count,), (count, 1))]
+def _labels(path: str, key: str, arrays: Mapping[str, _Array]) -> Labels:
+    count = arrays[key].header.shape[0]
+    fitting = {name: array for name, array in arrays.items() if array.header.shape in ((count,), (count, 1))}
     if len(fitting) > 1:
         log.warning("%s: no labels, as they could be any of %s", path, ", ".join(fitting))
     if len(fitting) != 1:
         return number_labels([None] * count)
-    return number_labels(file[fitting[0]].reshape(-1).tolist())
-
-
-def _fingerprint(images: NDArray[Any]) -> str:
-    digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
-    for index in np.linspace(0, len(images) - 1, min(FINGERPRINTED, len(images))).astype(int):
-        digest.update(np.ascontiguousarray(images[index]).data)
-    return f"array-{len(images)}-{digest.hexdigest()[:16]}"
+    ((header, member),) = fitting.values()
+    assert member is not None
+    with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+        read_header(file)
+        data = _read(path, file, header.nbytes)
+    return number_labels(np.frombuffer(data, header.dtype).tolist())

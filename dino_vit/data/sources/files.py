@@ -1,18 +1,22 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
+import errno
 import glob
 import os
 import re
+import stat
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural
+from dino_vit.core.text import printable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,7 +24,8 @@ R = TypeVar("R")
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+MAX_EXPANDED = 1_000_000  # paths of a pattern with braces
 
 
 def is_url(path: str) -> bool:
@@ -41,7 +46,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"{url} cannot be reached: {error}") from error
+        raise ValueError(f"{printable(url):.200} cannot be reached: {error}") from error
 
 
 def exists(path: str) -> bool:
@@ -61,7 +66,7 @@ def is_folder(path: str) -> bool:
 def read_file(path: str) -> bytes:
     """Return the content of a file."""
     if not is_url(path):
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_regular) as file:
             return file.readall()
     return _remotely(path, lambda system, inner: system.cat_file(inner))
 
@@ -69,8 +74,17 @@ def read_file(path: str) -> bytes:
 def open_file(path: str) -> BinaryIO:
     """Open a file for random access."""
     if not is_url(path):
-        return open(path, "rb")
+        return open(path, "rb", opener=_open_regular)
     return _remotely(path, lambda system, inner: system.open(inner, "rb", block_size=8 * 2**20))
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a file, but no pipe or device, which may have no end or never answer."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return descriptor
 
 
 def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
@@ -121,7 +135,10 @@ def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     found: set[str] = set()
     missing: list[str] = []
-    for path in _expand_braces(pattern):
+    paths = list(islice(_expand_braces(pattern), MAX_EXPANDED + 1))
+    if len(paths) > MAX_EXPANDED:
+        raise ValueError(f"{pattern:.200} stands for more than {MAX_EXPANDED:,} paths; give a folder.")
+    for path in paths:
         if glob.has_magic(path):
             found.update(_glob(path))
         elif exists(path):
@@ -133,18 +150,18 @@ def expand(pattern: str) -> list[str]:
     return sorted(found, key=os.fsencode)
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> Iterator[str]:
     found = _BRACES.search(pattern)
     if not found:
-        return [pattern]
-    numbers = _RANGE.fullmatch(found[1])
-    if numbers:
+        yield pattern
+        return
+    choices: Iterable[str] = found[1].split(",")
+    if numbers := _RANGE.fullmatch(found[1]):
         first, last = numbers.groups()
-        choices = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    else:
-        choices = found[1].split(",")
+        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
     start, end = pattern[: found.start()], pattern[found.end() :]
-    return [path for choice in choices for path in _expand_braces(f"{start}{choice}{end}")]
+    for choice in choices:
+        yield from _expand_braces(f"{start}{choice}{end}")
 
 
 def _glob(path: str) -> list[str]:
@@ -166,6 +183,8 @@ class Ranges:
             data = _remotely(path, lambda system, inner: system.cat_file(inner, start, start + size))
         else:
             length, version, _ = self.stamps[file].tolist()
+            if start + size > length:  # before so much memory is taken
+                raise OSError(f"{path} is truncated")
             data = self._open(path, length, version).read(start, size)
         if len(data) != size:
             raise OSError(f"{path} is truncated")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
+from dino_vit.core.text import printable
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
@@ -24,7 +25,7 @@ class NoImages(ValueError):
 
     def __init__(self, root: str, others: Sequence[str], containers: Sequence[str]) -> None:
         suffixes = Counter(map(suffix_of, others)).most_common(5)
-        counts = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
+        counts = ", ".join(f"{count} {printable(suffix) or 'without a suffix'}" for suffix, count in suffixes)
         super().__init__(
             (f"{root} contains no images, only {counts}. " if counts else f"{root} contains no files. ")
             + f"Give a folder with files ending in {', '.join(IMAGE_SUFFIXES)}, at any depth."
@@ -38,7 +39,7 @@ class PathSource(IndexedSource):
     root: str
 
     def read(self, index: int) -> bytes:
-        return read_file(_join(self.root, self.name(index)))
+        return read_file(_join(self.root, os.fsdecode(self.raw_name(index))))
 
 
 class FolderSource(PathSource):
@@ -74,7 +75,7 @@ class FolderSource(PathSource):
             raise NoImages(self.root, others, containers)
         if containers:
             text = "%s is read as a folder of images, without the %s in it, such as %s"
-            log.warning(text, self.root, plural(len(containers), "archive"), containers[0])
+            log.warning(text, self.root, plural(len(containers), "archive"), printable(containers[0]))
         paths = [os.path.join(self.root, name) for name in names]
         return Draft(
             names=[os.fsencode(name) for name in names],
@@ -110,12 +111,12 @@ class ListSource(PathSource):
         missing = np.flatnonzero(sizes < 0)
         if len(missing) == len(paths):
             raise ValueError(
-                f"None of the files listed in {self._path} exist, such as {paths[0]}. "
+                f"None of the files listed in {self._path} exist, such as {printable(paths[0]):.200}. "
                 f"Paths that are not absolute are relative to the folder of the list."
             )
         if len(missing):
             text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
-            log.warning(text, self._path, plural(len(missing), "file"), paths[missing[0]])
+            log.warning(text, self._path, plural(len(missing), "file"), printable(paths[missing[0]])[:200])
         return sizes
 
 

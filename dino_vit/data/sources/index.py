@@ -26,7 +26,8 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.storage import StorageError, replacing
+from dino_vit.core.storage import StorageError, replacing, utf8_path
+from dino_vit.core.text import printable
 from dino_vit.data.labels import Labels, folder_labels
 from dino_vit.data.sources.files import stamps
 
@@ -135,20 +136,21 @@ class IndexedSource:
 
     def __init__(self, index: Index) -> None:
         self.index = index
+        self.classes = [printable(name) for name in index.metadata["classes"]]
 
     def __len__(self) -> int:
         return len(self.index.names)
 
     def name(self, index: int) -> str:
-        return os.fsdecode(self.index.names[index].as_py())
+        return printable(os.fsdecode(self.raw_name(index)))
+
+    def raw_name(self, index: int) -> bytes:
+        """Return the name as the folder or archive has it."""
+        return bytes(self.index.names[index].as_py())
 
     def label(self, index: int) -> int | None:
         label = int(self.index.columns["label"][index])
         return None if label < 0 else label
-
-    @property
-    def classes(self) -> list[str]:
-        return list(self.index.metadata["classes"])
 
     @property
     def fingerprint(self) -> str:
@@ -207,7 +209,7 @@ def _load_current(path: Path, files: Sequence[str] | None) -> Index | None:
 def _load(path: Path) -> Index | None:
     """Map an index into memory, unless it is missing, truncated or damaged."""
     try:
-        with pa.memory_map(str(path)) as file:
+        with utf8_path(path) as name, pa.memory_map(name) as file:
             mapped = file.read_buffer()
     except (OSError, ValueError):  # ValueError: an empty file
         return None
@@ -248,7 +250,7 @@ def _write(
     try:
         draft = build(write_images)
     except OSError as error:
-        raise ValueError(f"{spec} cannot be read: {error}") from error
+        raise ValueError(f"{spec} cannot be read: {printable(error):.300}") from error
     items = (draft if files is None else replace(draft, watched=files, stamps=before)).items(began)
     if writer is not None:
         writer.close()

@@ -69,9 +69,9 @@ def _open(spec: str) -> Source:
 
 def _open_synthetic(spec: str, rest: str) -> SyntheticSource:
     arguments = rest.split(":") if rest else []
-    if len(arguments) > 2 or not all(argument.isdecimal() for argument in arguments):
+    if len(arguments) > 2 or not all(re.fullmatch(r"\d{1,18}", argument) for argument in arguments):
         raise ValueError(
-            f"{spec!r} is not valid: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
+            f"{spec!r:.200} is not valid: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
             f"for example synthetic:20000:32."
         )
     return SyntheticSource(**dict(zip(("length", "size"), map(int, arguments), strict=False)))

@@ -28,7 +28,8 @@ class Source(Protocol):
 
     def label(self, index: int) -> int | None: ...
 
-    def name(self, index: int) -> str: ...
+    def name(self, index: int) -> str:
+        """Return the name in a form that can be shown and written: `printable`."""
 
     @property
     def classes(self) -> Sequence[str]:

@@ -29,9 +29,9 @@ class SyntheticSource:
     """A labelled set of any length; image `index` is a function of (seed, index)."""
 
     def __init__(self, *, length: int = 20_000, size: int = 32, seed: int = 0) -> None:
-        if length < 1 or not 16 <= size <= 512:
+        if not 1 <= length <= 10**9 or not 16 <= size <= 512:
             raise ValueError(
-                f"A synthetic set needs a length of 1 or more and a size of 16 to 512 pixels; "
+                f"A synthetic set needs a length of 1 to a billion and a size of 16 to 512 pixels; "
                 f"got length {length}, size {size}."
             )
         self.length, self.size, self.seed = length, size, seed

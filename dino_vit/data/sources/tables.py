@@ -17,14 +17,18 @@ import pyarrow.parquet as pq
 
 from dino_vit.core import log
 from dino_vit.core.progress import progress
+from dino_vit.core.storage import utf8_path
+from dino_vit.core.text import printable
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import open_file, read_file
+from dino_vit.data.sources.archives import check_ratio
+from dino_vit.data.sources.files import is_url, open_file, read_file, stamps
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
-BATCH = 256  # rows
+BINARY = (pa.binary(), pa.large_binary())
+BATCH = 32  # rows, which may be many more bytes than they are in the file
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Rows:
         paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
         labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
         if columns.nested:
-            if "path" in images.type.names:
+            if "path" in images.type.names and pa.types.is_string(images.type.field("path").type):
                 paths = pc.struct_field(images, "path")
             images = pc.struct_field(images, "bytes")
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
@@ -91,6 +95,7 @@ class ParquetSource(IndexedSource):
 
     def _build(self, write_images: WriteImages) -> Draft:
         columns, rows, tables = None, Rows(), []
+        stored, unpacked = int(stamps(self._files)[:, 0].sum()), 0
         with progress(f"Unpacking {self._spec}") as advance:
             for path in self._files:
                 table = _open_parquet(path)
@@ -100,22 +105,29 @@ class ParquetSource(IndexedSource):
                 columns = found
                 tables.append((os.path.basename(path), table.metadata.num_rows))
                 for batch in _batches(path, table, columns):
+                    unpacked += batch.nbytes
+                    check_ratio(stored, unpacked)
                     write_images(rows.add(batch, columns))
                     advance(batch.num_rows)
         assert columns is not None
         if not any(rows.sizes):
             raise ValueError(
-                f"Column {columns.image} of {self._spec} contains no image bytes, perhaps only paths. "
-                f"Write the images into the table, or give the folder that holds them."
+                f"Column {printable(columns.image)} of {self._spec} contains no image bytes, perhaps "
+                f"only paths. Write the images into the table, or give the folder that holds them."
             )
         return rows.draft(columns, tables)
 
 
 def _open_parquet(path: str) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path if "://" not in path else open_file(path))
+        if is_url(path):
+            return pq.ParquetFile(open_file(path))
+        with utf8_path(path) as name:
+            return pq.ParquetFile(name)
     except pa.ArrowException as error:
-        raise ValueError(f"{path} is damaged or not a Parquet file: {error}. Copy it again.") from error
+        raise ValueError(
+            f"{path} is damaged or not a Parquet file: {printable(error):.300}. Copy it again."
+        ) from error
 
 
 def _batches(path: str, table: pq.ParquetFile, columns: TableColumns) -> Iterator[pa.RecordBatch]:
@@ -124,7 +136,7 @@ def _batches(path: str, table: pq.ParquetFile, columns: TableColumns) -> Iterato
         yield from table.iter_batches(BATCH, columns=names)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is damaged: {error}. Copy it again, or remove it from the source."
+            f"{path} is damaged: {printable(error):.300}. Copy it again, or remove it from the source."
         ) from error
 
 
@@ -158,7 +170,12 @@ def _load_dataset(spec: str) -> Any:
     except ImportError as error:
         raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
     name, _, split = spec.partition(":")
-    splits = datasets.load_dataset(name)
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # of the library, the network or the files
+        raise ValueError(
+            f"hf:{spec} cannot be loaded: {printable(error):.300}. Write hf:OWNER/NAME."
+        ) from error
     if not split and len(splits) == 1:
         (split,) = splits
     if split not in splits:
@@ -171,14 +188,16 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
     """Find the columns of images, names and labels, by Hugging Face's metadata or by what they are called."""
     features = _features(schema)
     types = {field.name: field.type for field in schema}
-    nested = {name for name, type_ in types.items() if pa.types.is_struct(type_) and "bytes" in type_.names}
-    binary = {name for name, type_ in types.items() if type_ in (pa.binary(), pa.large_binary())}
-    marked = [name for name in types if features.get(name, {}).get("_type") == "Image"]
+    nested = {name for name, type_ in types.items() if pa.types.is_struct(type_) and _is_image(type_)}
+    binary = {name for name, type_ in types.items() if type_ in BINARY}
+    marked = [
+        name for name in types if name in nested | binary and features.get(name, {}).get("_type") == "Image"
+    ]
     image = _pick_image(path, marked) or _pick_image(
         path, [name for name in types if name in nested | binary]
     )
     if image is None:
-        columns = ", ".join(f"{name} ({type_})" for name, type_ in types.items())
+        columns = printable(", ".join(f"{name} ({type_})" for name, type_ in types.items()))[:400]
         raise ValueError(
             f"{path} has no column of images: none of {columns} is binary, or a struct with bytes in it."
         )
@@ -187,17 +206,24 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
         marked = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
         label = marked[0] if len(marked) == 1 else None
     classes = features.get(label or "", {}).get("names")
+    if not isinstance(classes, list) or not pa.types.is_integer(types[label]):
+        classes = None
     name = next((name for name in NAME_COLUMNS if types.get(name) == pa.string()), None)
-    return TableColumns(image, image in nested, name, label, tuple(classes) if classes else None)
+    return TableColumns(image, image in nested, name, label, tuple(map(str, classes)) if classes else None)
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
     """Return what the Hugging Face libraries note of each column."""
     noted = (schema.metadata or {}).get(b"huggingface")
     try:
-        return dict(json.loads(noted)["info"]["features"]) if noted else {}
-    except (ValueError, KeyError, TypeError):  # written by something else
+        found = json.loads(noted)["info"]["features"] if noted else {}
+        return {name: feature for name, feature in found.items() if isinstance(feature, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # written by something else
         return {}
+
+
+def _is_image(type_: pa.StructType) -> bool:
+    return type_.get_field_index("bytes") >= 0 and type_.field("bytes").type in BINARY
 
 
 def _pick_image(path: str, names: list[str]) -> str | None:
@@ -209,7 +235,8 @@ def _pick_image(path: str, names: list[str]) -> str | None:
             log.info("%s: using images from column %s, not from %s", path, name, ", ".join(others))
             return name
     raise ValueError(
-        f"{path} has several columns of images: {', '.join(names)}. Rename one of them to `image`."
+        f"{path} has several columns of images: {printable(', '.join(names)):.400}. "
+        "Rename one of them to `image`."
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 
 from dino_vit.config.sections import Side
-from dino_vit.config.settings import Count, Settings, setting
-from dino_vit.core.distributed import all_or_none, world_size
+from dino_vit.config.settings import Dimension, Few, Settings, setting
+from dino_vit.core.distributed import world_size
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sources.index import cache_folder
@@ -32,8 +32,8 @@ class EvaluationConfig(Settings):
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
-    batch_size: Count = setting(128, "images per process and forward pass")
-    readers: Count | None = setting(None, "threads that read images; null: one per core, at most 16")
+    batch_size: Dimension = setting(128, "images per process and forward pass")
+    readers: Few | None = setting(None, "threads that read images; null: one per core, at most 16")
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
@@ -95,11 +95,10 @@ def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
     size = None if config.size is None else height_width(config.size)
-    with all_or_none():
-        yield FrozenBackbone(
-            config=config,
-            model=model,
-            preparation=preparation_of(model, size=size, fit=config.fit),
-            autocast=DTYPES[precision] if precision != "no" else None,
-        )
+    yield FrozenBackbone(
+        config=config,
+        model=model,
+        preparation=preparation_of(model, size=size, fit=config.fit),
+        autocast=DTYPES[precision] if precision != "no" else None,
+    )
     accelerator.end_training()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.distributed import all_or_none, any_process, is_main_process, share, world_size
+from dino_vit.core.distributed import any_process, is_main_process, share, wait_for_all, world_size
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import (
     OWN_KEY,
@@ -154,14 +154,14 @@ class _CacheEntry:
     def compute(self, title: str) -> None:
         """Compute the missing shards, each process a share of them, and join all of them on rank 0."""
         missing = self._missing()
-        any_process(False)  # nobody writes before all have looked
+        wait_for_all()  # nobody writes before all have looked
         of_rank = f" (rank 0 of {world_size()})" if world_size() > 1 else ""
-        with all_or_none():
-            self._compute(share(missing), title + of_rank)
-        with all_or_none():
-            if is_main_process():
-                self._compute(self._missing(), title)  # on a network disk rank 0 may not see all of them yet
-                self._join()
+        self._compute(share(missing), title + of_rank)
+        wait_for_all()
+        if is_main_process():
+            self._compute(self._missing(), title)  # on a network disk rank 0 may not see all of them yet
+            self._join()
+        wait_for_all()
 
     def _path(self, shard: range) -> Path:
         return self.folder / "shards" / f"{shard.start:010}-{shard.stop:010}.safetensors"

@@ -16,6 +16,12 @@ function bytes(text, type) {
   return new type(found.buffer);
 }
 
+// With the digits that tell them apart: four to six, as float32 has no more near 1.
+function formatCosines(cosines) {
+  const [four, five, six] = [4, 5, 6].map((digits) => cosines.map((cosine) => cosine.toFixed(digits)));
+  return [four, five].find((texts) => new Set(texts).size === new Set(six).size) ?? six;
+}
+
 function colour(name) {
   const probe = element(document.body, "span");
   probe.style.color = `var(--${name})`;
@@ -33,7 +39,7 @@ class Explorer {
     });
     this.positions = this.layouts[0].positions.slice();
     this.neighbours = bytes(data.neighbours, Uint16Array);
-    this.similarities = bytes(data.similarities, Uint16Array);
+    this.similarities = bytes(data.similarities, Float32Array);
     this.maps = bytes(data.attention.maps, Uint8Array);
     this.thumbnails = new Image();
     this.thumbnails.src = data.thumbnails.uri;
@@ -270,12 +276,14 @@ class Explorer {
     this.picture(pair, "attention (mean of heads)", (canvas) => this.paintAttention(canvas, n));
     element(this.panel, "h3", {}, "Nearest neighbours").style.marginTop = "1.2rem";
     const list = element(this.panel, "ul", { class: "near" });
+    const cosines = formatCosines([...this.similarities.subarray(n * this.data.k, n * this.data.k + near.length)]);
     near.forEach((other, rank) => {
-      const cosine = (this.similarities[n * this.data.k + rank] / 65535).toFixed(4);
+      const cosine = cosines[rank];
       const button = element(element(list, "li"), "button", { type: "button", title: this.data.names[other],
         "aria-label": `${this.describe(other).join(", ")}, cosine ${cosine}` });
       this.paint(element(button, "canvas", { width: 96, height: 96 }), other);
       button.append(cosine);
+      if (this.data.classes.length) element(button, "span", {}, this.data.classes[this.data.labels[other]] ?? "");
       button.addEventListener("click", () => this.goTo(other));
     });
     const nearest = near.slice(0, 3).map((other) => this.data.names[other]).join("; ");

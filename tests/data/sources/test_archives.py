@@ -53,7 +53,7 @@ def test_what_gnu_tar_writes_is_read(tmp_path):
         assert members(path) == {odd: b"odd", b"one.png": b"one", b"two.png": b"one"}
     source = open_source(str(path))
     assert [source.read(i) for i in range(3)] == [b"odd", b"one", b"one"]
-    assert source.name(0).encode(errors="surrogateescape") == odd
+    assert source.raw_name(0) == odd
 
 
 def test_sizes_beyond_octal_are_read(tmp_path):
@@ -223,6 +223,43 @@ def test_a_zip_bomb_stops_at_the_size_that_it_states(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
+
+
+def test_what_would_fill_the_memory_is_refused_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.bmp", bytes(2**25))
+        archive.writestr("fine.bmp", bytes(2**20))
+    source = open_source(str(path))
+    with pytest.raises(OSError, match="it would unpack to 32 MiB, over 200 times"):
+        source.read(0)
+    assert len(source.read(1)) == 2**20
+
+
+def test_members_beyond_the_end_of_a_zip_take_no_memory(tmp_path):
+    path = write_zip(tmp_path / "a.zip", {"a.png": bytes(1000)}, method=zipfile.ZIP_STORED)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(struct.pack("<II", 1000, 1000), struct.pack("<II", 2**32 - 2, 2**32 - 2)))
+    with pytest.raises(ValueError, match=r"a\.zip is damaged.*ends beyond the file"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("kind", ["records", "name", "chain"])
+def test_headers_of_a_tar_without_end_are_refused(tmp_path, kind):
+    records = {
+        "records": {f"k{n}": "v" for n in range(30_000)},
+        "name": {"path": "x" * 10**6},
+        "chain": {"a": "b"},
+    }
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={}) as tar:
+        info = tarfile.TarInfo("a.png")
+        info.pax_headers = records[kind]
+        tar.addfile(info)
+    if kind == "chain":
+        data = (tmp_path / "a.tar").read_bytes()
+        (tmp_path / "a.tar").write_bytes(data[:1024] * 2000 + data[1024:])
+    with pytest.raises(ValueError, match=r"a\.tar is truncated or damaged: .*(is longer than|recursion)"):
+        open_source(str(tmp_path / "a.tar"))
 
 
 def test_broken_and_encrypted_zips(tmp_path):

@@ -1,4 +1,7 @@
+import io
 import pickle
+import struct
+import zipfile
 
 import fsspec
 import numpy as np
@@ -73,3 +76,58 @@ def test_arrays_that_do_not_say_what_they_are(tmp_path):
     fsspec.filesystem("memory").pipe("/a.npy", b"")
     with pytest.raises(ValueError, match="copy it here first"):
         open_source("memory://a.npy")
+
+
+def array(shape="(2, 8, 8)", dtype="|u1", *, length=None, content=bytes(128)):
+    """Return an array with any claims in its header."""
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    length = len(header) if length is None else length
+    return b"\x93NUMPY\2\0" + struct.pack("<I", length) + header + content
+
+
+WRONG = {
+    "unclosed": (array("(2, 8"), "its header is damaged"),
+    "deep": (array("(" * 3000), "its header is damaged"),
+    "long": (array(length=2**32 - 1), "header of 4,294,967,295 bytes is longer"),
+    "negative": (array("(-1, -8, 8)"), "its shape is"),
+    "truth": (array("(True, 8, 16)"), "its shape is"),
+    "short": (array("(3, 8, 8)"), "128 of the 192 bytes"),
+    "endless": (array("(99999999999, 9999999, 9)"), "128 of the"),
+    "quadruple": (array("(1, 2, 4)", "<f16"), "it must have integers or floats"),
+    "large": (array("(1, 99999, 99999)", "|u0"), "damaged|integers or floats"),
+    "cut": (array()[:20], "its header is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_damaged_arrays_are_a_sentence_before_they_are_read(tmp_path, name, suffix):
+    data, said = WRONG[name]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "npz":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", data)
+    else:
+        path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"a\.{suffix}.*({said})"):
+        open_source(str(path))
+
+
+def test_any_damage_to_an_archive_of_arrays_is_a_sentence(tmp_path):
+    path, buffer = tmp_path / "a.npz", io.BytesIO()
+    np.savez_compressed(buffer, x=np.arange(7 * 64, dtype=np.uint8).reshape(7, 8, 8), y=np.arange(7))
+    whole, failures = buffer.getvalue(), 0
+    for position in range(0, len(whole), 3):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x41]) + whole[position + 1 :])
+        try:
+            open_source(str(path))
+        except ValueError as error:
+            assert "a.npz" in str(error)  # noqa: PT017 - not every damage is noticed
+            failures += 1
+    assert failures > len(whole) / 6
+
+
+def test_an_archive_of_arrays_that_would_fill_the_disk_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((400, 250, 250), np.uint8))
+    with pytest.raises(ValueError, match=r"a\.npz cannot be read: it would unpack to 24 MiB, over 200 times"):
+        open_source(str(tmp_path / "a.npz"))

@@ -80,7 +80,7 @@ def test_the_same_images_are_the_same_items(tmp_path, kind):
     for one in (source, pickle.loads(pickle.dumps(source))):
         assert items(one) == expected
         assert one.classes == CLASSES
-        assert one.name(-1) == ORDER[-1]
+        assert one.name(-1) == "dog/new\\nline.tiff"
         for get in (one.read, one.name, one.label):
             with pytest.raises(IndexError):
                 get(5)
@@ -310,3 +310,18 @@ def test_cifar_10():
         assert source.name(index).split("/")[1] == source.classes[source.label(index)]
     with pytest.raises(ValueError, match=r"splits \(test, train\)"):
         open_source(str(CIFAR))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("synthetic:9999999999999999", "length of 1 to a billion"),
+        ("synthetic:" + "9" * 5000, "is not valid: write synthetic"),
+        ("none/{0..99999999999}.tar", "more than 1,000,000 paths"),
+        ("none/{0..99999}{0..99999}.tar", "more than 1,000,000 paths"),
+        (f"none/{{0..{'9' * 5000}}}.tar", "missing file"),
+    ],
+)
+def test_sets_of_any_length_are_refused_at_once(spec, said):
+    with pytest.raises(ValueError, match=said):
+        open_source(spec)

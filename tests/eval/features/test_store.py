@@ -17,7 +17,7 @@ from dino_vit.eval.features.extraction import Extraction, FeatureSpec, extract_f
 from dino_vit.eval.features.store import shard_length, stored_features
 from dino_vit.views.preparation import Preparation
 from tests.support.images import write_synthetic
-from tests.support.processes import command_in_two, finish, torchrun_environs
+from tests.support.processes import command_in_two, torchrun_environs
 from tests.support.runs import Command, command
 
 PREPARATION = Preparation(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -280,15 +280,15 @@ def test_the_files_are_the_same_bytes_for_two_processes_and_after_a_kill(tmp_pat
     assert others == [one, one]
 
 
-def test_an_error_in_one_process_ends_both(tmp_path, embed):
+def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
     first, second = torchrun_environs()
-    pair = [
-        Command(embed("x"), tmp_path / "0.log", environ=first),
-        Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard),
-    ]
-    said = finish(pair, 2)
-    assert "another process failed" in said[0]
-    assert "no space" in said[1]
+    waiting = Command(embed("x"), tmp_path / "0.log", environ=first)
+    failing = Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_first_shard)
+    assert failing.wait() == 2
+    assert "no space" in failing.said
+    assert waiting.wait() == 1
+    assert "dino-vit embed: another process of this run has ended; see what it said" in waiting.said
+    assert "Traceback" not in waiting.said + failing.said
     assert not (tmp_path / "x.npy").exists()
 
 

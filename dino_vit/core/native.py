@@ -1,0 +1,58 @@
+"""Keep off the screen what native libraries write to stderr about damaged files, a line or more for each."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_stderr = 2  # the descriptor that Python's lines go to
+_inside = 0  # threads that want silence
+_lock = threading.Lock()
+
+
+def separate_stderr() -> None:
+    """Let Python write to a copy of stderr, which stays open while `silenced` closes the original."""
+    global _stderr
+    stream = sys.stderr
+    if _stderr == 2 and stream is sys.__stderr__ and stream is not None:
+        _stderr = os.dup(2)
+        sys.stderr = os.fdopen(_stderr, "w", 1, encoding=stream.encoding, errors="backslashreplace")
+        os.register_at_fork(after_in_child=_start_over)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Drop what goes to the original stderr meanwhile, if Python's lines do not."""
+    if _stderr == 2:
+        yield
+        return
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _inside
+    with _lock:
+        before, _inside = _inside, _inside + change
+        if not before:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 2)
+            os.close(null)
+        elif not _inside:
+            os.dup2(_stderr, 2)
+
+
+def _start_over() -> None:
+    """Forget the other threads, which a forked process does not have."""
+    global _inside, _lock
+    _inside, _lock = 0, threading.Lock()
+    os.dup2(_stderr, 2)
+
+
+def write_to_stderr(data: bytes) -> None:
+    """Write at once, as a signal handler must."""
+    os.write(_stderr, data)

@@ -1,0 +1,44 @@
+"""Text for files and screens: names of files may hold any bytes, line breaks and escape sequences too."""
+
+import logging
+import re
+from typing import Any, TextIO
+
+# Control characters, what ends a line elsewhere, and what UTF-8 cannot encode.
+_UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
+
+
+def printable(text: object) -> str:
+    """Return text on one line, and what no file or terminal can take as escapes such as `\\n`, `\\xff`."""
+    return _UNPRINTABLE.sub(_escape, str(text))
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return rf"\x{code - 0xDC00:02x}" if code in _BYTES else found[0].encode("unicode_escape").decode()
+
+
+def printable_lines(text: str) -> str:
+    """Return text of our own that quotes others' names: its lines stay, the rest is `printable`."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Format log lines without escape sequences."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
+class PrintableStream:
+    """A stream of text that is written without escape sequences."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(printable_lines(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -1,0 +1,148 @@
+"""What files say about their weights beside the tensors: our own files, our exports, a config.json."""
+
+import json
+from collections.abc import Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, create_model
+
+from dino_vit.models.vit import VisionTransformer
+
+FORMAT_VERSION = 1  # of the metadata in our own files
+EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its tensors do not show
+HUB_FILES = ("model.safetensors", "pytorch_model.bin", "model.bin")  # a config.json beside these is theirs
+
+
+class WeightsError(ValueError):
+    """The given weights cannot be used as requested."""
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class _Origin(_Facts):
+    """What is known of the training; see `Provenance`."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[PositiveFloat, ...] | None = None
+    bits: Literal[8, 16] | None = None
+    range: tuple[float, float] | None = None
+    network: str | None = None
+    step: int | None = None
+
+
+_HINTS = get_type_hints(VisionTransformer.__init__)
+_ARGUMENTS: dict[str, Any] = {
+    name: (_HINTS[name], parameter.default)
+    for name, parameter in signature(VisionTransformer).parameters.items()
+}
+_Architecture: type[_Facts] = create_model("_Architecture", __base__=_Facts, **_ARGUMENTS)
+
+
+class _Own(_Origin):
+    """The metadata of a backbone file or a checkpoint."""
+
+    kind: str
+    config: dict[str, Any] | None = None
+    architecture: _Architecture  # type: ignore[valid-type]
+
+
+class _Export(_Origin):
+    """What a file of another library's format does not show."""
+
+    format: str
+    heads: PositiveInt
+    image_size: tuple[PositiveInt, PositiveInt]
+
+
+class _ModelArguments(_Facts):
+    num_heads: PositiveInt | None = None
+
+
+class _PretrainedConfig(_Facts):
+    input_size: list[Any] | None = None
+    mean: list[float] | None = None
+    std: list[PositiveFloat] | None = None
+
+
+class _HubConfig(_Facts):
+    """What is read of the config.json of Hugging Face and of timm, and of a preprocessor_config.json."""
+
+    num_attention_heads: PositiveInt | None = None
+    layer_norm_eps: PositiveFloat = 1e-12
+    image_mean: list[float] | float | None = None
+    image_std: list[PositiveFloat] | PositiveFloat | None = None
+    model_args: _ModelArguments | None = None
+    pretrained_cfg: _PretrainedConfig | None = None
+
+
+def check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
+    """Return the metadata of one of our own files, its lists as the tuples that they were."""
+    complete = isinstance(metadata, dict) and {"kind", "mean", "std"} <= metadata.keys()
+    if not complete or not isinstance(metadata.get("architecture"), dict):
+        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is incomplete")
+    if metadata.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+        raise WeightsError(
+            f"{path} has format version {metadata['version']}, but this dino-vit reads version "
+            f"{FORMAT_VERSION}; upgrade dino-vit to load it"
+        )
+    if unknown := sorted(metadata["architecture"].keys() - _ARGUMENTS.keys()):
+        raise WeightsError(f"{path} has unknown architecture settings: {', '.join(unknown)}")
+    return _checked(_Own, metadata, f"the metadata of {path}")
+
+
+def parse_metadata(path: Path, text: str) -> dict[str, Any]:
+    """Return the metadata in one of our own files."""
+    try:
+        return check_metadata(path, json.loads(text))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is not JSON") from error
+
+
+def describe_export(model: VisionTransformer, format: str) -> str:
+    """Return what the tensors of an export do not show, as JSON."""
+    origin = {name: getattr(model.provenance, name, None) for name in _Origin.model_fields}
+    return json.dumps({**origin, "format": format, "heads": model.heads, "image_size": model.image_size})
+
+
+def parse_export(path: Path, text: object) -> dict[str, Any]:
+    """Return what one of our exports says about itself."""
+    return _checked(_Export, _parse(path, str(text)), f"the metadata of {path}")
+
+
+def read_hub_config(weights: Path) -> dict[str, Any]:
+    """Return config.json of a hub folder together with the preprocessor's statistics, or an empty dict."""
+    found: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "config.json"):
+        path = weights.with_name(name)
+        if weights.name in HUB_FILES and path.is_file():
+            found |= _parse(path, path.read_bytes())
+    if "model_type" not in found and "architecture" not in found:
+        return {}
+    _checked(_HubConfig, found, f"{weights.with_name('config.json')}")
+    return found
+
+
+def _parse(path: Path, text: str | bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is not a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise WeightsError(f"{path} is not a JSON object")
+    return found
+
+
+def _checked(kind: type[_Facts], found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values that are read of some metadata, in the types that they have in Python."""
+    try:
+        return kind.model_validate(found).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, reason = ".".join(map(str, first["loc"])), first["msg"][:1].lower() + first["msg"][1:]
+        raise WeightsError(
+            f"{where} cannot be used: {key} = {str(first['input'])[:40]!r}, but {reason}"
+        ) from error

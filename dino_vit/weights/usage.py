@@ -1,0 +1,146 @@
+"""How another library opens an export: the arguments of its model, and lines of Python for the user.
+
+The lines prepare a photo as `dino-vit embed` does: they resize its shorter side and crop the centre. Two
+differences remain. Hugging Face rounds the corner of the crop down, where torchvision, timm and we round to
+even: the crops are a pixel apart if the resized image is larger by 3, 7, 11, ... pixels. Others enlarge an
+image that is smaller than the crop before they cut off its border, which we keep.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
+from dino_vit.models.vit import VisionTransformer
+
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
+CROP = 224 / 256  # share of the resized shorter side
+
+_OPEN = {
+    "timm": """\
+import timm
+model = timm.models.VisionTransformer({arguments})
+timm.models.load_checkpoint(model, {path!r})
+""",
+    "torchvision": """\
+import torch
+from torchvision.models import VisionTransformer
+model = VisionTransformer({arguments})
+model.heads = torch.nn.Identity()
+model.load_state_dict({tensors})
+""",
+    "reference": """\
+import functools, torch
+import vision_transformer  # of github.com/facebookresearch/dino
+norm = functools.partial(torch.nn.LayerNorm, eps=1e-6)
+model = vision_transformer.VisionTransformer({arguments}, norm_layer=norm)
+model.load_state_dict({tensors})
+""",
+    "huggingface": """\
+from transformers import AutoImageProcessor, AutoModel
+model = AutoModel.from_pretrained({path!r}, {arguments})
+""",
+}
+_TRANSFORM = """\
+from torchvision.transforms import v2
+transform = v2.Compose([
+    v2.PILToTensor(), v2.Resize({shorter_side}, v2.InterpolationMode.BICUBIC), v2.CenterCrop({size}),
+    v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std}),
+])
+"""
+_PREPARE = {
+    "timm": """\
+transform = timm.data.create_transform(
+    ({channels}, {size}, {size}), interpolation="bicubic", crop_pct={crop_pct:.6g}, mean={mean}, std={std}
+)
+""",
+    "torchvision": _TRANSFORM,
+    "reference": _TRANSFORM,
+    "huggingface": "processor = AutoImageProcessor.from_pretrained({path!r})\n",
+}
+_PHOTO = """\
+from PIL import Image, ImageOps
+image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})
+"""
+
+
+class Photos(NamedTuple):
+    """How 8-bit photos are prepared for a backbone."""
+
+    channels: int
+    mode: str  # of Pillow
+    size: int
+    shorter_side: int  # before the centre is cropped
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def crop_pct(self) -> float:
+        """What timm divides the size by, to round it down where we round to the nearest."""
+        exact = math.floor(self.size / CROP) == self.shorter_side
+        return CROP if exact else self.size / (self.shorter_side + 0.5)
+
+
+def photos_of(model: VisionTransformer, format: str) -> Photos | None:
+    """Return how photos are prepared, or None where the other library cannot do it as we do."""
+    known, (height, width), channels = model.provenance, model.image_size, model.channels
+    mean, std = (known.mean, known.std) if known is not None else (None, None)
+    if (mean is None or std is None) and channels == 3:
+        mean, std = IMAGENET_NORMALISATION
+    deep = known is not None and (known.bits == 16 or known.range is not None)
+    # Pillow, which timm resizes by, multiplies colours by their alpha.
+    supported = channels in MODES and not (format == "timm" and channels in (2, 4))
+    if mean is None or std is None or deep or height != width or not supported:
+        return None
+    return Photos(channels, MODES[channels], height, round(height / CROP), tuple(mean), tuple(std))
+
+
+def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
+    """Return the arguments with which another library builds or opens the model of an export."""
+    a, size, patch = model.architecture, model.image_size[0], model.patch_size[0]
+    sizes = {"depth": model.depth, "num_heads": model.heads}
+    if format == "timm":
+        return {
+            "img_size": model.image_size,
+            "patch_size": model.patch_size,
+            "in_chans": model.channels,
+            "num_classes": a["num_classes"],
+            "embed_dim": model.width,
+            **sizes,
+            "mlp_ratio": a["mlp_ratio"],
+            "qkv_bias": a["qkv_bias"],
+            "init_values": a["layer_scale"],
+            "reg_tokens": model.registers,
+            "no_embed_class": bool(model.registers),
+        }
+    if format == "reference":
+        sizes |= {"patch_size": patch, "in_chans": model.channels, "embed_dim": model.width}
+        return {"img_size": [size], **sizes, "mlp_ratio": a["mlp_ratio"], "qkv_bias": True}
+    if format == "torchvision":
+        hidden = {"hidden_dim": model.width, "mlp_dim": round(model.width * a["mlp_ratio"])}
+        sizes = {"num_layers": model.depth, "num_heads": model.heads}
+        return {"image_size": size, "patch_size": patch, **sizes, **hidden}
+    # A ViT of Hugging Face has a pooler, which is no part of the export.
+    return {"add_pooling_layer": False} if a["layer_scale"] is None else {}
+
+
+def usage(model: VisionTransformer, path: Path, format: str) -> str:
+    """Return lines of Python that open an export and compute the CLS features of a photo."""
+    photos, name = photos_of(model, format), repr(str(path))
+    safe, huggingface = path.suffix == ".safetensors", format == "huggingface"
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "arguments": ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items()),
+        "tensors": f"safetensors.torch.load_file({name})" if safe else f"torch.load({name})",
+    }
+    lines = ("import safetensors.torch\n" if safe and "{tensors}" in _OPEN[format] else "") + _OPEN[format]
+    if photos:
+        facts |= {**photos._asdict(), "crop_pct": photos.crop_pct}
+        lines += _PREPARE[format] + _PHOTO
+        images = '**processor(image, return_tensors="pt")' if huggingface else "transform(image)[None]"
+    else:
+        shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
+        lines += f"images = ...  # ({shape}), float32, normalised as in the training\n"
+        images = "images"
+    cls = ".last_hidden_state[:, 0]" if huggingface else ""
+    return (lines + f"output = model.eval()({images}){cls}").format(**facts).replace(", )", ")")

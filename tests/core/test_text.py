@@ -1,0 +1,107 @@
+import os
+import re
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from dino_vit.core.text import printable, printable_lines
+from dino_vit.data.sources.open import open_source
+from tests.support.images import write_synthetic
+from tests.support.runs import command, run
+
+ODD = os.fsdecode(b"\xff\x1b[31m\n")
+RAW = re.compile(rb"[\0-\x09\x0b-\x0c\x0e-\x1f\x7f]|\r(?!\n)|\xff|\xc2[\x80-\x9f]")
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        (b"plain \xc3\xa9 \xe6\x97\xa5 \\n.png", "plain é 日 \\n.png"),
+        (b"\xff\xe9.png", r"\xff\xe9.png"),
+        (b"a\nb\r\t\x1b[31m\x07\x7f", r"a\nb\r\t\x1b[31m\x07\x7f"),
+        (b"\xc2\x9b31m \xc2\x85 \xe2\x80\xa8", r"\x9b31m \x85 \u2028"),
+    ],
+)
+def test_only_what_cannot_be_shown_or_written_is_escaped(raw, shown):
+    assert printable(os.fsdecode(raw)) == printable(shown) == shown
+    assert printable_lines(f"{os.fsdecode(raw)}\n2") == "\n".join([*map(printable, raw_lines(raw)), "2"])
+    assert printable("\ud800") == r"\ud800"
+
+
+def raw_lines(raw):
+    return os.fsdecode(raw).split("\n")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Images of two classes, some of them damaged, all below names that are not text."""
+    root = tmp_path_factory.mktemp("names") / f"photos{ODD}"
+    for number in range(40):
+        write_synthetic(root / ("a", f"b{ODD}")[number % 2] / f"{number}{ODD}.png", number, size=24)
+    for name in (f"bad{ODD}forged.png: fine", "bad\x1b]0;title\x07"):
+        (root / "a" / f"{name}.png").write_bytes(b"")
+    return root
+
+
+@pytest.fixture(scope="module")
+def output(photos):
+    """The folder of a run on them, named in the same way."""
+    output = photos.parent / f"run{ODD}"
+    settings = {"data.source": photos, "budget.steps": 5, "run.trackers": "[tensorboard]"}
+    said = run(output, {**settings, "optim.warmup_epochs": 0})
+    assert r"photos\xff\x1b[31m" in said
+    assert sorted((output / "unreadable.txt").read_text().split("\n")) == [
+        "",
+        r"a/bad\x1b]0;title\x07.png: the file is empty",
+        r"a/bad\xff\x1b[31m\nforged.png: fine.png: the file is empty",
+    ]
+    return output
+
+
+COMMANDS = {
+    "inspect-data": ["{photos}", "sheet={output}/views.png"],
+    "pretrain": ["--config={output}/config.yaml", "run.eval_every=null"],
+    "report": ["{output}"],
+    "attention": ["{photos}", "weights={output}", "output={output}/maps", "count=4"],
+    "knn": ["{photos}", "weights={output}"],
+    "pack": ["{photos}", "{output}/packed"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_names_reach_neither_files_nor_screens_raw(photos, output, tmp_path, name):
+    arguments = [text.format(photos=photos, output=output) for text in COMMANDS[name]]
+    command(tmp_path / "log", name, *arguments)
+    assert_clean(tmp_path / "log", output)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
+def test_so_do_those_in_embeddings(photos, output, tmp_path, suffix):
+    log, file = tmp_path / "log", output / f"a.{suffix}"
+    command(log, "embed", photos, f"weights={output}", f"output={file}", "index=flat")
+    command(log, "duplicates", file, f"output={output / suffix}.csv", "threshold=0.1")
+    first = photos / "a" / f"0{ODD}.png"
+    said = command(log, "search", file, first, f"output={output / suffix}.png", "k=1")
+    assert r"1.0000  a/0\xff\x1b[31m\n.png  a" in said
+    assert_clean(log, output)
+
+
+def assert_clean(*paths):
+    """Check that no text has raw names in it."""
+    for path in chain.from_iterable((path, *path.rglob("*")) for path in paths):
+        if path.suffix in ("", ".txt", ".json", ".jsonl", ".yaml", ".csv", ".html") and path.is_file():
+            data = path.read_bytes()
+            data.decode()
+            assert not RAW.findall(data), path
+
+
+def test_labels_by_names_of_any_bytes_are_found(photos, tmp_path):
+    source = open_source(str(photos))
+    table = tmp_path / "labels.csv"
+    rows = [f'"{os.fsdecode(source.raw_name(n))}",{ODD[:1]}{n % 2}\n' for n in range(len(source))]
+    table.write_bytes(os.fsencode("".join(rows)))
+    labelled = open_source(str(photos), table)
+    assert labelled.classes == [r"\xff0", r"\xff1"]
+    assert [labelled.label(n) for n in range(len(source))] == [n % 2 for n in range(len(source))]
+    assert Path(os.fsdecode(source.raw_name(0))).name != source.name(0)

@@ -1,0 +1,5 @@
+"""Hostile inputs, each tried in a process with limits: they must end in a result or a sentence."""
+
+import os
+
+os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the others reserve more than the limit

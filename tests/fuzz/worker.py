@@ -1,0 +1,112 @@
+"""A process that tries inputs, with a limit of memory, and is killed when one takes too long."""
+
+import logging
+import multiprocessing
+import os
+import re
+import resource
+import sys
+import tempfile
+import traceback
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+
+from dino_vit.core import log
+from dino_vit.core.native import separate_stderr
+from dino_vit.data.images.decode import UnreadableImage
+from tests.fuzz.generators import GENERATORS, Action, Generator
+
+SECONDS, BYTES = 5.0, 2**30
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload(["tests.fuzz.worker", "dino_vit.data.sources.tables"])
+
+
+class Worker:
+    """A process that is started again after each input that ends it."""
+
+    def __init__(
+        self, seed: int, generators: dict[str, Generator] = GENERATORS, seconds: float = SECONDS
+    ) -> None:
+        self.seed, self.generators, self.seconds = seed, generators, seconds
+        self._start()
+
+    def _start(self) -> None:
+        self.connection, other = server.Pipe()
+        self.process = server.Process(target=_serve, args=(other, self.seed, self.generators), daemon=True)
+        self.process.start()
+        other.close()
+        self.connection.recv()  # it has imported everything
+
+    def try_input(self, kind: str, number: int, again: bool = True) -> str:
+        """Return what is wrong about how an input ended, or nothing; one that is slow has a second try."""
+        try:
+            self.connection.send((kind, number))
+            self.connection.recv()  # the input is made
+            if self.connection.poll(self.seconds):
+                return str(self.connection.recv())
+            problem = f"it takes longer than {self.seconds:g} s"
+        except (EOFError, ConnectionError):
+            self.process.join()
+            problem = f"it ends the process with {self.process.exitcode}"
+        self.close()
+        self._start()
+        return self.try_input(kind, number, again=False) if again else problem
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _serve(connection: Connection, seed: int, generators: dict[str, Generator]) -> None:
+    written = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process runs
+    os.dup2(written.fileno(), 2)  # what libraries write to stderr past Python too
+    logging.basicConfig()
+    log.setLevel(logging.CRITICAL)
+    separate_stderr()
+    _limit_memory()
+    connection.send("ready")
+    while True:
+        kind, number = connection.recv()
+        written.seek(0)
+        written.truncate()
+        made = partial(connection.send, "made")
+        problem = try_here(generators[kind], f"{seed} {kind} {number}", made)
+        sys.stderr.flush()
+        noise = os.pread(2, 400, 0).decode(errors="replace")
+        connection.send(problem or (f"it writes to stderr: {noise}" if noise else ""))
+
+
+def try_here(generator: Generator, seed: str, made: Action = lambda: None) -> str:
+    """Try an input in this process; return what is wrong about how it ended, or nothing.
+
+    `made` is called between making it, which may take its time, and trying it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DINO_VIT_CACHE"] = f"{folder}/cache"
+        action = generator(Random(seed), Path(folder))
+        made()
+        try:
+            action()
+        except (ValueError, OSError, UnreadableImage) as error:
+            return _judge(str(error))
+        except BaseException:
+            return traceback.format_exc()
+    return ""
+
+
+def _judge(sentence: str) -> str:
+    if len(sentence) < 10 or len(sentence) > 5000 or "\n" in sentence:
+        return f"its error is no sentence: {sentence[:400]!r}"
+    if re.search(r"codec can't|object has no|positional argument|unhashable|not subscriptable", sentence):
+        return f"its error is Python's: {sentence[:400]}"
+    return ""
+
+
+def _limit_memory() -> None:
+    """Allow so many bytes beyond what the libraries have taken."""
+    status = Path("/proc/self/status").read_text()
+    taken = int(re.search(r"VmData:\s*(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + BYTES, taken + BYTES))
