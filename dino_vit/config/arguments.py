@@ -8,8 +8,7 @@ from dino_vit.config import yaml
 from dino_vit.config.display import COLUMN, meaning
 from dino_vit.config.loading import load
 from dino_vit.config.settings import C, SettingInfo, Settings, settings_of
-
-_LONGEST = 64  # of a default in a help text; `dino-vit config` prints it whole
+from dino_vit.core.text import brief
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
@@ -37,8 +36,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
 
 def _default(info: SettingInfo) -> str:
     default = "..." if info.required else yaml.write(info.default)
-    short = default if len(default) <= _LONGEST else f"{default[: _LONGEST - 4]} ..."
-    return f"{info.key}={short}"
+    return f"{info.key}={brief(default)}"
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -23,6 +23,7 @@ from dino_vit.config.settings import (
 )
 from dino_vit.config.settings import values as all_values
 from dino_vit.config.yaml import Entry
+from dino_vit.core.text import brief
 
 _Layer = dict[str, Entry]  # by dotted key
 LARGEST_FILE = 1_000_000
@@ -63,10 +64,10 @@ def _read_override(cls: type[Settings], text: str, problems: list[Problem]) -> l
     try:
         if equals:
             return yaml.read(value, "command line", key)
-        said = f"{yaml.shown(text)!r} on the command line is not key=value"
+        said = f"{brief(text)!r} on the command line is not key=value"
         problems.append(Problem(f"{said}; {_hint(cls, text)}", ()))
     except ValueError as error:
-        problems.append(Problem(f"{yaml.shown(text)} ({error})", (key,)))
+        problems.append(Problem(f"{brief(text)} ({error})", (key,)))
     return []
 
 
@@ -107,7 +108,7 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
         hint = f"the section {section} has {', '.join(inside)}"
     else:
         hint = f"there are {', '.join(cls.model_fields)}"
-    return Problem(f"{yaml.shown(key)} is not a setting ({origin}); {hint}", (key, *guesses))
+    return Problem(f"{brief(key)} is not a setting ({origin}); {hint}", (key, *guesses))
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
@@ -185,7 +186,7 @@ def _explain(cls: type[Settings], layer: _Layer, key: str, detail: ErrorDetails)
     info = settings_of(cls)[key]
     if key in layer:
         _, value, origin = layer[key]
-        yield Problem(f"{key} = {yaml.shown(yaml.write(value))} ({origin}): must be {info.allowed}", (key,))
+        yield Problem(f"{key} = {brief(yaml.write(value))} ({origin}): must be {info.allowed}", (key,))
     else:
         text = f"{key} is needed: {info.doc}"
         yield Problem(f"{text}, {info.allowed}" if info.choices else text, (key, key.partition(".")[0]))

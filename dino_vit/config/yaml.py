@@ -8,7 +8,7 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
-LONGEST = 60  # of a value in a message
+from dino_vit.core.text import brief
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError) as error:
-            text = f"{shown(str(node.value))} cannot be read as {node.tag.rpartition(':')[2]}"
+            text = f"{brief(node.value)} cannot be read as {node.tag.rpartition(':')[2]}"
             raise ConstructorError(None, None, text, node.start_mark) from error
 
 
@@ -56,12 +56,6 @@ for _name, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _first)
 # Quote text that either version of YAML would read as a number.
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-
-
-def shown(text: str) -> str:
-    """Return a text for a message: short, and without characters that change the screen."""
-    short = text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in short)
 
 
 def read(text: str | bytes, name: str, key: str = "") -> list[Entry]:

@@ -4,8 +4,8 @@ import logging
 import re
 from typing import Any, TextIO
 
-# Control characters, what ends a line elsewhere, and what UTF-8 cannot encode.
-_UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
+_UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
 
 
@@ -17,6 +17,12 @@ def printable(text: object) -> str:
 def _escape(found: re.Match[str]) -> str:
     code = ord(found[0])
     return rf"\x{code - 0xDC00:02x}" if code in _BYTES else found[0].encode("unicode_escape").decode()
+
+
+def brief(text: object, length: int = 60) -> str:
+    """Return the beginning of `printable` text, for a message."""
+    line = printable(str(text)[: length + 1])
+    return line if len(line) <= length else f"{line[: length - 4]} ..."
 
 
 def printable_lines(text: str) -> str:

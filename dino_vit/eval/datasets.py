@@ -15,6 +15,7 @@ from dino_vit.config.settings import Seed, Settings, setting
 from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import cores_of_a_process
+from dino_vit.core.text import brief
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.eval.features.extraction import CLS, FeatureSpec
@@ -129,7 +130,8 @@ def renumber(
         more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
         raise ValueError(
             f"{name} has classes that are not among the {len(known)} of the training set: "
-            f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Classes of the two sets are matched by name."
+            f"{', '.join(map(brief, unknown[:_NAMES_SHOWN]))}{more}. "
+            "Classes of the two sets are matched by name."
         )
     return np.array([number.get(of_class, -1) for of_class in classes], dtype=np.int64)[targets]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_vit.core.text import printable, printable_lines
+from dino_vit.core.text import brief, printable, printable_lines
 from dino_vit.data.sources.open import open_source
 from tests.support.images import write_synthetic
 from tests.support.runs import command, run
@@ -27,6 +27,13 @@ def test_only_what_cannot_be_shown_or_written_is_escaped(raw, shown):
     assert printable(os.fsdecode(raw)) == printable(shown) == shown
     assert printable_lines(f"{os.fsdecode(raw)}\n2") == "\n".join([*map(printable, raw_lines(raw)), "2"])
     assert printable("\ud800") == r"\ud800"
+
+
+def test_a_text_in_a_message_is_short_and_printable():
+    assert brief("a" * 60) == "a" * 60
+    assert brief("a" * 61) == "a" * 56 + " ..."
+    assert brief("\n" * 10**6, 10) == "\\n" * 3 + " ..."
+    assert brief("photo\u202egpj.exe") == r"photo\u202egpj.exe"
 
 
 def raw_lines(raw):

@@ -14,7 +14,7 @@ import numpy as np
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import number_labels, parse_json
 from dino_vit.data.sources.files import Ranges, in_threads, open_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
@@ -163,7 +163,7 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
             position = _skip_end(file, tar.offset)
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"{path} is truncated or damaged: {printable(error):.300}. "
+            f"{path} is truncated or damaged: {brief(error, 300)}. "
             "Copy or pack it again, or remove it from the source."
         ) from error
     return members
@@ -263,7 +263,7 @@ def zip_images(path: str) -> list[Member]:
         raise
     except Exception as error:  # zipfile raises nearly anything on damaged files
         raise ValueError(
-            f"{path} is damaged or not a zip archive: {printable(error):.300}. Copy or pack it again."
+            f"{path} is damaged or not a zip archive: {brief(error, 300)}. Copy or pack it again."
         ) from error
     if any(info.flag_bits & 1 for info in infos):
         raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief
 from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.npy import Header, read_header
@@ -112,7 +112,7 @@ def _read_headers(path: str) -> dict[str, _Array]:
     except OSError:
         raise
     except Exception as error:  # zipfile and the decompressors raise nearly anything
-        raise ValueError(f"{path} is damaged or holds no plain arrays: {printable(error):.300}") from error
+        raise ValueError(f"{path} is damaged or holds no plain arrays: {brief(error, 300)}") from error
 
 
 def _checked(header: Header, available: int) -> Header:
@@ -143,7 +143,7 @@ def _read(path: str, file: IO[bytes], size: int) -> bytes:
     try:
         data = file.read(size)
     except Exception as error:  # as above
-        raise ValueError(f"{path} is damaged: {printable(error):.300}. Copy it again.") from error
+        raise ValueError(f"{path} is damaged: {brief(error, 300)}. Copy it again.") from error
     if len(data) < size:
         raise ValueError(f"{path} is damaged: an array ends early. Copy it again.")
     return data
@@ -154,9 +154,7 @@ def _choose(path: str, headers: Mapping[str, Header], key: str | None) -> str:
     candidates = [name for name, header in headers.items() if len(header.shape) in (3, 4)]
     chosen = candidates if key is None else [name for name in candidates if name == key]
     if len(chosen) != 1:
-        known = ", ".join(
-            f"{printable(name)[:50] or 'one'} {header.shape}" for name, header in headers.items()
-        )
+        known = ", ".join(f"{brief(name) or 'one'} {header.shape}" for name, header in headers.items())
         ways = ", ".join(f"{path}:{name}" for name in candidates)
         raise ValueError(
             f"{path} must have one array of images, (N, H, W), (N, H, W, C) or (N, C, H, W), but has {known}."

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.progress import plural
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"{printable(url):.200} cannot be reached: {error}") from error
+        raise ValueError(f"{brief(url, 200)} cannot be reached: {error}") from error
 
 
 def exists(path: str) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
@@ -111,12 +111,12 @@ class ListSource(PathSource):
         missing = np.flatnonzero(sizes < 0)
         if len(missing) == len(paths):
             raise ValueError(
-                f"None of the files listed in {self._path} exist, such as {printable(paths[0]):.200}. "
+                f"None of the files listed in {self._path} exist, such as {brief(paths[0], 200)}. "
                 f"Paths that are not absolute are relative to the folder of the list."
             )
         if len(missing):
             text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
-            log.warning(text, self._path, plural(len(missing), "file"), printable(paths[missing[0]])[:200])
+            log.warning(text, self._path, plural(len(missing), "file"), brief(paths[missing[0]], 200))
         return sizes
 
 

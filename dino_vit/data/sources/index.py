@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
 from dino_vit.core.storage import StorageError, replacing, utf8_path
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, folder_labels
 from dino_vit.data.sources.files import stamps
 
@@ -250,7 +250,7 @@ def _write(
     try:
         draft = build(write_images)
     except OSError as error:
-        raise ValueError(f"{spec} cannot be read: {printable(error):.300}") from error
+        raise ValueError(f"{spec} cannot be read: {brief(error, 300)}") from error
     items = (draft if files is None else replace(draft, watched=files, stamps=before)).items(began)
     if writer is not None:
         writer.close()

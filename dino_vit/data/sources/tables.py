@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from dino_vit.core import log
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import utf8_path
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.archives import check_ratio
 from dino_vit.data.sources.files import is_url, open_file, read_file, stamps
@@ -126,7 +126,7 @@ def _open_parquet(path: str) -> pq.ParquetFile:
             return pq.ParquetFile(name)
     except pa.ArrowException as error:
         raise ValueError(
-            f"{path} is damaged or not a Parquet file: {printable(error):.300}. Copy it again."
+            f"{path} is damaged or not a Parquet file: {brief(error, 300)}. Copy it again."
         ) from error
 
 
@@ -136,7 +136,7 @@ def _batches(path: str, table: pq.ParquetFile, columns: TableColumns) -> Iterato
         yield from table.iter_batches(BATCH, columns=names)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is damaged: {printable(error):.300}. Copy it again, or remove it from the source."
+            f"{path} is damaged: {brief(error, 300)}. Copy it again, or remove it from the source."
         ) from error
 
 
@@ -173,9 +173,7 @@ def _load_dataset(spec: str) -> Any:
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # of the library, the network or the files
-        raise ValueError(
-            f"hf:{spec} cannot be loaded: {printable(error):.300}. Write hf:OWNER/NAME."
-        ) from error
+        raise ValueError(f"hf:{spec} cannot be loaded: {brief(error, 300)}. Write hf:OWNER/NAME.") from error
     if not split and len(splits) == 1:
         (split,) = splits
     if split not in splits:
@@ -197,7 +195,7 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
         path, [name for name in types if name in nested | binary]
     )
     if image is None:
-        columns = printable(", ".join(f"{name} ({type_})" for name, type_ in types.items()))[:400]
+        columns = brief(", ".join(f"{name} ({type_})" for name, type_ in types.items()), 400)
         raise ValueError(
             f"{path} has no column of images: none of {columns} is binary, or a struct with bytes in it."
         )
@@ -235,7 +233,7 @@ def _pick_image(path: str, names: list[str]) -> str | None:
             log.info("%s: using images from column %s, not from %s", path, name, ", ".join(others))
             return name
     raise ValueError(
-        f"{path} has several columns of images: {printable(', '.join(names)):.400}. "
+        f"{path} has several columns of images: {brief(', '.join(names), 400)}. "
         "Rename one of them to `image`."
     )
 
