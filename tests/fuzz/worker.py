@@ -20,7 +20,9 @@ from tests.fuzz.generators import GENERATORS, Action, Generator
 
 SECONDS, BYTES = 5.0, 2**30
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["tests.fuzz.worker", "dino_vit.data.sources.tables"])
+# What takes seconds to import is there before an input is tried.
+IMPORTED = ["tests.fuzz.worker", "dino_vit.data.sources.tables", "matplotlib.figure", "sklearn.manifold"]
+server.set_forkserver_preload(IMPORTED)
 
 
 class Worker:

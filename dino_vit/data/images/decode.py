@@ -9,7 +9,7 @@ from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
 from torch import Tensor
 
 from dino_vit.core.native import silenced
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 from dino_vit.data.sources.open import Source
@@ -35,11 +35,11 @@ class UnreadableImage(Exception):
     """An image that cannot be read, and why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = printable(name), printable(reason)
+        self.name, self.reason = printable(name), brief(reason, 1000)
         super().__init__(self.name, self.reason)
 
     def __str__(self) -> str:
-        return f"{self.name:.4000}: {self.reason}"  # a list may have names longer than any path
+        return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
 
 
 def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
