@@ -8,8 +8,7 @@ dinov2  the same (DINOv2 without registers)
 timm    bicubic to the exact size, with antialiasing (timm; DINOv2 with registers)
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,32 +36,13 @@ def interpolate_pos_embs(
         return pos_embs
     cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
     field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0], w=trained_grid[1]).float()
-    how: dict[str, Any] = {"size": grid, "antialias": mode == "timm"}
     if by_scale:
-        pairs = zip(grid, trained_grid, strict=True)
-        how = {"scale_factor": [(cells + DINO_OFFSET) / trained for cells, trained in pairs]}
-    if field.is_cuda:  # where the gradient of F.interpolate is added up in any order
-        field = resample_by_products(field, **how)
+        scale = [(cells + DINO_OFFSET) / trained for cells, trained in zip(grid, trained_grid, strict=True)]
+        field = F.interpolate(field, scale_factor=scale, mode="bicubic")
     else:
-        field = F.interpolate(field, mode="bicubic", **how)
+        field = F.interpolate(field, size=grid, mode="bicubic", antialias=mode == "timm")
     patches = rearrange(field, "1 d h w -> 1 (h w) d").to(pos_embs.dtype)
     return torch.cat((cls, patches), dim=1)
-
-
-def resample_by_products(field: Tensor, *, antialias: bool = False, **pair: Sequence[float]) -> Tensor:
-    """Resample (1, d, h, w) bicubically to a `size` or by a `scale_factor`, each a pair for rows and columns.
-
-    As F.interpolate does, but by a product with a matrix of its weights for each axis.
-    """
-    ((name, values),) = pair.items()
-    weights = []
-    for cells, value in zip(field.shape[2:], values, strict=True):
-        # In a row, as torch 2.15 on a CPU resamples a column alone wrongly with antialiasing.
-        unit = rearrange(torch.eye(cells, dtype=field.dtype, device=field.device), "n x -> 1 n 1 x")
-        along: dict[str, Any] = {name: (1, value)}
-        weights.append(F.interpolate(unit, mode="bicubic", antialias=antialias, **along)[0, :, 0])
-    with torch.autocast(field.device.type, enabled=False):  # in float32, as F.interpolate
-        return torch.einsum("b d h w, h y, w x -> b d y x", field, *weights)
 
 
 def sinusoidal_pos_embs(count: int, width: int) -> Tensor:
