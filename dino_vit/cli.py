@@ -4,10 +4,11 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pkgutil import resolve_name
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import dino_vit
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
 from dino_vit.core.native import separate_stderr
+from dino_vit.core.signals import Interruption
 from dino_vit.core.text import PrintableFormatter, PrintableStream, printable_lines
 
 
@@ -25,10 +27,13 @@ class Command(NamedTuple):
     config: str  # module:class
     run: str = ""  # module:function; the function `run` in the module of the settings if empty
     examples: tuple[str, ...] = ()
+    resumes: bool = False  # whether the same command, given again, goes on with what a signal stopped
 
 
 COMMANDS = {
-    "demo": Command("see a transformer learn without labels, in minutes", "commands.demo:DemoConfig"),
+    "demo": Command(
+        "see a transformer learn without labels, in minutes", "commands.demo:DemoConfig", resumes=True
+    ),
     "inspect-data": Command("show what is in a source of images", "commands.inspect_data:InspectConfig"),
     "pack": Command("write a source of images as tar shards", "commands.pack:PackConfig"),
     "pretrain": Command(
@@ -36,6 +41,7 @@ COMMANDS = {
         "config.pretrain:PretrainConfig",
         "training.loop:pretrain",
         ("pretrain data.source=photos", "pretrain --config configs/pretrain/vits16.yaml data.source=photos"),
+        resumes=True,
     ),
     "report": Command(
         "write an HTML page about a run, or serve it while the run goes on",
@@ -62,6 +68,7 @@ COMMANDS = {
             "finetune photos/val train=photos/train weights=runs/pretrain",
             "finetune photos arch=vit_small",
         ),
+        resumes=True,
     ),
     "attention": Command(
         "draw the attention of the CLS token to the patches", "commands.attention:AttentionConfig"
@@ -110,14 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _print_config(args)
         config = arguments.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
-        with redirect_stdout(PrintableStream(sys.stdout)):
+        interruptible = Interruption() if COMMANDS[args.command].resumes else nullcontext()
+        with redirect_stdout(PrintableStream(sys.stdout)), interruptible:
             code = run_function(args.command)(config)
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
+        return _leave(128 + 13)
     except Exception as error:
         return _fail(error, args)
-    except SystemExit as stop:  # before the first step
+    except SystemExit as stop:  # by a signal that came before the first step
         print(f"dino-vit {args.command}: stopped by a signal; run the same command again", file=sys.stderr)
         return _leave(int(stop.code or 0))
     except KeyboardInterrupt:
@@ -128,14 +136,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(error: Exception, args: argparse.Namespace) -> int:
     """Say what went wrong, or where if nobody foresaw it, and return the exit code."""
-    lost = "torch" in sys.modules and resolve_name("dino_vit.core.distributed:lost_process")(error)
-    full = isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+    distributed = sys.modules.get("dino_vit.core.distributed")
+    lost = bool(distributed and distributed.lost_process(error))
+    full = isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", str(error)) is not None
+    )
     if args.traceback or not (lost or full or isinstance(error, ValueError | OSError)):
         traceback.print_exception(error)
         return _leave(1)
-    text = "another process of this run has ended; see what it said" if lost else str(error)
+    text = "another process of this run has ended; see its error message" if lost else str(error)
     if full:
-        text = f"memory ran out; smaller batches or images need less. {text.partition(chr(10))[0]}"
+        first = text.partition("\n")[0]
+        text = f"out of memory: use a smaller batch, smaller images or a smaller network. {first}"
     print(printable_lines(f"dino-vit {args.command}: {text}"), file=sys.stderr)
     return _leave(1 if lost else getattr(error, "exit_code", 2))
 
@@ -145,7 +157,8 @@ def _leave(code: int) -> int:
 
     The others may wait for it in a collective, and it for them when it exits: the launcher ends them.
     """
-    if "torch" in sys.modules and resolve_name("dino_vit.core.distributed:world_size")() > 1:
+    distributed = sys.modules.get("dino_vit.core.distributed")
+    if distributed and distributed.world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

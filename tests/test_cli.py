@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -101,8 +103,20 @@ def test_memory_that_runs_out_is_a_sentence(monkeypatch, capsys, error):
     monkeypatch.setattr(dino_vit.cli, "run_function", lambda _: run)
     assert main(["report", "run"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("dino-vit report: memory ran out; smaller batches or images need less. ")
+    assert shown.startswith("dino-vit report: out of memory: use a smaller batch, smaller images or ")
     assert shown.count("\n") == 1
+
+
+def test_a_path_is_not_taken_for_memory_that_runs_out(capsys):
+    assert main(["inspect-weights", "out of memory.pth"]) == 2
+    assert "out of memory.pth does not exist" in capsys.readouterr().err
+
+
+def test_a_signal_while_libraries_are_imported_asks_for_another_start(monkeypatch, capsys):
+    monkeypatch.setattr(dino_vit.cli, "run_function", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    for command in (["pretrain"], ["finetune", "photos", "train=photos", "arch=vit_small"], ["demo"]):
+        assert main(command) == 75
+        assert "stopped by a signal; run the same command again" in capsys.readouterr().err
 
 
 def test_config_prints_settings_that_load_back(tmp_path, capsys):

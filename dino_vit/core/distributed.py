@@ -89,13 +89,14 @@ def all_equal(number: int) -> bool:
 
 
 def wait_for_all() -> None:
-    """Wait until all processes have come here."""
+    """Block until all processes have made this call."""
     any_process(False)
 
 
 def lost_process(error: BaseException) -> bool:
-    """Tell whether an error is that of a collective in which another process no longer takes part."""
-    return world_size() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+    """Return whether a collective failed because another process has ended."""
+    from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return world_size() > 1 and (from_gloo or isinstance(error, dist.DistError))
 
 
 @cache

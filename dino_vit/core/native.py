@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _stderr = 2  # the descriptor that Python's lines go to
-_inside = 0  # threads that want silence
+_inside = 0  # threads inside `silenced`
 _lock = threading.Lock()
 
 

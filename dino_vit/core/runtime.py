@@ -1,16 +1,13 @@
-"""Set up a run on its machine: processes, device, precision, and the signals that stop it."""
+"""Set up a run on its machine: processes, device, precision."""
 
 import logging
 import os
 import platform
 import re
-import signal
-import sys
 from collections.abc import Iterable, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -18,15 +15,13 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import local_world_size, rank
-from dino_vit.core.native import write_to_stderr
+from dino_vit.core.distributed import local_world_size
 from dino_vit.core.storage import utf8_path
 from dino_vit.core.text import printable
 
 Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _open_paths = ExitStack()  # of trackers, for as long as the process runs
-REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 
 
 def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) -> Accelerator:
@@ -119,42 +114,3 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
     if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "bf16"
     return "no"
-
-
-class Interruption:
-    """Remember a signal until the end of a step; before the first, and at a second ctrl-C, leave at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.in_steps = False
-
-    def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and not (self.in_steps and self.received is None):
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number)
-        if not self.in_steps:
-            sys.exit(REQUEUE)
-        if number == signal.SIGINT and rank() == 0:
-            write_to_stderr(
-                b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n"
-            )
-
-    @property
-    def asked(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.received is not None
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code to stop with; after a signal of a scheduler it asks to be queued again."""
-        return 130 if self.received == signal.SIGINT else REQUEUE

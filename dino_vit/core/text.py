@@ -10,7 +10,7 @@ _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python 
 
 
 def printable(text: object) -> str:
-    """Return text on one line, and what no file or terminal can take as escapes such as `\\n`, `\\xff`."""
+    """Return text on one line, its control characters and undecodable bytes escaped (`\\n`, `\\xff`)."""
     return _UNPRINTABLE.sub(_escape, str(text))
 
 
@@ -26,7 +26,7 @@ def brief(text: object, length: int = 60) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return text of our own that quotes others' names: its lines stay, the rest is `printable`."""
+    """Escape text as `printable` does, but keep its line breaks."""
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -4,7 +4,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dino_vit.core.distributed import all_gather, all_reduce_mean, local_world_size, rank, world_size
+from dino_vit.core.distributed import (
+    all_gather,
+    all_reduce_mean,
+    local_world_size,
+    lost_process,
+    rank,
+    world_size,
+)
 from dino_vit.method.loss import Center, loss_statistics
 from dino_vit.method.optim import reduce_loss
 
@@ -30,6 +37,8 @@ def _check_in_process(number, rendezvous, logits):
         assert all_reduce_mean(mine).tolist() == [0.5, 0.5]
         assert mine.tolist() == [number, number]
         assert local_world_size() == 2
+        assert lost_process(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"))
+        assert not lost_process(FileNotFoundError("/data/gloomy does not exist"))
         _check_gather(number)
         _check_center(number, logits)
         _check_statistics(number, logits)

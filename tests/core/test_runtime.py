@@ -1,20 +1,16 @@
 import os
-import signal
-import sys
 
 import pytest
 import torch
 
 import dino_vit.core.runtime
 from dino_vit.core.runtime import (
-    Interruption,
     adopt_slurm,
     check_trackers,
     choose_precision,
     cores_of_a_process,
     first_host,
 )
-from tests.support.runs import server
 
 STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456"}
 
@@ -110,41 +106,3 @@ def test_trackers_must_be_installed(monkeypatch):
     for name in ("tensorbord", "wandb"):
         with pytest.raises(ValueError, match=rf"{name} is not installed. .* \(tensorboard\)"):
             check_trackers(["tensorboard", name])
-
-
-def leave_after(names):
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with Interruption() as interruption:
-            interruption.in_steps = names[0] != "before"
-            names = [name for name in names if name != "before"]
-            assert not interruption.asked
-            for name in names:
-                os.kill(os.getpid(), name)
-                assert interruption.asked
-        code = interruption.exit_code
-    except KeyboardInterrupt:
-        code = 1
-    assert signal.getsignal(signal.SIGTERM) == before
-    sys.exit(code)
-
-
-def test_signals_are_remembered_until_the_step_is_over():
-    term, user, interrupt, at_once = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, 1
-    cases = {
-        (term,): 75,
-        (user,): 75,
-        (interrupt,): 130,
-        (term, term): 75,
-        (interrupt, term): 75,
-        (interrupt, interrupt): at_once,
-        (term, interrupt): at_once,
-        ("before", interrupt): at_once,
-        ("before", term): 75,
-    }
-    started = {names: server.Process(target=leave_after, args=(names,)) for names in cases}
-    for process in started.values():
-        process.start()
-    for names, process in started.items():
-        process.join()
-        assert process.exitcode == cases[names], names

@@ -1,0 +1,50 @@
+"""The signals that stop a run, and the exit code that asks for its continuation."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Self
+
+from dino_vit.core.native import write_to_stderr
+
+REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
+
+
+class Interruption:
+    """Remember a signal until the end of a step; before the first, and at a second ctrl-C, leave at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.in_steps = False
+
+    def __enter__(self) -> Self:
+        self._handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and not (self.in_steps and self.received is None):
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        if not self.in_steps:
+            sys.exit(REQUEUE)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            write_to_stderr(
+                b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n"
+            )
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.received is not None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code to stop with; after a signal of a scheduler it asks to be queued again."""
+        return 130 if self.received == signal.SIGINT else REQUEUE
