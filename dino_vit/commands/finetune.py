@@ -6,7 +6,7 @@ label smoothing, and optionally mixup. The state is saved after every epoch, and
 
 import math
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,8 @@ from dino_vit.core.distributed import (
 from dino_vit.core.lock import locked
 from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import Interruption, choose_precision, start_processes
+from dino_vit.core.runtime import choose_precision, start_processes
+from dino_vit.core.signals import Interruption
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.eval.accuracy import summary, top_k_accuracy, write_results
 from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
@@ -106,11 +107,11 @@ class FinetuneConfig(SupervisedConfig):
 
 def run(config: FinetuneConfig) -> int:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
-    accelerator = start_processes()
-    only_run = locked(Path(config.output)) if is_main_process() else nullcontext()
-    with Interruption() as interruption, only_run:
-        tuning = Finetuning(config, accelerator)
-        finished = tuning.train(interruption)
+    with Interruption() as interruption:
+        accelerator = start_processes()
+        with locked(Path(config.output)):
+            tuning = Finetuning(config, accelerator)
+            finished = tuning.train(interruption)
     if finished and is_main_process():
         _write(tuning)
     accelerator.wait_for_everyone()

@@ -53,7 +53,7 @@ def run(config: InspectConfig) -> int:
     if not summary.images:
         raise ValueError(f"none of the {len(indices):,} inspected images can be read")
     if config.sheet and config.rows:
-        replaced = ", in place of a file of this name" if Path(config.sheet).exists() else ""
+        replaced = " (replaced an existing file)" if Path(config.sheet).exists() else ""
         draw_views(source, summary, config)
         log.info("%s: the views that training would use%s", config.sheet, replaced)
     return 0
@@ -176,7 +176,7 @@ def fitted_config(file: str | None, source: Source, summary: ImageSummary) -> Pr
         image_size=summary.image_size,
         images=len(source),
         channels=summary.channels,
-        global_batch=config.data.batch_size,
+        global_batch=min(config.data.batch_size, len(source)),
     )
     config = replace(config, {choice.key: choice.value for choice in choices})
     return config if config.data.bits else replace(config, {"data.bits": summary.bits})

@@ -110,7 +110,7 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, check: bool = True) 
     return packed._replace(images=len(source) - len(packed.unreadable))
 
 
-def _readable_items(source: Source, check: bool, unreadable: list[UnreadableImage]) -> Iterator[_Item]:
+def _readable_items(source: Source, check: bool, left_out: list[UnreadableImage]) -> Iterator[_Item]:
     """Yield the readable items in order, prefetched by threads, and collect the others."""
     classes = list(source.classes)
     pending: deque[Future[_Item | UnreadableImage]] = deque()
@@ -122,7 +122,7 @@ def _readable_items(source: Source, check: bool, unreadable: list[UnreadableImag
                 item = pending.popleft().result()
                 advance(1)
                 if isinstance(item, UnreadableImage):
-                    unreadable.append(item)
+                    left_out.append(item)
                 else:
                     yield item
 

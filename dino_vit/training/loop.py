@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.distributed import all_reduce_mean, any_process, is_main_process
+from dino_vit.core.distributed import all_reduce_mean, any_process
 from dino_vit.core.lock import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import Interruption, start_processes
+from dino_vit.core.runtime import start_processes
+from dino_vit.core.signals import Interruption
 from dino_vit.core.storage import StorageError
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.optim import (
@@ -35,14 +36,14 @@ from dino_vit.views.loader import Batch
 
 def pretrain(config: PretrainConfig) -> int:
     """Train as configured, resuming where the output folder has a run; return the exit code."""
-    accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
-    only_run = locked(Path(config.output)) if is_main_process() else contextlib.nullcontext()
-    with Interruption() as interruption, only_run:
-        run = set_up(config, accelerator)
-        with Reporter(run) as reporter:
-            code = train(run.state, reporter, interruption)
-            accelerator.wait_for_everyone()
-            accelerator.end_training()
+    with Interruption() as interruption:
+        accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
+        with locked(Path(config.output)):
+            run = set_up(config, accelerator)
+            with Reporter(run) as reporter:
+                code = train(run.state, reporter, interruption)
+                accelerator.wait_for_everyone()
+                accelerator.end_training()
     return code
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +14,7 @@ from dino_vit.views.loader import Batch
 
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
-
-
+# What a checkpoint holds of an interval.
 _SUMS = ("loss", "finite", "skipped", "skipped_in_a_row")
 
 
@@ -94,12 +94,14 @@ class UnreadableImages:
         self.tried += len(batch.samples) + len(batch.unreadable)
         self.failure = self.failure or batch.failure
         new = [line for line in dict.fromkeys(map(str, batch.unreadable)) if line not in self.known]
-        self.known.update(new)
-        if new:
+        if not new:
+            return
+        with suppress(OSError):  # if the disk is full, they are listed when they come again
             self.path.parent.mkdir(parents=True, exist_ok=True)
             listed = set(self._listed())  # by other processes too
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new if line not in listed)
+            self.known.update(new)
 
     def _listed(self) -> list[str]:
         text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""

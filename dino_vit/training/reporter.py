@@ -15,7 +15,7 @@ from dino_vit.config.display import to_yaml
 from dino_vit.config.settings import values
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import printable
 from dino_vit.training.diagnosis import diagnose
 from dino_vit.training.readings import (
@@ -62,7 +62,7 @@ class Reporter:
     def _write_config(self, text: str) -> None:
         """Write the settings unless they are unchanged: on a full disk a good file must stay untouched."""
         path = self.state.folder / "config.yaml"
-        if not path.exists() or path.read_text() != text:
+        if not path.exists() or path.read_bytes() != text.encode():
             write_bytes(path, text.encode())
 
     def start(self) -> None:
@@ -82,7 +82,10 @@ class Reporter:
         self.progress.start_clock()
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
-            write_bytes(self.state.folder / "baseline.json", to_json(dict(figures)))
+            try:
+                write_bytes(self.state.folder / "baseline.json", to_json(dict(figures)))
+            except StorageError as error:  # a full disk may be freed before the next checkpoint
+                self.progress.notice(str(error))
 
     def log(self, reading: Reading) -> None:
         """Log a reading, with what it says about the run."""
@@ -154,14 +157,15 @@ def start_record(run: ReadyRun) -> Start:
 def describe_start(run: ReadyRun) -> Iterator[str]:
     """Yield lines on the devices, the images, the network, and the reason for each choice."""
     state, config, plan = run.state, run.state.config, run.state.plan
-    processes, workers = state.accelerator.num_processes, state.loader.workers
+    processes = state.accelerator.num_processes
+    loaders = plural(state.loader.workers, "loader process", "loader processes")
     factors = (
         f"{plural(config.data.batch_size, 'image')} × {plural(config.optim.accumulate, 'pass', 'passes')} "
         f"× {plural(processes, 'process', 'processes')}"
     )
     yield (
         f"dino-vit {__version__}: {plural(processes, 'process', 'processes')} on {state.device.type}, "
-        f"precision {state.precision}, {plural(workers, 'loader worker')}{' each' if processes > 1 else ''}, "
+        f"precision {state.precision}, {loaders}{' each' if processes > 1 else ''}, "
         f"global batch {plan.global_batch} = {factors}"
     )
     yield (

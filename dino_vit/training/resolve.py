@@ -183,7 +183,7 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
     pass_before = batch // before.optim.accumulate
     if config.head.batch_norm and before.head.batch_norm and pass_before != per_pass:
         changes.append(
-            f"BatchNorm took its statistics over passes of {plural(pass_before, 'image')}, now {per_pass} "
+            f"BatchNorm used {plural(pass_before, 'image')} per forward pass and would now use {per_pass} "
             f"(data.batch_size={config.data.batch_size} on {plural(facts.processes, 'process', 'processes')})"
         )
     if changes and config.run.resume != "changed":

@@ -28,8 +28,18 @@ from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
 
 # What a run resumes from, in the metadata of a checkpoint.
-RESUMED = {"step": int, "global_batch": int, "nonfinite_steps": int, "precision": str, "source": str}
-RESUMED |= {"config": dict, "architecture": dict, "scaler": dict}
+RESUMED = {
+    "step": int,
+    "global_batch": int,
+    "nonfinite_steps": int,
+    "precision": str,
+    "source": str,
+    "config": dict,
+    "architecture": dict,
+    "scaler": dict,
+    "best": dict | None,
+    "baseline": float | None,
+}
 
 
 class ReadyRun(NamedTuple):
@@ -96,7 +106,7 @@ def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkp
         wrong = [name for name, kind in RESUMED.items() if not isinstance(resumed.metadata.get(name), kind)]
         if wrong:
             raise ValueError(
-                f"{resumed.path} is no checkpoint of a pretraining: its metadata has no usable "
+                f"{resumed.path} is not a checkpoint of a pretraining: its metadata has no valid "
                 f"{', '.join(wrong)}; give another output, or move that folder away"
             )
     if not all_equal(resumed.step if resumed else 0):

@@ -133,9 +133,12 @@ class TrainingState:
     @property
     def advice(self) -> str:
         """What to do about a state that is not finite."""
+        settings = "run.precision=no, or a lower optim.lr, optim.clip or loss.teacher_temp"
+        if not self.checkpoints.paths():
+            return f"There is no checkpoint yet: start again with {settings}"
+        folder = self.checkpoints.folder
         return (
-            f"{self.checkpoints.folder} holds the last good checkpoint. Resume from it with "
-            "run.resume=changed and run.precision=no, or a lower optim.lr, optim.clip or loss.teacher_temp"
+            f"{folder} holds the last good checkpoint. Resume from it with run.resume=changed and {settings}"
         )
 
     def save(self) -> None:
@@ -174,8 +177,8 @@ class TrainingState:
         self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
         if interval := checkpoint.metadata.get("interval"):  # checkpoints of 0.1.0 have none
             self.interval.load_state(interval)
-        self.best = checkpoint.metadata["best"]
-        self.baseline = checkpoint.metadata["baseline"]
+        self.best = checkpoint.metadata.get("best")
+        self.baseline = checkpoint.metadata.get("baseline")
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, "loss": self.center}

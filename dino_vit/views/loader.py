@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from math import ceil
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import log
 from dino_vit.core.distributed import local_world_size
-from dino_vit.core.runtime import REQUEUE
+from dino_vit.core.native import separate_stderr
+from dino_vit.core.signals import REQUEUE
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
@@ -109,8 +110,8 @@ class Loader:
         )
         batches: Any = _iterate(loader)
         try:
-            for index in count(position):
-                batch = self._next(batches, index)
+            for taken in count():
+                batch = self._next(batches, position, taken)
                 if isinstance(batch, ValueError):
                     raise batch
                 if batch.failure and not self.in_step:
@@ -120,7 +121,7 @@ class Loader:
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 batches._shutdown_workers()
 
-    def _next(self, batches: Any, index: int) -> Batch | ValueError:
+    def _next(self, batches: Any, position: int, taken: int) -> Batch | ValueError:
         """Return the next batch, from a loader process as long as all of them live."""
         if not self.lost_worker:
             try:
@@ -133,13 +134,14 @@ class Loader:
                     raise
                 self.lost_worker = True
                 text = (
-                    f"a loader process ended {how}, as one does when memory runs out. Fewer workers "
-                    f"(now {self.workers}) or smaller batches need less memory"
+                    f"a loader process ended {how}, probably because memory ran out: use fewer workers "
+                    f"(now {self.workers}) or smaller batches"
                 )
                 if not self.in_step:
                     raise WorkerLost(f"{text}. Run the same command again") from None
                 log.error(text)
-        return self.dataset[next(self.sampler.batch_specs(index))]
+        steps, passes = divmod(taken, self.sampler.accumulate)
+        return self.dataset[next(islice(self.sampler.batch_specs(position + steps), passes, None))]
 
 
 class WorkerLost(ValueError):
@@ -153,7 +155,7 @@ def _iterate(loader: DataLoader[Batch | ValueError]) -> Any:
 
     torch's handler of their end would raise it anywhere, also in the middle of an update of the weights.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+    if threading.current_thread() is not threading.main_thread():
         return iter(loader)
     handler = signal.getsignal(signal.SIGCHLD)
     try:
@@ -179,6 +181,7 @@ def _init_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Called only by the thread that hands batches over, each time the training process was killed meanwhile.
     sys.excepthook = lambda *_: None
+    separate_stderr()  # a forked process has done so already
 
 
 def _check_shared_memory(workers: int, batches_bytes: int) -> None:

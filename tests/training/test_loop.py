@@ -149,6 +149,12 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose)
     assert (resumed.step, resumed.skipped_steps) == (20, 2)
 
 
+def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, lose):
+    lose(0, 5, times=1)
+    with pytest.raises(NotFinite, match=r"There is no checkpoint yet: start again with run.precision=no"):
+        trained(tmp_path / "run", {"run.max_nonfinite_steps": 3})
+
+
 def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
     state = trained(tmp_path / "run", {"budget.steps": 10})
     student_at[10] = tensors_of(state.student)
@@ -236,5 +242,5 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
         teacher.backbone.cls_token.fill_(math.inf)
 
     monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
-    with pytest.raises(NotFinite, match=r"could not be written: .*not finite; the first is teacher.*Resume"):
+    with pytest.raises(NotFinite, match=r"not be written: .*not finite; the first is teacher.*start again"):
         trained(tmp_path / "run", {"budget.steps": 5, **SHORT})

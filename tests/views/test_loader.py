@@ -54,9 +54,22 @@ def test_a_killed_worker_is_a_sentence():
     batches = Loader(source=source, views=VIEWS, sampler=plan, workers=1).batches()
     next(batches)
     kill_a_loader()
-    with pytest.raises(WorkerLost, match=r"ended by SIGKILL.*now 1") as caught:
+    with pytest.raises(WorkerLost, match=r"ended by SIGKILL.*workers \(now 1\)") as caught:
         deque(batches, maxlen=0)
     assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_after_a_killed_worker_the_batches_are_the_same(accumulate):
+    plan = Sampler(length=100, batch_size=8, seed=7, accumulate=accumulate)
+    settings = {"source": SyntheticSource(length=100), "views": VIEWS, "sampler": plan}
+    loader = Loader(**settings, workers=1, in_step=True)
+    batches, expected = loader.batches(3), Loader(**settings).batches(3)
+    for number in range(30):
+        assert torch.equal(next(batches).samples, next(expected).samples)
+        if number == 2:
+            kill_a_loader()
+    assert loader.lost_worker
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="only Linux has it as a folder")
