@@ -125,9 +125,9 @@ def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
     if steps < SHORT:
-        reason = f"without it, runs of fewer than {SHORT:,} steps often collapse"
+        reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
         if not batch_norm:
-            reason = f"over several processes it needs CUDA; one process would use it: {reason}"
+            reason = f"in several processes BatchNorm needs CUDA; {reason}"
         choices.choose("head.batch_norm", batch_norm, reason)
     if {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & choices.given:
         return

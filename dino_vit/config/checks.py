@@ -10,6 +10,7 @@ from dino_vit.config.sections import (
     HEAD_CHANNELS,
     Budget,
     Data,
+    Head,
     Init,
     Loss,
     Model,
@@ -21,6 +22,7 @@ from dino_vit.config.sections import (
 )
 from dino_vit.config.settings import Problem
 
+MOST_PARAMETERS = 1e11  # of a backbone or a head; no machine trains more
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
 SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0), "lars": (1e-6, 50.0)}
 
@@ -51,6 +53,24 @@ def check_model(model: Model) -> Iterator[Problem]:
         yield Problem(f"{text}; use {near} heads, or a width that is a multiple of {heads}", keys[1::2])
 
 
+def check_parameters(model: Model, head: Head) -> Iterator[Problem]:
+    """Refuse a network that no machine could hold."""
+    width, depth, _ = model.shape
+    hidden, layers = head.hidden_dim, head.layers
+    bottleneck, prototypes = head.bottleneck_dim, head.prototypes
+    parts = (
+        (12 * width**2 * depth, {"model.width": width, "model.depth": depth}),
+        (hidden**2 * layers, {"head.hidden_dim": hidden, "head.layers": layers}),
+        (bottleneck * prototypes, {"head.bottleneck_dim": bottleneck, "head.prototypes": prototypes}),
+    )
+    for count, sizes in parts:
+        if count > MOST_PARAMETERS:
+            text = " and ".join(f"{key}={size}" for key, size in sizes.items())
+            yield Problem(
+                f"{text} make {count:.1e} parameters; lower them to below {MOST_PARAMETERS:.0e}", tuple(sizes)
+            )
+
+
 def check_views(views: Views, photometry: Photometry, patch: int) -> Iterator[Problem]:
     """Check sizes, counts and ranges of the views."""
     for name, size in (("global_size", views.global_shape), ("local_size", views.local_shape)):
@@ -76,7 +96,7 @@ def check_channels(data: Data, photometry: Photometry) -> Iterator[Problem]:
     """Check what depends on the number of channels."""
     for name, values in (("mean", data.mean), ("std", data.std)):
         if values is not None and len(values) != data.channels:
-            text = f"data.{name} has {len(values)} values, but data.channels={data.channels}"
+            text = f"data.{name}={list(values)} does not fit data.channels={data.channels}"
             advice = f"give one value per channel, or data.{name}=null to have it measured"
             yield Problem(f"{text}; {advice}", (f"data.{name}", "data.channels"))
     if data.range and data.range[0] >= data.range[1]:

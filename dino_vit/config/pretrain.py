@@ -100,6 +100,7 @@ class PretrainConfig(Settings):
 
     def _problems(self) -> Iterator[Problem]:
         yield from checks.check_model(self.model)
+        yield from checks.check_parameters(self.model, self.head)
         yield from checks.check_views(self.views, self.photometry, self.model.patch_size)
         yield from checks.check_channels(self.data, self.photometry)
         yield from checks.check_temperatures(self.loss)

@@ -217,12 +217,12 @@ class Budget(Settings):
 class Run(Settings):
     """How the run computes, logs and saves."""
 
+    one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     compile: bool = setting(False, "compile the networks with torch.compile")
     log_every: Count = setting(50, "steps between log lines", resumable=True)
-    one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
     eval_every: Positive | None = setting(
-        10.0, "epochs between online evaluations, also parts of one; null: never", resumable=True
+        10.0, "epochs between online evaluations, such as 0.5; null: never", resumable=True
     )
     eval_every_steps: Count | None = setting(
         None, "steps between online evaluations, instead of eval_every", resumable=True

@@ -215,7 +215,7 @@ _TYPES = {
     "integer": "a whole number",
     "number": "a number",
     "boolean": "true or false",
-    "string": "text that is not empty",
+    "string": "non-empty text",
 }
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "of at least"}
 _BOUNDS |= {"maximum": "of at most", "exclusiveMaximum": "below"}

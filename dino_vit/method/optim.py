@@ -62,7 +62,9 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {key: torch.zeros_like(parameter) for key in keys}
         if name == "adamw":
-            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+            # On a device, only the fused kernel reads it without making the host wait.
+            device = parameter.device if optimizer.defaults["fused"] else "cpu"
+            optimizer.state[parameter]["step"] = torch.zeros((), device=device)
     return optimizer
 
 
@@ -94,7 +96,7 @@ def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
 
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
     """Step if `finite`, else change nothing; the host waits for the answer only without a fused kernel."""
-    if optimizer.defaults.get("fused") is not False:  # fused, or LARS
+    if optimizer.defaults.get("fused", True):  # LARS skips as fused kernels do
         _step_unless((~finite).float(), optimizer)
     elif finite:
         optimizer.step()

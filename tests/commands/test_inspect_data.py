@@ -68,7 +68,7 @@ def test_a_picture_is_written_when_asked_for_and_what_it_replaces_is_said(
         assert main(["inspect-data", str(mixed), "sheet=a.png"]) == 0
         assert "in place of" not in caplog.text
         assert main(["inspect-data", str(mixed), "sheet=a.png"]) == 0
-    assert "a.png: the views that training would use, in place of a file of this name" in caplog.text
+    assert "a.png: the views that training would use (replaced an existing file)" in caplog.text
 
 
 def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):

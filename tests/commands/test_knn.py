@@ -115,7 +115,7 @@ def test_a_process_that_fails_between_two_collectives_is_heard(tmp_path, weights
     assert failing.wait(60) == 2
     assert failing.said.endswith("dino-vit knn: out of neighbours\n")
     assert waiting.wait(60) == 1
-    assert waiting.said.endswith("another process of this run has ended; see what it said\n")
+    assert waiting.said.endswith("another process of this run has ended; see its error message\n")
 
 
 def fail_to_find_neighbours():

@@ -49,9 +49,7 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
 def test_a_short_run_on_processors_does_without_batch_norm_and_says_so() -> None:
     config, choices = auto("budget.steps=1800", **CIFAR, batch_norm=False)
     assert not config.head.batch_norm
-    assert (
-        "over several processes it needs CUDA; one process would use it" in choices["head.batch_norm"].reason
-    )
+    assert "in several processes BatchNorm needs CUDA; without BatchNorm" in choices["head.batch_norm"].reason
     assert "head.batch_norm" not in auto("budget.steps=30000", **CIFAR, batch_norm=False)[1]
 
 

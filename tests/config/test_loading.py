@@ -45,9 +45,7 @@ def test_a_list_of_one_value_needs_no_brackets(tmp_path: Path) -> None:
     assert load(Cake, None, ["tiers=top"]).tiers == ("top",)
     assert load(Cake, write(tmp_path, "tiers: top\n")).tiers == ("top",)
     assert refused("sizes=3")[0].startswith("sizes = 3 (command line): must be a list of 2, each")
-    assert refused("tiers=null") == [
-        "tiers = null (command line): must be a list, each text that is not empty"
-    ]
+    assert refused("tiers=null") == ["tiers = null (command line): must be a list, each non-empty text"]
 
 
 def test_a_file_that_does_not_end_is_no_file_of_settings() -> None:
@@ -58,8 +56,8 @@ def test_a_file_that_does_not_end_is_no_file_of_settings() -> None:
 def test_text_is_taken_literally() -> None:
     for text in ("2024", "1e-3", "no", "*.tar", "a: b", "null.jpg", " x", "a=b"):
         assert load(Cake, None, [f"name={text}"]).name == text
-    assert refused("name=null") == ["name = null (command line): must be text that is not empty"]
-    assert refused("name=") == ["name = '' (command line): must be text that is not empty"]
+    assert refused("name=null") == ["name = null (command line): must be non-empty text"]
+    assert refused("name=") == ["name = '' (command line): must be non-empty text"]
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
@@ -117,7 +115,7 @@ def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) ->
     file = write(tmp_path, "egs: 4\noven:\n  fan: maybe\nsizes: [3, 2]\n")
     assert refused("tiers=[1]", "icing.layers=2", file=file) == [
         f"egs is not a setting ({file}:1); did you mean eggs?",
-        "tiers = [1] (command line): must be a list, each text that is not empty",
+        "tiers = [1] (command line): must be a list, each non-empty text",
         f"oven.fan = maybe ({file}:3): must be one of on, off",
         "icing.colour is needed: its colour",
         f"sizes run backwards (sizes: {file}:4)",

@@ -109,8 +109,13 @@ def test_the_named_configs_are_there() -> None:
         (["data.channels=1"], "photometry.saturation=0 photometry.hue=0 photometry.grey=0"),
         (
             ["data.mean=[0.5]"],
-            "but data.channels=3; give one value per channel, or data.mean=null",
+            "data.mean=[0.5] does not fit data.channels=3; give one value per channel, or data.mean=null",
         ),
+        (
+            ["model.width=65536", "model.depth=1000"],
+            "model.width=65536 and model.depth=1000 make 5.2e+13 parameters; lower them to below 1e+11",
+        ),
+        (["head.prototypes=16777216", "head.bottleneck_dim=65536"], "make 1.1e+12 parameters"),
         (["teacher.momentum_end=0.9"], "teacher.momentum=0.996 is above teacher.momentum_end=0.9"),
         (["run.keep_every=1500"], "is not a multiple of run.checkpoint_every=1000"),
         (["loss.teacher_temp=0"], "loss.teacher_temp = 0 (command line): must be a number above 0"),

@@ -41,5 +41,5 @@ def test_what_is_allowed_in_words() -> None:
     assert allowed["oven.gas"] == "true or false or null"
     assert allowed["oven.fan"] == "one of on, off"
     assert allowed["sizes"] == "a list of 2, each a number above 0 and of at most 1e+09"
-    assert allowed["tiers"] == "a list, each text that is not empty"
+    assert allowed["tiers"] == "a list, each non-empty text"
     assert allowed["icing"] == "a section or null"

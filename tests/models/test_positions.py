@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.models.positions import interpolate_pos_embs, resample_by_products, sinusoidal_pos_embs
+from dino_vit.models.positions import interpolate_pos_embs, sinusoidal_pos_embs
 
 
 def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
@@ -67,22 +67,6 @@ def test_gradients_reach_every_trained_position():
     pos = embeddings((6, 6)).requires_grad_()
     interpolate_pos_embs(pos, (9, 3), trained_grid=(6, 6)).square().sum().backward()
     assert (pos.grad.abs().sum(dim=-1) > 0).all()
-
-
-@pytest.mark.parametrize("grid", [(1, 1), (6, 6), (20, 9), (37, 40)])
-@pytest.mark.parametrize("trained", [(14, 14), (5, 9), (1, 3)])
-@pytest.mark.parametrize("how", ["size", "antialias", "scale_factor"])
-def test_products_resample_as_interpolate_does(trained, grid, how):
-    """What CUDA uses, where the gradient of F.interpolate depends on the order of its sums."""
-    field = torch.randn(1, 3, *trained, dtype=torch.float64, requires_grad=True)
-    options = {"size": grid, "antialias": how == "antialias"}
-    if how == "scale_factor":
-        options = {how: [(cells + 0.1) / of for cells, of in zip(grid, trained, strict=True)]}
-    expected, found = F.interpolate(field, mode="bicubic", **options), resample_by_products(field, **options)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    upstream = torch.randn_like(expected)
-    gradients = [torch.autograd.grad(output, field, upstream)[0] for output in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
 
 
 def test_sinusoids_equal_the_loop():

@@ -287,7 +287,7 @@ def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
     assert failing.wait() == 2
     assert "no space" in failing.said
     assert waiting.wait() == 1
-    assert "dino-vit embed: another process of this run has ended; see what it said" in waiting.said
+    assert "dino-vit embed: another process of this run has ended; see its error message" in waiting.said
     assert "Traceback" not in waiting.said + failing.said
     assert not (tmp_path / "x.npy").exists()
 
