@@ -8,6 +8,7 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, create_model
 
+from dino_vit.core.text import brief
 from dino_vit.models.vit import VisionTransformer
 
 FORMAT_VERSION = 1  # of the metadata in our own files
@@ -91,7 +92,7 @@ def check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
         )
     if unknown := sorted(metadata["architecture"].keys() - _ARGUMENTS.keys()):
         raise WeightsError(f"{path} has unknown architecture settings: {', '.join(unknown)}")
-    return _checked(_Own, metadata, f"the metadata of {path}")
+    return checked(_Own, metadata, f"the metadata of {path}")
 
 
 def parse_metadata(path: Path, text: str) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def describe_export(model: VisionTransformer, format: str) -> str:
 
 def parse_export(path: Path, text: object) -> dict[str, Any]:
     """Return what one of our exports says about itself."""
-    return _checked(_Export, _parse(path, str(text)), f"the metadata of {path}")
+    return checked(_Export, _parse(path, str(text)), f"the metadata of {path}")
 
 
 def read_hub_config(weights: Path) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def read_hub_config(weights: Path) -> dict[str, Any]:
             found |= _parse(path, path.read_bytes())
     if "model_type" not in found and "architecture" not in found:
         return {}
-    _checked(_HubConfig, found, f"{weights.with_name('config.json')}")
+    checked(_HubConfig, found, f"{weights.with_name('config.json')}")
     return found
 
 
@@ -136,13 +137,13 @@ def _parse(path: Path, text: str | bytes) -> dict[str, Any]:
     return found
 
 
-def _checked(kind: type[_Facts], found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked(kind: type[BaseModel], found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values that are read of some metadata, in the types that they have in Python."""
     try:
         return kind.model_validate(found).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors()[0]
         key, reason = ".".join(map(str, first["loc"])), first["msg"][:1].lower() + first["msg"][1:]
-        raise WeightsError(
-            f"{where} cannot be used: {key} = {str(first['input'])[:40]!r}, but {reason}"
-        ) from error
+        missing = first["type"] == "missing"
+        fault = f"{key} is missing" if missing else f"{key} = {brief(repr(first['input']), 40)}, but {reason}"
+        raise WeightsError(f"{where} cannot be used: {fault}") from error
