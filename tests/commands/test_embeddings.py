@@ -72,7 +72,7 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder, suff
         "images": 34,
         "unreadable": 1,
     }
-    assert metadata["preparation"]["size"] == [16, 16]
+    assert metadata["preparation"]["size"] == (16, 16)
     assert (metadata["normalised"], metadata["precision"]) == (normalise == "true", "float32")
 
 
