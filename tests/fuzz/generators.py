@@ -45,7 +45,8 @@ def use(source: Path, labels: Path | None = None) -> None:
     some = range(min(len(opened), 8))
     summary = inspect_images(opened, some, allow_none=True)
     facts = describe(str(source), opened, summary)
-    json.dumps(facts, allow_nan=False).encode(), "\n".join(as_text(facts)).encode()
+    json.dumps(facts, allow_nan=False).encode()
+    "\n".join(as_text(facts)).encode()
     failures = []
     for index in some:
         try:
