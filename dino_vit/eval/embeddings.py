@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from safetensors import safe_open
 
+from dino_vit.config.settings import Few
 from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing, save_plain, utf8_path, write_bytes
 from dino_vit.core.text import brief, printable
@@ -70,7 +71,7 @@ class _Source(_Part):
 
 class _Tokens(_Part):
     kind: Literal["cls", "cls+mean", "patches"]
-    blocks: PositiveInt
+    blocks: Few
 
 
 class _Metadata(_Part):
@@ -125,7 +126,9 @@ def read_embeddings(path: Path) -> Embeddings:
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing; `dino-vit embed` writes it beside {path}") from error
     except Exception as error:  # each library has errors of its own
-        python = isinstance(error, LookupError | TypeError | AttributeError)  # they say nothing to a user
+        python = isinstance(
+            error, LookupError | TypeError | AttributeError | UnicodeError
+        )  # they say nothing to a user
         why = "" if python else f": {brief(error, 200)}"
         raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`{why}") from error
     labels = [label and printable(label) for label in embeddings.labels]

@@ -1,6 +1,7 @@
 """Metadata of weight files: ours, our exports', and config.json."""
 
 import json
+import re
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
@@ -20,6 +21,9 @@ class WeightsError(ValueError):
     """The given weights cannot be used as requested."""
 
 
+_UNION = re.compile(
+    r"int|float|constrained-\w+|(list|tuple|dict)\[.*"
+)  # members of unions, as pydantic names them
 _Eps = Annotated[float, Field(gt=0, le=1)]
 _Scale = Annotated[float, Field(gt=0, le=1000)]
 
@@ -98,8 +102,8 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of one of our own files, its lists as the tuples that they were."""
     if (version := metadata.get("version", FORMAT_VERSION)) != FORMAT_VERSION:
         raise WeightsError(
-            f"{path} has format version {brief(version)}, but this dino-vit reads version {FORMAT_VERSION}; "
-            "upgrade dino-vit to load it"
+            f"{path} has format version {brief(repr(version))}, but this dino-vit reads version "
+            f"{FORMAT_VERSION}; upgrade dino-vit to load it"
         )
     return checked(_Own, metadata, f"the metadata of {path}")
 
@@ -149,7 +153,8 @@ def checked(kind: type[BaseModel], found: Mapping[str, Any], where: str) -> dict
         return kind.model_validate(found).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors()[0]
-        key, reason = ".".join(map(str, first["loc"])), first["msg"][:1].lower() + first["msg"][1:]
+        key = ".".join(part for part in map(str, first["loc"]) if not _UNION.fullmatch(part))
+        reason = first["msg"][:1].lower() + first["msg"][1:]
         given = f"= {brief(repr(first['input']), 40)}, but {reason}"
         fault = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(first["type"], given)
         raise WeightsError(f"{where} cannot be used: {brief(key)} {fault}") from error

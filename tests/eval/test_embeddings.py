@@ -17,6 +17,10 @@ def changed(path, **changes):
     write(path, metadata={key: value for key, value in metadata.items() if value is not None})
 
 
+def prepared(**changes):
+    return {"preparation": {**METADATA["preparation"], **changes}}
+
+
 @pytest.mark.parametrize("suffix", ["npy", "parquet", "safetensors"])
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -26,13 +30,14 @@ def changed(path, **changes):
         ({"source": {"spec": 5}}, "source.spec = 5, but input should be a valid string"),
         ({"weights": {}}, "weights.path is missing"),
         ({"tokens": {"kind": "none", "blocks": 1}}, "tokens.kind = 'none', but"),
+        ({"tokens": {"kind": "cls", "blocks": 2**64}}, "tokens.blocks = 18446744073709551616, but"),
         ({"precision": "int8"}, "precision = 'int8', but"),
         ({"format": 2}, "its format is 2, but this version of dino-vit reads format 1"),
         ({"format": None}, "format is missing"),
-        (
-            {"preparation": {**METADATA["preparation"], "pixels": {"channels": 0}}},
-            "pixels need 1 channel or more",
-        ),
+        (prepared(pixels={"channels": 0}), "pixels need 1 channel or more"),
+        (prepared(mean=[0.5]), "mean and std need one value per channel (3)"),
+        (prepared(std=[1, 0, 1]), "mean and std need one value per channel (3)"),
+        (prepared(size=[2**40] * 2), "must be from 1 to 65,536 pixels"),
     ],
 )
 def test_metadata_that_is_missing_or_wrong_is_named(tmp_path, capsys, suffix, changes, message):
@@ -80,9 +85,10 @@ def test_arrays_that_are_no_embeddings_are_refused(tmp_path, content, message):
     assert len(str(refused.value)) < 500
 
 
-def test_a_table_beside_an_array_that_lacks_a_column_is_refused(tmp_path):
+@pytest.mark.parametrize("table", [b"name,index\na,0\n", b"name,label,index\n\xff,,0\n"])
+def test_a_table_beside_an_array_that_lacks_a_column_or_is_no_text_is_refused(tmp_path, table):
     write(tmp_path / "e.npy")
-    (tmp_path / "e.csv").write_text("name,index\na,0\n")
+    (tmp_path / "e.csv").write_bytes(table)
     with pytest.raises(ValueError, match=r"is damaged or not an embedding file of `dino-vit embed`$"):
         read_image_embeddings(str(tmp_path / "e.npy"))
 

@@ -20,6 +20,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
 from tests.fuzz.commands import runs, settings, weights
+from tests.fuzz.described import described, embeddings, hubs, pickles, resumes
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
 Action = Callable[[], object]
@@ -194,4 +195,9 @@ GENERATORS: dict[str, Generator] = {
     "weights": weights,
     "settings": settings,
     "runs": runs,
+    "described": described,
+    "pickles": pickles,
+    "hubs": hubs,
+    "embeddings": embeddings,
+    "resumes": resumes,
 }

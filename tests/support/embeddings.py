@@ -22,17 +22,16 @@ METADATA: dict[str, Any] = {
     "tokens": {"kind": "cls", "blocks": 1},
     "precision": "float32",
     "normalised": False,
-    "shape": [3],
 }
 
 
-def write(path: Path, metadata: Mapping[str, Any] = METADATA) -> None:
+def write(path: Path, metadata: Mapping[str, Any] = METADATA, width: int = 3) -> None:
     """Write the embeddings of four images, which have a cosine of more than 0.8."""
     embeddings = Embeddings(
-        values=np.arange(1, 13, dtype=np.float32).reshape(4, 3),
+        values=np.arange(1, 4 * width + 1, dtype=np.float32).reshape(4, width),
         names=list("abcd"),
         labels=["cat", "dog", None, "cat"],
         indices=np.arange(4),
-        metadata=dict(metadata),
+        metadata={"shape": [width], **metadata},
     )
     write_embeddings(path, embeddings, dtype="float32", transform=lambda block: block)
