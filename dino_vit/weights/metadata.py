@@ -21,9 +21,7 @@ class WeightsError(ValueError):
     """The given weights cannot be used as requested."""
 
 
-_UNION = re.compile(
-    r"int|float|constrained-\w+|(list|tuple|dict)\[.*"
-)  # members of unions, as pydantic names them
+_UNION = re.compile(r"int|float|constrained-\w+|(list|tuple|dict)\[.*")  # pydantic's names of its members
 _Eps = Annotated[float, Field(gt=0, le=1)]
 _Scale = Annotated[float, Field(gt=0, le=1000)]
 
