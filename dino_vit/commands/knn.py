@@ -43,13 +43,16 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
     repeats: Few = setting(5, "random banks for each number of shots")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
-    output: str | None = setting(None, "JSON file; null: eval/knn.json in the run, or beside the weights")
+    output: str | None = setting(
+        None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
+    )
 
 
 def run(config: KnnConfig) -> int:
     """Classify, print the tables and write the JSON."""
     with frozen_backbone(config) as frozen:
-        path = results_path("knn", weights=config.weights, output=config.output)
+        name = "knn-leave-one-out" if config.train is None else "knn"
+        path = results_path(name, weights=config.weights, output=config.output)
         if config.train is None:
             subset = open_subset(config.source, config.labels)
             subset.require_two_classes(config.source)

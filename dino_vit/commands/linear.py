@@ -78,7 +78,7 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
     output: str | None = setting(
-        None, "JSON file; null: in eval/ of the run or beside the weights, linear.json or linear-METHOD.json"
+        None, "JSON file; null: linear[-METHOD][-held-out].json, in eval/ of the run or beside the weights"
     )
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
@@ -88,8 +88,9 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
 def run(config: LinearConfig) -> int:
     """Train and evaluate, print the accuracies and write the JSON."""
     with frozen_backbone(config) as frozen:
-        name = "linear" if config.method == "grid" else f"linear-{config.method}"
-        path = results_path(name, weights=config.weights, output=config.output)
+        method = "" if config.method == "grid" else f"-{config.method}"
+        held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
+        path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
         if config.method == "dino2021":
             results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
         else:

@@ -86,7 +86,7 @@ def _draw_network(
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         raise ValueError("the run has not written a checkpoint yet")
-    if checkpoint.metadata["source"] != source.fingerprint:
+    if checkpoint.metadata.get("source") != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
     teacher = LoadedTeacher(checkpoint, device)
     found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])

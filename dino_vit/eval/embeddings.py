@@ -15,19 +15,24 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, PositiveInt
 from safetensors import safe_open
 
+from dino_vit.config.settings import Few
 from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing, save_plain, utf8_path, write_bytes
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.npy import Header, read_header
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.pictures import Panel, thumbnail
+from dino_vit.views.preparation import Preparation
+from dino_vit.weights.metadata import checked
 
 Array = NDArray[Any]
 Blocks = Iterator[tuple[slice, Array]]
@@ -47,6 +52,39 @@ class Embeddings:
 
     def __len__(self) -> int:
         return len(self.values)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class _Weights(_Part):
+    path: str
+    sha256: str
+    network: Literal["teacher", "student"]
+    step: int | None
+
+
+class _Source(_Part):
+    spec: str
+
+
+class _Tokens(_Part):
+    kind: Literal["cls", "cls+mean", "patches"]
+    blocks: Few
+
+
+class _Metadata(_Part):
+    """What is read of the metadata."""
+
+    format: int
+    weights: _Weights
+    source: _Source
+    preparation: Preparation
+    tokens: _Tokens
+    precision: Literal["float32", "bfloat16", "float16"]
+    shape: list[PositiveInt]
+    classes: list[str] = []  # of safetensors
 
 
 def row_blocks(count: int, bytes_each: int) -> Iterator[slice]:
@@ -84,16 +122,26 @@ def read_embeddings(path: Path) -> Embeddings:
     _, read = _FORMATS[path.suffix]
     try:
         embeddings = read(path)
+        _check(embeddings)
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing; `dino-vit embed` writes it beside {path}") from error
     except Exception as error:  # each library has errors of its own
-        raise ValueError(
-            f"{path} is damaged or not an embedding file of `dino-vit embed`: {error}"
-        ) from error
-    if not len(embeddings) == len(embeddings.names) == len(embeddings.labels) == len(embeddings.indices):
-        raise ValueError(f"{path} has {len(embeddings)} embeddings but {len(embeddings.names)} names")
+        python = isinstance(
+            error, LookupError | TypeError | AttributeError | UnicodeError
+        )  # they say nothing to a user
+        why = "" if python else f": {brief(error, 200)}"
+        raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`{why}") from error
     labels = [label and printable(label) for label in embeddings.labels]
     return replace(embeddings, names=list(map(printable, embeddings.names)), labels=labels)
+
+
+def _check(embeddings: Embeddings) -> None:
+    values, indices = embeddings.values, embeddings.indices
+    known = Header(values.shape, False, values.dtype).numeric and values.dtype.isnative
+    if not known or values.ndim not in (2, 3):
+        raise ValueError(f"its embeddings are {values.dtype.str} of shape {values.shape}")
+    if indices.dtype != np.int64 or not len(values) == len(indices) == len(embeddings.names):
+        raise ValueError(f"it has {len(values)} embeddings, but {len(embeddings.names)} names")
 
 
 def read_image_embeddings(path: str) -> Embeddings:
@@ -119,7 +167,7 @@ class EmbeddedImages:
     def panel(self, row: int, caption: str) -> Panel:
         """Return a panel of an image, empty if the source has another image by now."""
         source, index, name = self.source, int(self.embeddings.indices[row]), self.embeddings.names[row]
-        if source and index < len(source) and source.name(index) == name:
+        if source and 0 <= index < len(source) and source.name(index) == name:
             return Panel(thumbnail(source, index, self.pixels), caption)
         return Panel(None, caption)
 
@@ -150,7 +198,7 @@ def _read_parquet(path: Path) -> Embeddings:
 
     with utf8_path(path) as name:
         table = parquet.read_table(name, memory_map=True)
-    metadata = _parse_metadata(table.schema.metadata[OWN_KEY.encode()])
+    metadata = _parse_metadata((table.schema.metadata or {}).get(OWN_KEY.encode()))
     blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
     return Embeddings(
         values=np.concatenate(blocks).reshape(-1, *metadata["shape"]),
@@ -177,8 +225,12 @@ def _write_npy(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blocks:
 
 
 def _read_npy(path: Path) -> Embeddings:
-    with path.with_suffix(".csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    with path.open("rb") as file:
+        stored, held = read_header(file).nbytes, path.stat().st_size - file.tell()
+        if stored > held:
+            raise ValueError(f"it ends after {held:,} of {stored:,} bytes")
+    with path.with_suffix(".csv").open(newline="", encoding="utf-8") as text:
+        rows = list(csv.DictReader(text))
     return Embeddings(
         values=np.load(path, mmap_mode="c"),
         names=[row["name"] for row in rows],
@@ -209,7 +261,7 @@ def _write_safetensors(path: Path, embeddings: Embeddings, dtype: np.dtype[Any],
 def _read_safetensors(path: Path) -> Embeddings:
     # framework="pt" maps the tensors, where "np" would copy them.
     with utf8_path(path) as opened, safe_open(opened, framework="pt") as file:
-        metadata = _parse_metadata(file.metadata()[OWN_KEY])
+        metadata = _parse_metadata((file.metadata() or {}).get(OWN_KEY))
         tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - not a mapping
     classes = [*metadata.pop("classes"), None]  # label -1 is the last one
     names = np.split(tensors["names"], tensors["name_ends"][:-1])
@@ -222,8 +274,10 @@ def _read_safetensors(path: Path) -> Embeddings:
     )
 
 
-def _parse_metadata(text: str | bytes) -> dict[str, Any]:
-    metadata: dict[str, Any] = json.loads(text)
+def _parse_metadata(text: str | bytes | None) -> dict[str, Any]:
+    if text is None:
+        raise ValueError("it has no metadata")
+    metadata = checked(_Metadata, json.loads(text), "its metadata")
     if metadata["format"] != 1:
         raise ValueError(f"its format is {metadata['format']}, but this version of dino-vit reads format 1")
     return metadata

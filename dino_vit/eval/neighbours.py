@@ -158,7 +158,7 @@ def unit(features: Tensor) -> Tensor:
 
 
 def format_cosines(cosines: Sequence[float]) -> list[str]:
-    """Return cosines with the digits that tell them apart: four to six, as float32 has no more near 1."""
+    """Return cosines with the digits that tell them apart, four to six: float32 resolves no more near 1."""
     exact = [f"{cosine:.6f}" for cosine in cosines]
     for digits in (4, 5):
         texts = [f"{cosine:.{digits}f}" for cosine in cosines]

@@ -140,7 +140,7 @@ def serve(page: Page, address: str, port: int) -> None:
 class PageServer(ThreadingHTTPServer):
     """A server of two documents that are made in memory; it opens no file that a request names."""
 
-    request_queue_size = 256  # browsers that connect at once; the next ones would wait for seconds
+    request_queue_size = 256  # listen backlog; clients beyond it retry after a second or more
 
     def __init__(self, page: Page, address: str, port: int) -> None:
         self.page = page
@@ -175,7 +175,7 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = 10  # seconds until a connection that sends or takes nothing is closed
+    timeout = 10  # idle timeout of a connection, in seconds
     server_version, sys_version = "dino-vit", ""
 
     def do_GET(self) -> None:

@@ -148,13 +148,16 @@ def drop_later_readings(path: Path, step: int) -> list[Reading]:
 
 def _parse(path: Path, kind: TypeAdapter[T]) -> Iterator[tuple[T, bytes]]:
     """Yield the records of a file with their lines."""
+    damaged = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             yield kind.validate_json(line, strict=True), line
         except ValidationError:
-            _warn(path, line[:60])
+            damaged.append(line)
+    if damaged:
+        _warn(path, damaged[0][:60])
 
 
-@cache  # once for each line, as a served page reads the files every few seconds
+@cache  # once, as a served page reads the files every few seconds
 def _warn(path: Path, line: bytes) -> None:
-    log.warning("%s: a damaged line is left out: %r", path, line)
+    log.warning("%s: damaged lines are left out; the first is %r", path, line)

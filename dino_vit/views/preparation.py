@@ -16,6 +16,7 @@ from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, uni
 from dino_vit.data.sources.open import Source
 from dino_vit.models.vit import VisionTransformer
 
+MAX_SIDE = 65_536
 Fit = Literal["crop", "whole"]
 
 
@@ -28,6 +29,16 @@ class Preparation:
     std: tuple[float, ...]
     fit: Fit = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
     pixels: Pixels = RGB
+
+    def __post_init__(self) -> None:
+        channels = self.pixels.channels
+        if not len(self.mean) == len(self.std) == channels or min(self.std) <= 0:
+            raise ValueError(
+                f"mean and std need one value per channel ({channels}), those of std above 0; "
+                f"got {self.mean} and {self.std}"
+            )
+        if not all(1 <= side <= MAX_SIDE for side in self.size):
+            raise ValueError(f"size={self.size} must be from 1 to {MAX_SIDE:,} pixels")
 
     def empty(self, images: int, *, pin: bool = False) -> Tensor:
         """Return an uninitialised batch for images as `read` returns them."""

@@ -21,7 +21,7 @@ from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
 from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
-from dino_vit.weights.reading import read_weights
+from dino_vit.weights.reading import check_finite, read_weights
 from dino_vit.weights.usage import model_arguments, photos_of
 
 EXPORTS = {
@@ -92,10 +92,11 @@ def export_backbone(
 
 def _write(model: VisionTransformer, path: Path, format: str, layout: Layout) -> str:
     """Write an export beside `path`, compare its features, and move it there."""
+    tensors = _to_layout(model, layout)
+    check_finite(tensors, "the model")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
-        tensors = _to_layout(model, layout)
         about = {EXPORT_KEY: describe_export(model, format)}
         if format == "huggingface":
             _write_huggingface(model, layout, tensors, written, about)

@@ -67,7 +67,7 @@ def read_backbone(
         with torch.device("meta"):
             model = VisionTransformer(**wanted)
     except (TypeError, RuntimeError, ArithmeticError) as error:
-        raise WeightsError(f"{raw.source} describes no network that can be built: {error}") from error
+        raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     tensors = _adapt(tensors, stored, wanted, raw.source, notes)
     try:
         model.load_state_dict(tensors, assign=True)

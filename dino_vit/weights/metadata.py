@@ -1,13 +1,15 @@
-"""What files say about their weights beside the tensors: our own files, our exports, a config.json."""
+"""Metadata of weight files: ours, our exports', and config.json."""
 
 import json
+import re
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, create_model
 
+from dino_vit.core.text import brief
 from dino_vit.models.vit import VisionTransformer
 
 FORMAT_VERSION = 1  # of the metadata in our own files
@@ -19,11 +21,16 @@ class WeightsError(ValueError):
     """The given weights cannot be used as requested."""
 
 
-class _Facts(BaseModel):
+_UNION = re.compile(r"int|float|constrained-\w+|(list|tuple|dict)\[.*")  # pydantic's names of its members
+_Eps = Annotated[float, Field(gt=0, le=1)]
+_Scale = Annotated[float, Field(gt=0, le=1000)]
+
+
+class _Metadata(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-class _Origin(_Facts):
+class _Provenance(_Metadata):
     """What is known of the training; see `Provenance`."""
 
     mean: tuple[float, ...] | None = None
@@ -39,18 +46,23 @@ _ARGUMENTS: dict[str, Any] = {
     name: (_HINTS[name], parameter.default)
     for name, parameter in signature(VisionTransformer).parameters.items()
 }
-_Architecture: type[_Facts] = create_model("_Architecture", __base__=_Facts, **_ARGUMENTS)
+_ARGUMENTS |= {"norm_eps": (_Eps, 1e-6), "qk_scale": (_Scale | None, None)}
+_Architecture = create_model(
+    "_Architecture", __config__=ConfigDict(allow_inf_nan=False, extra="forbid"), **_ARGUMENTS
+)
 
 
-class _Own(_Origin):
+class _Own(_Provenance):
     """The metadata of a backbone file or a checkpoint."""
 
     kind: str
+    mean: tuple[float, ...] | None
+    std: tuple[PositiveFloat, ...] | None
     config: dict[str, Any] | None = None
     architecture: _Architecture  # type: ignore[valid-type]
 
 
-class _Export(_Origin):
+class _Export(_Provenance):
     """What a file of another library's format does not show."""
 
     format: str
@@ -58,59 +70,57 @@ class _Export(_Origin):
     image_size: tuple[PositiveInt, PositiveInt]
 
 
-class _ModelArguments(_Facts):
+class _Hub(_Metadata):
+    model_config = ConfigDict(extra="allow")
+
+
+class _ModelArguments(_Hub):
     num_heads: PositiveInt | None = None
 
 
-class _PretrainedConfig(_Facts):
-    input_size: list[Any] | None = None
+class _PretrainedConfig(_Hub):
+    input_size: list[PositiveInt] | None = None
     mean: list[float] | None = None
     std: list[PositiveFloat] | None = None
 
 
-class _HubConfig(_Facts):
+class _HubConfig(_Hub):
     """What is read of the config.json of Hugging Face and of timm, and of a preprocessor_config.json."""
 
     num_attention_heads: PositiveInt | None = None
-    layer_norm_eps: PositiveFloat = 1e-12
+    image_size: PositiveInt | list[PositiveInt] | dict[str, Any] | None = None
+    layer_norm_eps: _Eps = 1e-12
     image_mean: list[float] | float | None = None
     image_std: list[PositiveFloat] | PositiveFloat | None = None
     model_args: _ModelArguments | None = None
     pretrained_cfg: _PretrainedConfig | None = None
 
 
-def check_metadata(path: Path, metadata: Any) -> dict[str, Any]:
+def check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of one of our own files, its lists as the tuples that they were."""
-    complete = isinstance(metadata, dict) and {"kind", "mean", "std"} <= metadata.keys()
-    if not complete or not isinstance(metadata.get("architecture"), dict):
-        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is incomplete")
-    if metadata.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+    if (version := metadata.get("version", FORMAT_VERSION)) != FORMAT_VERSION:
         raise WeightsError(
-            f"{path} has format version {metadata['version']}, but this dino-vit reads version "
+            f"{path} has format version {brief(repr(version))}, but this dino-vit reads version "
             f"{FORMAT_VERSION}; upgrade dino-vit to load it"
         )
-    if unknown := sorted(metadata["architecture"].keys() - _ARGUMENTS.keys()):
-        raise WeightsError(f"{path} has unknown architecture settings: {', '.join(unknown)}")
-    return _checked(_Own, metadata, f"the metadata of {path}")
+    return checked(_Own, metadata, f"the metadata of {path}")
 
 
 def parse_metadata(path: Path, text: str) -> dict[str, Any]:
     """Return the metadata in one of our own files."""
-    try:
-        return check_metadata(path, json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise WeightsError(f"{path} is marked as a dino-vit file, but its metadata is not JSON") from error
+    return check_metadata(path, _parse(f"the metadata of {path}", text))
 
 
 def describe_export(model: VisionTransformer, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
-    origin = {name: getattr(model.provenance, name, None) for name in _Origin.model_fields}
+    origin = {name: getattr(model.provenance, name, None) for name in _Provenance.model_fields}
     return json.dumps({**origin, "format": format, "heads": model.heads, "image_size": model.image_size})
 
 
 def parse_export(path: Path, text: object) -> dict[str, Any]:
     """Return what one of our exports says about itself."""
-    return _checked(_Export, _parse(path, str(text)), f"the metadata of {path}")
+    where = f"the metadata of {path}"
+    return checked(_Export, _parse(where, text), where)
 
 
 def read_hub_config(weights: Path) -> dict[str, Any]:
@@ -119,30 +129,30 @@ def read_hub_config(weights: Path) -> dict[str, Any]:
     for name in ("preprocessor_config.json", "config.json"):
         path = weights.with_name(name)
         if weights.name in HUB_FILES and path.is_file():
-            found |= _parse(path, path.read_bytes())
+            found |= _parse(str(path), path.read_bytes())
     if "model_type" not in found and "architecture" not in found:
         return {}
-    _checked(_HubConfig, found, f"{weights.with_name('config.json')}")
-    return found
+    return checked(_HubConfig, found, str(weights.with_name("config.json")))
 
 
-def _parse(path: Path, text: str | bytes) -> dict[str, Any]:
+def _parse(where: str, text: Any) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is not a JSON object: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{where} is not a JSON object: {error}") from error
     if not isinstance(found, dict):
-        raise WeightsError(f"{path} is not a JSON object")
+        raise WeightsError(f"{where} is not a JSON object")
     return found
 
 
-def _checked(kind: type[_Facts], found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked(kind: type[BaseModel], found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values that are read of some metadata, in the types that they have in Python."""
     try:
         return kind.model_validate(found).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors()[0]
-        key, reason = ".".join(map(str, first["loc"])), first["msg"][:1].lower() + first["msg"][1:]
-        raise WeightsError(
-            f"{where} cannot be used: {key} = {str(first['input'])[:40]!r}, but {reason}"
-        ) from error
+        key = ".".join(part for part in map(str, first["loc"]) if not _UNION.fullmatch(part))
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        given = f"= {brief(repr(first['input']), 40)}, but {reason}"
+        fault = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(first["type"], given)
+        raise WeightsError(f"{where} cannot be used: {brief(key)} {fault}") from error

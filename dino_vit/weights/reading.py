@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.progress import plural
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors
+from dino_vit.core.text import brief
 from dino_vit.weights.metadata import (
     EXPORT_KEY,
     HUB_FILES,
@@ -27,6 +30,8 @@ from dino_vit.weights.metadata import (
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
+NESTED = 9  # dicts within one another, at most
+SHARED = 4  # how many times as large as its storage a state dict may be, as layers may share their weights
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
 
 
@@ -56,19 +61,11 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
         raise WeightsError(str(error)) from error
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    raw = RawWeights(
-        {},
-        str(path),
-        sha256,
-        metadata=about.get("metadata", {}),
-        export=about.get("export", {}),
-        hub_config=read_hub_config(path),
-    )
-    return _unwrap(content, raw, network)
+    return _unwrap(content, RawWeights({}, str(path), sha256, **about), network)
 
 
-def _read_path(path: Path) -> tuple[Path, Any, dict[str, dict[str, Any]]]:
-    """Return the file that was read, its content, and the `metadata` or `export` that it holds."""
+def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
+    """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
     checkpoint = Checkpoints(path).newest() if path.is_dir() else None
     if checkpoint is not None:
         metadata = check_metadata(checkpoint.path, checkpoint.metadata)
@@ -84,21 +81,26 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, dict[str, Any]]]:
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
+    about = {"hub_config": read_hub_config(path)}
     if path.suffix == ".safetensors":
         content, texts = read_tensors(path)
+        if OWN_KEY in texts:
+            about["metadata"] = parse_metadata(path, texts[OWN_KEY])
     else:
         content = _read_pickle(path)
-        texts = getattr(content, "__dict__", {})  # an OrderedDict keeps attributes when it is pickled
-    if OWN_KEY in texts:
-        return path, content, {"metadata": parse_metadata(path, texts[OWN_KEY])}
-    return path, content, {"export": parse_export(path, texts[EXPORT_KEY])} if EXPORT_KEY in texts else {}
+        texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
+    if EXPORT_KEY in texts:
+        about["export"] = parse_export(path, texts[EXPORT_KEY])
+    return path, content, about
 
 
 def _read_pickle(path: Path) -> Any:
     """Read a PyTorch file as plain data; one that would run code is refused before any of it runs."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old pickles, for who wrote them
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns about old pickle formats; only their author can act on it
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no error class of its own: a bad file raises nearly anything
         unsafe = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))
@@ -117,30 +119,50 @@ def _read_pickle(path: Path) -> Any:
 
 def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
     """Extract the backbone's tensors from training checkpoints and wrappers, and strip their prefixes."""
-    if not isinstance(content, Mapping):
-        kind = type(content).__name__
-        raise WeightsError(f"{raw.source} holds a {kind}, not a dict of tensors; save model.state_dict()")
-    if any(isinstance(content.get(name), Mapping) for name in NETWORKS):
-        if network not in content:
-            raise WeightsError(f"{raw.source} has no {network}; it holds {', '.join(map(str, content))}")
-        return _unwrap(content[network], replace(raw, network=network, trained_with_dino=True), network)
-    for wrapper in WRAPPERS:
-        if isinstance(content.get(wrapper), Mapping):
-            return _unwrap(content[wrapper], raw, network)
+    content, raw = _innermost(content, raw, network)
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     if others or not tensors:
-        held = f"{len(others)} entries are not tensors ({', '.join(others[:8])})" if others else "it is empty"
-        raise WeightsError(f"{raw.source} is not a state dict: {held}")
+        named = brief(", ".join(others[:8]), 200)
+        held = f"has {plural(len(others), 'entry', 'entries')} without a tensor ({named})"
+        raise WeightsError(f"{raw.source} is not a state dict: it {held if others else 'is empty'}")
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout != torch.strided:
             raise WeightsError(f"{raw.source}: {name} is a meta or sparse tensor; weights must be dense")
+    _check_size(tensors, raw.source)
     raw = replace(raw, sha256=raw.sha256 or digest(tensors, {}))
     if raw.metadata.get("kind") == "checkpoint":
         prefix = f"{network}.backbone."
         chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         return replace(raw, tensors=chosen, network=network)
     return _strip_prefixes(replace(raw, tensors=tensors))
+
+
+def _innermost(content: Any, raw: RawWeights, network: str) -> tuple[Mapping[Any, Any], RawWeights]:
+    """Return the state dict of a network in a training checkpoint, or the one in a wrapper."""
+    for _ in range(NESTED):
+        if not isinstance(content, Mapping):
+            kind = type(content).__name__
+            raise WeightsError(f"{raw.source} holds a {kind}, not a dict of tensors; save model.state_dict()")
+        if any(isinstance(content.get(name), Mapping) for name in NETWORKS):
+            if network not in content:
+                held = brief(", ".join(map(str, content)), 200)
+                raise WeightsError(f"{raw.source} has no {network}; it holds {held}")
+            content, raw = content[network], replace(raw, network=network, trained_with_dino=True)
+        elif wrapped := [content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)]:
+            content = wrapped[0]
+        else:
+            return content, raw
+    raise WeightsError(f"{raw.source} is not a state dict: it has {NESTED} dicts within one another")
+
+
+def _check_size(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse tensors that read the same few bytes over and over, and would fill the memory as weights."""
+    claimed = sum(tensor.nbytes for tensor in tensors.values())
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    stored = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    if claimed > SHARED * stored:
+        raise WeightsError(f"{source} claims {claimed:,} bytes of tensors, but stores only {stored:,}")
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:

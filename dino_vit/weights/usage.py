@@ -2,8 +2,9 @@
 
 The lines prepare a photo as `dino-vit embed` does: they resize its shorter side and crop the centre. Two
 differences remain. Hugging Face rounds the corner of the crop down, where torchvision, timm and we round to
-even: the crops are a pixel apart if the resized image is larger by 3, 7, 11, ... pixels. Others enlarge an
-image that is smaller than the crop before they cut off its border, which we keep.
+even: the crops are a pixel apart if the resized image is larger by 3, 7, 11, ... pixels. And others
+resize the shorter side of every image to 256/224 of the crop, whose border they cut off; one that is not
+larger than the crop we resize to the crop itself.
 """
 
 import math

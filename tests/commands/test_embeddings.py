@@ -72,7 +72,7 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder, suff
         "images": 34,
         "unreadable": 1,
     }
-    assert metadata["preparation"]["size"] == [16, 16]
+    assert metadata["preparation"]["size"] == (16, 16)
     assert (metadata["normalised"], metadata["precision"]) == (normalise == "true", "float32")
 
 
@@ -224,14 +224,14 @@ def test_a_threshold_that_separates_nothing_is_named(tmp_path, weights, folder, 
     argv = ["duplicates", str(tmp_path / "e.parquet"), f"output={tmp_path / 'd.json'}", "shown=0"]
     assert main([*argv, "threshold=-0.99"]) == 0
     out = capsys.readouterr().out
-    assert "528 of all 528 pairs have a cosine of -0.99 or more: this threshold separates nothing" in out
+    assert "528 of all 528 pairs have a cosine of -0.99 or more: this threshold does not separate" in out
     pairs = json.loads((tmp_path / "d.json").read_text())["pairs"]
     (better,) = re.findall(r"The closest 33 have (0\.\d+) or more; try threshold=\1$", out, re.MULTILINE)
     assert float(better) == pytest.approx(pairs[32]["cosine"], abs=1e-6)
     texts = format_cosines([pair["cosine"] for pair in pairs[:10]])
     assert all(f"{text}  {pair['images'][0]}" in out for text, pair in zip(texts, pairs, strict=False))
     assert main([*argv, f"threshold={better}"]) == 0
-    assert "separates nothing" not in capsys.readouterr().out
+    assert "does not separate" not in capsys.readouterr().out
     assert json.loads((tmp_path / "d.json").read_text())["pair_count"] >= 33
 
 

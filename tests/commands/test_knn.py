@@ -125,6 +125,15 @@ def fail_to_find_neighbours():
     dino_vit.commands.knn.weighted_knn = fail
 
 
+def test_leaving_one_out_does_not_overwrite_the_results_of_a_bank(weights):
+    argv = ["knn", "synthetic:40:16", f"weights={weights}", "precision=no", "k=[5]"]
+    for more, name, bank in (([], "knn-leave-one-out", 39), (["train=synthetic:60:16"], "knn", 60)):
+        assert main([*argv, *more]) == 0
+        found = json.loads((weights.parent / f"{weights.stem}.{name}.json").read_text())
+        assert (found["images"], found["bank"]) == (40, bank)
+    assert len(list(weights.parent.glob("*.json"))) == 2
+
+
 def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     flat = tmp_path / "flat"
     flat.mkdir()

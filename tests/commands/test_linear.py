@@ -126,15 +126,23 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
     assert command(weights.parent / "log", *arguments(weights, *train)).count("resuming after epoch 3") == 1
 
 
-def test_no_method_overwrites_the_results_of_another(weights):
+def test_no_protocol_overwrites_the_results_of_another(weights):
     published = ["dino2021.blocks=1", "dino2021.epochs=1", "dino2021.workers=0"]
-    for method, more in (("grid", FAST), ("logistic", ["logistic.cs=[1]"]), ("dino2021", published)):
+    settings = (("grid", FAST), ("logistic", ["logistic.cs=[1]"]), ("dino2021", published))
+    held_out = [(method, ["select=train", *more]) for method, more in settings[:2]]
+    for method, more in (*settings, *held_out):
         argv = ["linear", "synthetic:60:16", f"weights={weights}", "precision=no", f"method={method}", *more]
         assert command(weights.parent / "log", *argv)
-    names = {"linear": "grid", "linear-logistic": "logistic", "linear-dino2021": "dino2021"}
+    names = {
+        "linear": ("grid", "source"),
+        "linear-held-out": ("grid", "train"),
+        "linear-logistic": ("logistic", "source"),
+        "linear-logistic-held-out": ("logistic", "train"),
+        "linear-dino2021": ("dino2021", None),
+    }
     found = {path.name: json.loads(path.read_text()) for path in weights.parent.glob("*.json")}
-    methods = {name: results["method"] for name, results in found.items()}
-    assert methods == {f"{weights.stem}.{name}.json": method for name, method in names.items()}
+    protocols = {name: (results["method"], results.get("chosen_on")) for name, results in found.items()}
+    assert protocols == {f"{weights.stem}.{name}.json": protocol for name, protocol in names.items()}
     assert [path.name for path in weights.parent.glob("*.pth")] == [f"{weights.stem}.linear-dino2021.pth"]
 
 

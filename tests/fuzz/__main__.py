@@ -23,21 +23,21 @@ def main() -> int:
 
 
 def fuzz(seed: int, inputs: int, kinds: list[str]) -> int:
-    """Try so many inputs, of each kind in turn; return the exit code."""
+    """Try `inputs` inputs, each kind in turn; return the exit code."""
     print(f"seed {seed}", flush=True)
     worker, problems = Worker(seed), dict[str, list[str]]()
     for tried in range(inputs):
         kind, number = kinds[tried % len(kinds)], tried // len(kinds)
         problem = worker.try_input(kind, number)
         if problem:
-            last = problem.strip().splitlines()[-1]
-            problems.setdefault(f"{kind}: {last[:80]}", []).append(f"{kind}:{number}")
-            if len(problems[f"{kind}: {last[:80]}"]) == 1:
+            title = f"{kind}: {problem.strip().splitlines()[-1][:80]}"
+            if title not in problems:
                 print(f"\n{kind}:{number} (--seed {seed} --only {kind}:{number})\n{problem}", flush=True)
+            problems.setdefault(title, []).append(f"{kind}:{number}")
     worker.close()
     for title, found in problems.items():
         print(f"{len(found):6,} × {title}, such as {found[0]}")
-    print(f"seed {seed}: {inputs:,} inputs, {sum(map(len, problems.values())):,} ended badly")
+    print(f"seed {seed}: {inputs:,} inputs, {sum(map(len, problems.values())):,} failed")
     return 1 if problems else 0
 
 

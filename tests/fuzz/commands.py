@@ -76,8 +76,6 @@ def settings(rng: Random, folder: Path) -> Callable[[], object]:
         "&a [*a]",
         "? x",
         "~",
-    ]
-    values += [
         "true",
         "1.5",
         "-1.5",

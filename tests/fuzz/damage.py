@@ -3,14 +3,20 @@
 import datetime
 import decimal
 import json
+import math
 from random import Random
 from typing import Any
 
 import pyarrow as pa
 
 EDGES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 2**63 - 1, 2**64 - 1)
-SHAPES = ["(2, 8, 8)", "(2,)", "(-1, 8, 8)", "(2, 8, 1e3)", "(10**9, 9, 9)", "(99999999999, 99999999, 9)"]
-SHAPES += [
+SHAPES = [
+    "(2, 8, 8)",
+    "(2,)",
+    "(-1, 8, 8)",
+    "(2, 8, 1e3)",
+    "(10**9, 9, 9)",
+    "(99999999999, 99999999, 9)",
     "(True, 8, 8)",
     "(" * 5000,
     "((2, 8), 8)",
@@ -38,8 +44,6 @@ TEXTS = [
     " " * 60_000,
     "é日",
     "\u2028",
-]
-TEXTS += [
     "\ufeff",
     "../../etc/passwd",
     "a.png," * 2000,
@@ -48,8 +52,6 @@ TEXTS += [
     '{"a":' * 100_000,
     "{",
     "NaN",
-]
-TEXTS += [
     '{"label": "\\ud800"}',
     "memory://x.png",
     "nosuch://x.png",
@@ -58,6 +60,10 @@ TEXTS += [
     "x" * 10_000,
     *NUMBERS,
 ]
+ODD: list[Any] = [
+    *EDGES, -1, -(10**9), 1.5, -0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf, True, None, "", "x", "16",
+    "\ud800", "a\n\x1b[31m", "x" * 10_000, [], {}, [1], [1, 2, 3], [10**9] * 2, [[]], {"x": 1}, ["x"] * 3,
+]  # fmt: skip
 VALUES: list[tuple[Any, pa.DataType]] = [
     (b"\x89PNG", pa.binary()),
     (b"\xff" * 4, pa.binary(4)),
@@ -102,6 +108,19 @@ def damaged(rng: Random, data: bytes) -> bytes:
             case _:
                 content[start : start + 8] = rng.randbytes(8)
     return bytes(content)
+
+
+def edited(rng: Random, content: Any) -> Any:
+    """Return what JSON holds, with one of its parts missing or of another type, sign or size."""
+    if isinstance(content, dict) and content and rng.random() < 0.95:
+        key = rng.choice(sorted(content))
+        if rng.random() < 0.1:
+            return {name: value for name, value in content.items() if name != key}
+        return {**content, key: edited(rng, content[key])}
+    if isinstance(content, list) and content and rng.random() < 0.6:
+        index = rng.randrange(len(content))
+        return [*content[:index], edited(rng, content[index]), *content[index + 1 :]]
+    return rng.choice(ODD)
 
 
 def text(rng: Random, suffix: str) -> bytes:

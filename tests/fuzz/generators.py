@@ -20,6 +20,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
 from tests.fuzz.commands import runs, settings, weights
+from tests.fuzz.described import described, embeddings, hubs, pickles, resumes
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
 Action = Callable[[], object]
@@ -45,7 +46,8 @@ def use(source: Path, labels: Path | None = None) -> None:
     some = range(min(len(opened), 8))
     summary = inspect_images(opened, some, allow_none=True)
     facts = describe(str(source), opened, summary)
-    json.dumps(facts, allow_nan=False).encode(), "\n".join(as_text(facts)).encode()
+    json.dumps(facts, allow_nan=False).encode()
+    "\n".join(as_text(facts)).encode()
     failures = []
     for index in some:
         try:
@@ -193,4 +195,9 @@ GENERATORS: dict[str, Generator] = {
     "weights": weights,
     "settings": settings,
     "runs": runs,
+    "described": described,
+    "pickles": pickles,
+    "hubs": hubs,
+    "embeddings": embeddings,
+    "resumes": resumes,
 }

@@ -45,6 +45,19 @@ BAD = {sleep: "longer than 1 s", fill: "MemoryError", end: "ends the process wit
 BAD |= {speak: "writes to stderr: Corrupt", mumble: "no sentence: '?'", refuse: ""}
 
 
+tried = []
+
+
+def end_the_second(rng, folder):
+    return lambda: tried.append(1) or (len(tried) > 1 and os._exit(4))
+
+
+def test_an_input_that_ends_a_process_after_others_is_noticed():
+    worker = Worker(0, {"end": end_the_second})
+    assert [worker.try_input("end", number) for number in range(2)] == ["", "it ends the process with 4"]
+    worker.close()
+
+
 def test_whatever_ends_badly_is_noticed():
     worker = Worker(0, {action.__name__: action for action in BAD}, seconds=1)
     for action, said in BAD.items():

@@ -19,6 +19,7 @@ from dino_vit.data.images.decode import UnreadableImage
 from tests.fuzz.generators import GENERATORS, Action, Generator
 
 SECONDS, BYTES = 5.0, 2**30
+MAKING = 60.0  # seconds, as the first input of a kind may train a network
 server = multiprocessing.get_context("forkserver")
 # What takes seconds to import is there before an input is tried.
 IMPORTED = ["tests.fuzz.worker", "dino_vit.data.sources.tables", "matplotlib.figure", "sklearn.manifold"]
@@ -45,13 +46,16 @@ class Worker:
         """Return what is wrong about how an input ended, or nothing; one that is slow has a second try."""
         try:
             self.connection.send((kind, number))
-            self.connection.recv()  # the input is made
-            if self.connection.poll(self.seconds):
-                return str(self.connection.recv())
-            problem = f"it takes longer than {self.seconds:g} s"
+            for limit in (MAKING, self.seconds):  # until the input is made, and until it has been tried
+                if not self.connection.poll(limit):
+                    problem = f"it takes longer than {limit:g} s"
+                    break
+                answer = str(self.connection.recv())
+            else:
+                return answer
         except (EOFError, ConnectionError):
             self.process.join()
-            problem = f"it ends the process with {self.process.exitcode}"
+            problem, again = f"it ends the process with {self.process.exitcode}", False
         self.close()
         self._start()
         return self.try_input(kind, number, again=False) if again else problem

@@ -14,6 +14,7 @@ from dino_vit.report import explorer
 from dino_vit.report.explorer import LoadedTeacher, build_atlas
 from dino_vit.report.record import read_run
 from tests.support.reports import picture_of, write_report
+from tests.support.runs import rewrite
 
 
 def test_the_map_holds_the_features_clusters_and_neighbours_of_the_teacher(made):
@@ -92,3 +93,36 @@ def test_without_scikit_learn_the_map_is_a_pca(made, monkeypatch):
     page = write_report(made)
     assert [one["name"] for one in page.data["explorer"]["layouts"]] == ["PCA"]
     assert "run `pip install scikit-learn`" in page.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, t: m.pop("config"), "config is missing"),
+        (lambda m, t: m["config"].pop("head"), "config.head is missing"),
+        (lambda m, t: m.pop("step"), "step is missing"),
+        (lambda m, t: t.pop("loss.center"), "no centre of its 256"),
+        (lambda m, t: m["config"].update(head=5), "config.head = 5, but"),
+        (lambda m, t: m["config"]["head"].update(soup=1), "config.head.soup is unknown"),
+        (lambda m, t: m["config"]["head"].update(hidden_dim=7), r"size mismatch for mlp\.0"),
+        (lambda m, t: m["config"]["head"].update(prototypes=10**9), "less than or"),
+        (lambda m, t: m["config"]["head"].update(prototypes=2**24), "size mismatch"),
+        (lambda m, t: t["loss.center"].fill_(math.nan), "loss.center has NaN"),
+        (lambda m, t: t.update({"loss.center": torch.zeros(1, 7)}), "no centre of its 256"),
+    ],
+)
+def test_a_checkpoint_without_a_usable_head_is_a_sentence_on_the_page(folder, change, message):
+    checkpoint = Checkpoints(folder).paths()[-1]
+    rewrite(checkpoint, change)
+    with pytest.raises(ValueError, match=message) as refused:
+        LoadedTeacher(Checkpoints(folder).newest(), torch.device("cpu"))
+    assert str(checkpoint) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_checkpoint_that_names_no_source_is_shown(folder):
+    rewrite(Checkpoints(folder).paths()[-1], lambda m, t: m.pop("source"))
+    page = write_report(folder, "images=3")
+    assert page.data["explorer"]["count"] == 3
+    assert "The images differ from those that the run started with" in page.text

@@ -102,7 +102,7 @@ def test_a_torn_last_line_is_left_alone(folder):
 NO_READINGS = [
     ("metrics.jsonl", '{"step": 21}\n'),
     ("metrics.jsonl", '{"step": 21, "lo{"step": 22}\n'),
-    ("metrics.jsonl", "[" * 10**5 + "\n"),
+    ("metrics.jsonl", "[" * 10**4 + "\n"),
     ("starts.jsonl", '{"step": 5}\n'),
     ("starts.jsonl", '{"step": 5, "began": "2026\n'),
 ]
@@ -111,13 +111,13 @@ NO_READINGS = [
 def test_lines_that_are_no_readings_are_left_out_of_the_page(folder, made, caplog):
     for name, line in NO_READINGS:
         with (folder / name).open("a") as file:
-            file.write(line)
+            file.write(line * 500)
     whole = read_run(made)
     for baseline in ("[]", '{"knn": [1', '{"knn": "high"}', "7", ""):
         (folder / "baseline.json").write_text(baseline)
         found = read_run(folder)
         assert (found.readings, found.starts, found.baseline) == (whole.readings, whole.starts, {})
-    assert caplog.text.count("left out") == len(NO_READINGS) + 4  # each once, as a page reads them every time
+    assert caplog.text.count("left out") == 2 + 4  # once for each file, as a page reads them every time
     assert "20 of 20 steps" in write_report(folder, "images=3").text
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dino_vit.core.storage import read_tensors
+from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["dino_vit.training.loop", "dino_vit.config.display"])
@@ -209,6 +209,14 @@ def readings(output: Path) -> list[dict[str, object]]:
 
 def tensors(output: Path, step: int) -> dict[str, object]:
     return read_tensors(output / "checkpoints" / f"step-{step:08d}.safetensors")[0]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
+    """Change the metadata and the tensors of one of our files, which keeps a digest that fits."""
+    tensors, texts = read_tensors(path)
+    metadata = json.loads(texts[OWN_KEY])
+    change(metadata, tensors)
+    write_tensors(path, tensors, json.dumps(metadata))
 
 
 def steps(output: Path) -> list[int]:

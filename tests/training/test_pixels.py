@@ -72,7 +72,7 @@ CIFAR = Path(__file__).parents[3] / "shared" / "data" / "cifar10" / "test.parque
 
 def judge(output, source, *labels):
     assert main(["knn", str(source), f"weights={output}", "precision=no", *labels]) == 0
-    assert json.loads((output / "eval" / "knn.json").read_text())["results"]
+    assert json.loads((output / "eval" / "knn-leave-one-out.json").read_text())["results"]
 
 
 @pytest.mark.parametrize(

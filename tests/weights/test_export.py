@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit.weights.export import EXPORTS
 from dino_vit.weights.layouts import Layout
 from tests.support.backbones import IMAGES, KEYWORDS, backbone
 from tests.support.peers import HEADS, PEERS
@@ -143,3 +144,13 @@ def test_an_export_loads_by_its_path_alone_with_what_was_known(format, suffix, t
     known = loaded.provenance
     assert (loaded.heads, known.format, known.network, known.step) == (4, format, "student", 7)
     assert {name: getattr(known, name) for name in facts} == facts
+
+
+@pytest.mark.parametrize("format", EXPORTS)
+def test_a_model_with_nan_is_refused_before_anything_is_written(tmp_path, format):
+    model = backbone(norm_eps=1e-6)
+    model.norm.weight.data[3] = torch.nan
+    path = tmp_path / "new" / ("folder" if format == "huggingface" else "a.pth")
+    with pytest.raises(WeightsError, match=r"^the model: \S+ has NaN or infinite values \(1 of 32\)"):
+        export_backbone(model, path, format)
+    assert not list(tmp_path.iterdir())

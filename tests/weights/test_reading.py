@@ -171,7 +171,7 @@ def test_files_that_hold_no_weights(tmp_path, name, suffix):
     [
         ([torch.ones(2)], "holds a list, not a dict"),
         ({}, "it is empty"),
-        ({"epoch": 3, "loss": 0.1}, r"2 entries are not tensors \(epoch, loss\)"),
+        ({"epoch": 3, "loss": 0.1}, r"2 entries without a tensor \(epoch, loss\)"),
         ({"conv1.weight": torch.ones(2)}, r"not a supported vision transformer \(tensors: conv1.weight"),
         ({"cls_token": torch.ones(1, 1, 8), "pos_embed": torch.ones(1, 5, 8)}, "lacks 'patch_embed"),
         ({"teacher": {"a": torch.ones(1)}}, "no student; it holds teacher"),
@@ -225,24 +225,27 @@ OWN = {"kind": "backbone", "mean": None, "std": None, "architecture": {}}
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ("{", r"a\.safetensors is marked as a dino-vit file, but its metadata is not JSON"),
-        ("[]", "metadata is incomplete"),
-        ({"kind": "backbone", "mean": None, "std": None}, "metadata is incomplete"),
+        ("{", r"the metadata of .*a\.safetensors is not a JSON object: Expecting"),
+        ("[]", r"metadata of .*a\.safetensors is not a JSON object"),
+        ({"kind": "backbone", "mean": None, "std": None}, "architecture is missing"),
+        ({"kind": "backbone", "mean": None, "architecture": {}}, "std is missing"),
         ({**OWN, "version": 2}, "has format version 2"),
-        ({**OWN, "architecture": {"soup": 1}}, "settings: soup"),
+        ({**OWN, "architecture": {"soup": 1}}, "architecture.soup is unknown"),
         (
             {**OWN, "architecture": {"width": [1]}},
-            r"architecture.width = '\[1\]', but input should be a valid",
+            r"architecture.width = \[1\], but input should be a valid",
         ),
         ({**OWN, "architecture": {"depth": 10**9}}, "has 3 blocks, but says 1,000,000,000"),
-        ({**OWN, "architecture": {"mlp_ratio": 1e308}}, "describes no network that can be built"),
+        ({**OWN, "architecture": {"mlp_ratio": 1e308}}, "describes a network that cannot be built"),
         ({**OWN, "mean": "grey"}, "metadata of .*a.safetensors cannot be used: mean = 'grey', but"),
-        ({**OWN, "mean": [math.nan] * 3}, "mean.0 = 'nan', but input should be a finite number"),
-        ({**OWN, "std": [0.2, 0, 0.2]}, "std.1 = '0', but input should be greater than 0"),
+        ({**OWN, "mean": [math.nan] * 3}, "mean.0 = nan, but input should be a finite number"),
+        ({**OWN, "std": [0.2, 0, 0.2]}, "std.1 = 0, but input should be greater than 0"),
         ({**OWN, "bits": "eight"}, "bits = 'eight', but"),
-        ({**OWN, "step": {}}, "step = '{}', but"),
-        ({**OWN, "kind": 5}, "kind = '5', but"),
-        ("[" * 10**6, "its metadata is not JSON"),
+        ({**OWN, "step": {}}, "step = {}, but"),
+        ({**OWN, "kind": 5}, "kind = 5, but"),
+        ({**OWN, "architecture": {"norm_eps": -1}}, "norm_eps = -1, but input should be greater than 0"),
+        ({**OWN, "architecture": {"qk_scale": 1e300}}, r"qk_scale = 1e\+300, but input should be less than"),
+        ("[" * 10**6, "is not a JSON object"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
@@ -256,11 +259,14 @@ def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
     ("config", "message"),
     [
         ({"num_attention_heads": "two"}, "num_attention_heads = 'two', but"),
-        ({"num_attention_heads": 0}, "num_attention_heads = '0', but"),
-        ({"layer_norm_eps": None}, "layer_norm_eps = 'None', but"),
-        ({"image_mean": ["a"], "image_std": [1]}, "image_mean"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0, but"),
+        ({"layer_norm_eps": None}, "layer_norm_eps = None, but"),
+        ({"image_mean": ["a"], "image_std": [1]}, "image_mean.0 = 'a', but"),
         ({"model_args": [1]}, "model_args"),
         ({"pretrained_cfg": {"mean": 5}}, "pretrained_cfg.mean"),
+        ({"pretrained_cfg": {"input_size": [3, math.inf, 32]}}, "pretrained_cfg.input_size.1 = inf, but"),
+        ({"image_size": [math.inf, 32]}, r"image_size = \[inf, 32\], but"),
+        ({"layer_norm_eps": 1e30}, r"layer_norm_eps = 1e\+30, but"),
         ("[]", "config.json is not a JSON object"),
         ("[" * 10**6, "config.json is not a JSON object"),
     ],
@@ -273,14 +279,55 @@ def test_a_config_of_wrong_types_is_refused(tmp_path, config, message):
         load_backbone(tmp_path)
 
 
+def test_numbers_that_a_config_quotes_are_numbers(tmp_path):
+    safetensors.torch.save_file(backbone().state_dict(), tmp_path / "model.safetensors")
+    config = {"model_type": "vit", "image_mean": ["0.5"] * 3, "image_std": ["0.25"] * 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_norm_eps": "1e-5"}))
+    loaded = load_backbone(tmp_path, heads=2)
+    assert (loaded.provenance.mean, loaded.provenance.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert loaded.architecture["norm_eps"] == 1e-5
+    assert loaded(IMAGES).isfinite().all()
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"format": "timm", "heads": "x", "image_size": [32, 32]}']
+    "text", ["{", "[]", "{}", 5, [[]], '{"format": "timm", "heads": "x", "image_size": [32, 32]}']
 )
 def test_an_export_that_says_nothing_usable_of_itself_is_refused(tmp_path, text):
     named = OrderedDict(backbone().state_dict())
     named.dino_vit_export = text
     torch.save(named, tmp_path / "a.pth")
     with pytest.raises(WeightsError, match=r"a\.pth"):
+        load_backbone(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, argparse.Namespace])
+def test_only_safetensors_files_are_ours(tmp_path, kind):
+    content = kind()
+    content.dino_vit = 5
+    torch.save(content, tmp_path / "a.pth")
+    with pytest.raises(WeightsError, match=r"a\.pth (is not a state dict: it is empty|holds a Namespace)"):
+        load_backbone(tmp_path / "a.pth")
+
+
+def test_a_file_that_claims_more_than_it_stores_is_refused(tmp_path):
+    """Its tensors would take 800 GB in memory; the same storage under two names is no crime."""
+    named = {**backbone().state_dict(), "mask_token": torch.zeros(1).expand(2 * 10**5, 10**6)}
+    torch.save(named, tmp_path / "a.pth")
+    with pytest.raises(
+        WeightsError, match=r"claims 800,000,\d{3},\d{3} bytes of tensors, but stores only \d{3},"
+    ):
+        load_backbone(tmp_path / "a.pth", heads=2)
+    twice = backbone().state_dict()
+    twice["blocks.1.norm1.weight"] = twice["blocks.0.norm1.weight"]
+    torch.save(twice, tmp_path / "b.pth")
+    assert load_backbone(tmp_path / "b.pth", heads=2)(IMAGES).isfinite().all()
+
+
+def test_a_dict_within_itself_is_refused(tmp_path):
+    content = {}
+    content["model"] = content
+    torch.save(content, tmp_path / "a.pth")
+    with pytest.raises(WeightsError, match=r"a\.pth .* 9 dicts within one another"):
         load_backbone(tmp_path / "a.pth")
 
 

@@ -76,13 +76,13 @@ class Duplicates(NamedTuple):
 
 
 def describe_threshold(found: Duplicates, threshold: float, *, images: int) -> str | None:
-    """Say that a threshold separates nothing if most pairs reach it, and which one would."""
+    """Say that a threshold does not separate duplicates if most pairs reach it, and which one would."""
     possible = images * (images - 1) // 2
     if not 2 * found.total > possible > 1:
         return None
     text = (
         f"{found.total:,} of all {possible:,} pairs have a cosine of {threshold:g} or more: this threshold "
-        "separates nothing here"
+        "does not separate duplicates from other pairs"
     )
     number = min(images, len(found.pairs))
     cosine = found.pairs[number - 1][2]
