@@ -75,7 +75,7 @@ class Interval:
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from sums of a checkpoint."""
         for name in _SUMS:
-            setattr(self, name, torch.tensor(state[name], device=self.device))
+            setattr(self, name, torch.tensor(state.get(name, 0.0), device=self.device))
 
 
 class UnreadableImages:

@@ -23,23 +23,9 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import Facts, complete
-from dino_vit.training.state import TrainingState
+from dino_vit.training.state import TrainingState, check_resumable
 from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
-
-# What a run resumes from, in the metadata of a checkpoint.
-RESUMED = {
-    "step": int,
-    "global_batch": int,
-    "nonfinite_steps": int,
-    "precision": str,
-    "source": str,
-    "config": dict,
-    "architecture": dict,
-    "scaler": dict,
-    "best": dict | None,
-    "baseline": float | None,
-}
 
 
 class ReadyRun(NamedTuple):
@@ -101,14 +87,8 @@ def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkp
             f"{config.output} already holds a run, and run.resume=never does not overwrite it; "
             "give another output, or move that folder away"
         )
-    resumed = checkpoints.newest()
-    if resumed:
-        wrong = [name for name, kind in RESUMED.items() if not isinstance(resumed.metadata.get(name), kind)]
-        if wrong:
-            raise ValueError(
-                f"{resumed.path} is not a checkpoint of a pretraining: its metadata has no valid "
-                f"{', '.join(wrong)}; give another output, or move that folder away"
-            )
+    newest = checkpoints.newest()
+    resumed = newest and check_resumable(newest)
     if not all_equal(resumed.step if resumed else 0):
         raise ValueError(
             f"the processes found this run at different steps; {config.output} must be one folder that "

@@ -1,18 +1,20 @@
 """The state of a run between two steps: everything that a step touches or a checkpoint holds."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.runtime import DTYPES, Precision
+from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import OnlineEvaluation
@@ -20,9 +22,47 @@ from dino_vit.method.loss import Center
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
-from dino_vit.training.readings import Reading
+from dino_vit.training.readings import Count, Number, Reading
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
+
+
+class Best(BaseModel):
+    """The best evaluation of a run."""
+
+    figure: str
+    value: float
+    step: Count
+
+
+class Resumed(BaseModel):
+    """What a run resumes from, in the metadata of a checkpoint."""
+
+    step: Count
+    global_batch: Annotated[Count, Field(gt=0)]
+    nonfinite_steps: Count
+    precision: str
+    source: str
+    config: PretrainConfig
+    architecture: dict[str, Any]
+    scaler: dict[str, float]
+    interval: dict[str, Number] | None = None  # checkpoints of 0.1.0 have none
+    best: Best | None = None
+    baseline: float | None = None
+
+
+def check_resumable(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose metadata has what a run resumes from, or raise."""
+    try:
+        checked = Resumed.model_validate(checkpoint.metadata, strict=False)  # JSON has no tuples
+    except ValidationError as error:
+        wrong = dict.fromkeys(".".join(map(str, one["loc"])) for one in error.errors())
+        raise ValueError(
+            f"{checkpoint.path} is not a checkpoint of a pretraining: its metadata has no valid "
+            f"{brief(', '.join(wrong))}; give another output, or move that folder away"
+        ) from error
+    values = checked.model_dump(exclude={"config"})
+    return replace(checkpoint, metadata={**checkpoint.metadata, **values})
 
 
 @dataclass(kw_only=True)
@@ -175,10 +215,10 @@ class TrainingState:
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
         self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
-        if interval := checkpoint.metadata.get("interval"):  # checkpoints of 0.1.0 have none
+        if interval := checkpoint.metadata["interval"]:
             self.interval.load_state(interval)
-        self.best = checkpoint.metadata.get("best")
-        self.baseline = checkpoint.metadata.get("baseline")
+        self.best = checkpoint.metadata["best"]
+        self.baseline = checkpoint.metadata["baseline"]
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, "loss": self.center}
