@@ -94,7 +94,7 @@ def check_ratio(stored: int, size: int, what: str = "it") -> None:
     if size > MAX_UNPACKED and size > MAX_RATIO * stored:
         raise OSError(
             f"{what} would unpack to {size / 2**20:,.0f} MiB, over {MAX_RATIO} times its size in the file: "
-            "it may be a zip bomb. If not, pack it again uncompressed (zip -0)"
+            "it may be a zip bomb. If not, pack or write it again uncompressed"
         )
 
 
