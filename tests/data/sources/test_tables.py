@@ -73,15 +73,19 @@ def test_one_image_a_thousand_times_does_not_fill_the_disk(tmp_path):
         open_source(path)
 
 
+DEFAULT = pa.default_memory_pool()
+WATCHED = pa.proxy_memory_pool(DEFAULT)  # for ever, as what it gave may be returned to it late
+
+
 @contextmanager
 def little_memory():
     """Let Arrow take 200 MB at once, and not more."""
-    before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
-    yield
-    pa.set_memory_pool(before)
-    assert pool.max_memory() < 200e6
+    pa.set_memory_pool(WATCHED)
+    try:
+        yield
+    finally:
+        pa.set_memory_pool(DEFAULT)
+    assert WATCHED.max_memory() < 200e6
 
 
 @pytest.mark.parametrize("kind", ["value", "dictionary"])
