@@ -197,7 +197,7 @@ def join_labels(source: Source, path: str | Path) -> LabelledSource:
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Return what a text in JSON means; whatever is wrong with it is a ValueError with its name."""
+    """Return what a text in JSON means; raise ValueError with its name if it is invalid."""
     try:
         return json.loads(text)
     except UnicodeDecodeError:

@@ -28,10 +28,10 @@ class Header(NamedTuple):
 
 
 def read_header(file: IO[bytes]) -> Header:
-    """Read the header at the start of a file; whatever is wrong with it is a ValueError."""
+    """Read the header at the start of a file; raise ValueError if it is invalid."""
     version = format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError("it is an array of records, or of a later version")
+        raise ValueError(f"unsupported npy format version {version}; save plain numbers")
     prefix = file.read(2 if version == (1, 0) else 4)
     if (length := int.from_bytes(prefix, "little")) > MAX_HEADER:
         raise ValueError(f"its header of {length:,} bytes is longer than {MAX_HEADER:,}")
@@ -41,5 +41,5 @@ def read_header(file: IO[bytes]) -> Header:
     except Exception as error:  # NumPy evaluates it as Python, which raises nearly anything
         raise ValueError(f"its header is damaged: {str(error) or type(error).__name__:.200}") from error
     if any(type(size) is not int or size < 0 for size in header.shape):
-        raise ValueError(f"its shape is {header.shape}")
+        raise ValueError(f"its shape {header.shape} is not valid")
     return header

@@ -185,3 +185,7 @@ def test_what_has_no_end_is_not_read(tmp_path, name):
         open_source(str(tmp_path / "a.csv"))
     with pytest.raises(UnreadableImage, match=r"a\.png: it is not a regular file"):
         read_image(open_source(str(tmp_path / "a.png")), 0)
+    for suffix in ("parquet", "tar", "zip", "npz", "npy"):
+        (tmp_path / f"a.{suffix}").symlink_to(name)
+        with pytest.raises(ValueError, match=rf"a\.{suffix} cannot be read: .*not a regular file"):
+            open_source(str(tmp_path / f"a.{suffix}"))

@@ -174,9 +174,14 @@ def tables(rng: Random, folder: Path) -> Action:
     columns = {name: _column(rng, rows) for name in names}
     columns["image"] = rng.choice([pa.array([IMAGES["RGB.png"]] * rows, pa.binary()), _column(rng, rows)])
     features = rng.choice([None, damage.features(rng)])
-    table = pa.table(columns).replace_schema_metadata(features and {"huggingface": features})
+    group = rng.choice([1, 100]) if rows else 1
+    table = pa.table(columns)
+    if rng.random() < 0.1:
+        table, group = _unusual_table(rng), 1000
+    table = table.replace_schema_metadata(features and {"huggingface": features})
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, row_group_size=rng.choice([1, 100]) if rows else 1)
+    typed = rng.random() < 0.5  # or a dictionary is read as its values
+    pq.write_table(table, buffer, group, compression="zstd", store_schema=typed)
     path = folder / "a.parquet"
     path.write_bytes(buffer.getvalue() if rng.random() < 0.6 else damage.damaged(rng, buffer.getvalue()))
     return lambda: use(path)
@@ -187,11 +192,39 @@ def _column(rng: Random, rows: int) -> pa.Array:
     return pa.array([rng.choice([value, None]) for _ in range(rows)], kind)
 
 
+def _unusual_table(rng: Random) -> pa.Table:
+    """Columns or fields of one name, or a value that is long, or that many rows share."""
+    short, value = pa.array([IMAGES["RGB.png"]]), bytes(rng.choice([10, 2**20, 2**25]))
+    names = rng.choices(["bytes", "path", "image"], k=3)
+    match rng.randrange(4):
+        case 0:
+            return pa.Table.from_arrays([short] * 3, names)
+        case 1:
+            fields = [short, pa.array([b"a"]), pa.array(["b"])]
+            return pa.table({"image": pa.StructArray.from_arrays(fields, names)})
+        case 2:
+            return pa.table({"image": pa.array([value])})
+        case _:
+            return pa.table({"image": pa.DictionaryArray.from_arrays([0] * rng.choice([40, 1000]), [value])})
+
+
+def paths(rng: Random, folder: Path) -> Action:
+    """A pipe where a file should be, or a pattern of any braces."""
+    if rng.random() < 0.3:
+        path = folder / f"a.{rng.choice(['parquet', 'tar', 'zip', 'npz', 'npy', 'csv', 'png', 'json'])}"
+        os.mkfifo(path)
+        return lambda: use(path)
+    pieces = ["{", "}", "{a,b}", "{0..9}", "{0..99999999999}", "{,}", ",", "..", "a", "é", "?", "\0", "~"]
+    pattern = "".join(rng.choices(pieces, k=rng.choice([1, 3, 10, 2000])))
+    return lambda: use(folder / pattern)
+
+
 GENERATORS: dict[str, Generator] = {
     "images": images,
     "archives": archives,
     "lists": lists,
     "tables": tables,
+    "paths": paths,
     "weights": weights,
     "settings": settings,
     "runs": runs,

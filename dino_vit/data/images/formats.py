@@ -42,7 +42,7 @@ _PAGES = "QI"  # axes of TIFF of unknown meaning
 for _library in ("tifffile", "PIL"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
     logging.getLogger(_library).propagate = False
-warnings.filterwarnings("ignore", module=r"PIL\.|tifffile|numpy\.lib")
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.|tifffile|numpy\.lib")
 
 
 class Refused(ValueError):

@@ -24,7 +24,7 @@ LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .js
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 MAX_HEADER = 2**18  # bytes of names and attributes that extend the header of a member of a tar
-MAX_UNPACKED, MAX_RATIO = 2**24, 200  # bytes that may always be unpacked; beyond, times the bytes stored
+MAX_UNPACKED, MAX_RATIO = 2**28, 200  # bytes that may always be unpacked, as an empty page; then by ratio
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
 
@@ -59,7 +59,7 @@ class ArchiveSource(IndexedSource):
             check_ratio(item["stored"], item["size"])
             data = _decompress(data, item["method"], item["size"])
         if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
-            raise OSError("its checksum in the archive is another")
+            raise OSError("its checksum does not match the archive's")
         return data
 
     def _build(self, _: WriteImages) -> Draft:
@@ -89,12 +89,12 @@ class ArchiveSource(IndexedSource):
         )
 
 
-def check_ratio(stored: int, size: int) -> None:
-    """Refuse what would fill the memory or the disk when it is unpacked, and is no image."""
+def check_ratio(stored: int, size: int, what: str = "it") -> None:
+    """Refuse what would fill the memory or the disk when it is unpacked."""
     if size > MAX_UNPACKED and size > MAX_RATIO * stored:
         raise OSError(
-            f"it would unpack to {size / 2**20:,.0f} MiB, over {MAX_RATIO} times its size in the archive, "
-            "as no image does; store it uncompressed if it is one"
+            f"{what} would unpack to {size / 2**20:,.0f} MiB, over {MAX_RATIO} times its size in the file: "
+            "it may be a zip bomb. If not, pack or write it again uncompressed"
         )
 
 

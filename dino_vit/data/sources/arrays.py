@@ -11,26 +11,39 @@ from math import prod
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.progress import plural
 from dino_vit.core.text import brief
 from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.npy import Header, read_header
 from dino_vit.data.sources.archives import check_ratio
 from dino_vit.data.sources.files import is_url, open_file
-from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, binary_array, open_index
+from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 BATCH_BYTES = 2**26  # of images that are unpacked together
+MANY, FEW_PIXELS = 2**20, 64  # more images than this must have so many pixels each
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
 class _Array(NamedTuple):
     header: Header
+    available: int  # bytes after the header
     member: zipfile.ZipInfo | None  # of a .npz
+
+    def check(self, name: str) -> None:
+        """Refuse an array that is truncated, or that would fill the disk or the memory."""
+        if self.header.nbytes > self.available:
+            raise OSError(
+                f"{name} has {self.available:,} of its {self.header.nbytes:,} bytes, so it is truncated"
+            )
+        if self.member is not None:
+            check_ratio(self.member.compress_size, self.member.file_size, name)
 
 
 class ArraySource(IndexedSource):
@@ -64,7 +77,8 @@ class ArraySource(IndexedSource):
     def _build(self, write_images: WriteImages) -> Draft:
         arrays = _read_headers(self._path)
         name = _choose(self._path, {name: array.header for name, array in arrays.items()}, self._key)
-        header, member = arrays[name]
+        header, _, member = arrays[name]
+        arrays[name].check(f"array {brief(name)}" if name else "it")
         count = header.shape[0]
         channels_last = _channels_last(self._path, header.shape)
         digest = hashlib.sha256(f"{header.shape} {header.dtype.str}".encode())
@@ -74,9 +88,11 @@ class ArraySource(IndexedSource):
             for row in sampled:
                 digest.update(np.ascontiguousarray(mapped[row]).data)
         else:
-            for row, image in enumerate(_unpack(self._path, header, member, write_images)):
-                if row in sampled:
-                    digest.update(image)
+            done = 0
+            for images in _unpack(self._path, header, member, write_images):
+                rows = [row - done for row in sampled if done <= row < done + len(images)]
+                digest.update(images[rows].tobytes())
+                done += len(images)
         return Draft(
             names=[b"%09d" % number for number in range(count)],
             sizes=np.full(count, header.nbytes // count, dtype=np.int64),
@@ -91,23 +107,20 @@ class ArraySource(IndexedSource):
 
 
 def _read_headers(path: str) -> dict[str, _Array]:
-    """Return the arrays in a file by name, all their bytes accounted for; the one of a .npy has no name."""
+    """Return the arrays in a file by name, by their headers only; the one of a .npy has no name."""
     try:
         with open_file(path) as file:
             if not zipfile.is_zipfile(file):
                 file.seek(0)
-                return {
-                    "": _Array(
-                        _checked(read_header(file), os.fstat(file.fileno()).st_size - file.tell()), None
-                    )
-                }
+                header = read_header(file)
+                return {"": _Array(header, os.fstat(file.fileno()).st_size - file.tell(), None)}
         arrays = {}
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
-                check_ratio(info.compress_size, info.file_size)
                 with archive.open(info) as member:
-                    header = _checked(read_header(member), info.file_size - member.tell())
-                    arrays[info.filename.removesuffix(".npy")] = _Array(header, info)
+                    header = read_header(member)
+                    array = _Array(header, info.file_size - member.tell(), info)
+                    arrays[info.filename.removesuffix(".npy")] = array
         return arrays
     except OSError:
         raise
@@ -115,28 +128,25 @@ def _read_headers(path: str) -> dict[str, _Array]:
         raise ValueError(f"{path} is damaged or holds no plain arrays: {brief(error, 300)}") from error
 
 
-def _checked(header: Header, available: int) -> Header:
-    if header.nbytes > available:
-        raise ValueError(
-            f"it has {available:,} of the {header.nbytes:,} bytes of an array, so it is truncated"
-        )
-    return header
-
-
-def _unpack(path: str, header: Header, member: zipfile.ZipInfo, write_images: WriteImages) -> Iterator[bytes]:
-    """Write the images of a member, and yield them; one in Fortran's order is read as a whole."""
+def _unpack(
+    path: str, header: Header, member: zipfile.ZipInfo, write_images: WriteImages
+) -> Iterator[NDArray[Any]]:
+    """Write the images of a member, and yield them in batches; one in Fortran's order is read as a whole."""
     count, each = header.shape[0], header.nbytes // header.shape[0]
-    rows = count if header.fortran else max(BATCH_BYTES // each, 1)
+    rows = max(BATCH_BYTES // each, 1)
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
         read_header(file)
+        whole = np.empty(0)
+        if header.fortran:
+            data = _read(path, file, header.nbytes)
+            whole = np.frombuffer(data, header.dtype).reshape(header.shape, order="F")
         for start in range(0, count, rows):
             batch = min(rows, count - start)
-            data = _read(path, file, batch * each)
-            if header.fortran:
-                data = np.frombuffer(data, header.dtype).reshape(header.shape, order="F").tobytes()
-            images = [data[number * each : (number + 1) * each] for number in range(batch)]
-            write_images(binary_array(images))
-            yield from images
+            part = whole[start : start + batch]
+            data = part.tobytes() if header.fortran else _read(path, file, batch * each)
+            buffers = [None, pa.py_buffer(np.arange(batch + 1) * each), pa.py_buffer(data)]
+            write_images(pa.Array.from_buffers(pa.large_binary(), batch, buffers))
+            yield np.frombuffer(data, np.uint8).reshape(batch, each)
 
 
 def _read(path: str, file: IO[bytes], size: int) -> bytes:
@@ -167,8 +177,14 @@ def _choose(path: str, headers: Mapping[str, Header], key: str | None) -> str:
             f"{path}: the array of images has dtype {header.dtype} and shape {header.shape}; "
             f"it must have integers or floats and must not be empty."
         )
-    if prod(header.shape[1:]) > 4 * MAX_PIXELS:
+    count, pixels = header.shape[0], prod(header.shape[1:])
+    if pixels > 4 * MAX_PIXELS:
         raise ValueError(f"{path}: images of shape {header.shape[1:]} are too large")
+    if count > MANY and pixels < FEW_PIXELS:
+        raise ValueError(
+            f"{path} has {count:,} images of {plural(pixels, 'pixel')}, but more than {MANY:,} images must "
+            f"have {FEW_PIXELS} pixels or more each."
+        )
     return name
 
 
@@ -194,7 +210,12 @@ def _labels(path: str, key: str, arrays: Mapping[str, _Array]) -> Labels:
         log.warning("%s: no labels, as they could be any of %s", path, ", ".join(fitting))
     if len(fitting) != 1:
         return number_labels([None] * count)
-    ((header, member),) = fitting.values()
+    ((name, array),) = fitting.items()
+    header, _, member = array
+    if header.dtype.hasobject or not header.dtype.itemsize:
+        log.warning("%s: no labels, as %s holds Python objects or nothing", path, brief(name))
+        return number_labels([None] * count)
+    array.check(f"array {brief(name)}")
     assert member is not None
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
         read_header(file)

@@ -25,7 +25,7 @@ OPEN_FILES = 128  # per reader and process, well below the system's usual limit 
 THREADS = 16  # they mostly wait for disks and networks
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
-MAX_EXPANDED = 1_000_000  # paths of a pattern with braces
+MAX_EXPANDED, MAX_BRACES = 1_000_000, 20  # paths of a pattern with braces
 
 
 def is_url(path: str) -> bool:
@@ -135,9 +135,11 @@ def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     found: set[str] = set()
     missing: list[str] = []
+    if (braces := pattern.count("{")) > MAX_BRACES:
+        raise ValueError(f"{brief(pattern, 200)} has {braces:,} braces; write {MAX_BRACES} or fewer.")
     paths = list(islice(_expand_braces(pattern), MAX_EXPANDED + 1))
     if len(paths) > MAX_EXPANDED:
-        raise ValueError(f"{pattern:.200} stands for more than {MAX_EXPANDED:,} paths; give a folder.")
+        raise ValueError(f"{brief(pattern, 200)} stands for more than {MAX_EXPANDED:,} paths; give a folder.")
     for path in paths:
         if glob.has_magic(path):
             found.update(_glob(path))
@@ -146,7 +148,8 @@ def expand(pattern: str) -> list[str]:
         else:
             missing.append(path)
     if missing:
-        raise ValueError(f"{pattern}: {plural(len(missing), 'missing file')}, such as {missing[0]}.")
+        example = brief(missing[0], 200)
+        raise ValueError(f"{brief(pattern, 200)}: {plural(len(missing), 'missing file')}, such as {example}.")
     return sorted(found, key=os.fsencode)
 
 

@@ -6,7 +6,9 @@ Parquet file is unpacked into the index: reading one image of it would mean deco
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +19,17 @@ import pyarrow.parquet as pq
 
 from dino_vit.core import log
 from dino_vit.core.progress import progress
-from dino_vit.core.storage import utf8_path
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.archives import check_ratio
-from dino_vit.data.sources.files import is_url, open_file, read_file, stamps
+from dino_vit.data.sources.files import open_file, read_file, stamps
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
 BINARY = (pa.binary(), pa.large_binary())
-BATCH = 32  # rows, which may be many more bytes than they are in the file
+BATCH, BATCH_BYTES = 32, 2**25  # rows that are read together, and about how long they may be
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Rows:
         paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
         labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
         if columns.nested:
-            if "path" in images.type.names and pa.types.is_string(images.type.field("path").type):
-                paths = pc.struct_field(images, "path")
+            path = images.type.get_field_index("path")  # -1 if there are two
+            if path >= 0 and pa.types.is_string(images.type.field(path).type):
+                paths = pc.struct_field(images, [path])
             images = pc.struct_field(images, "bytes")
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
@@ -98,17 +100,21 @@ class ParquetSource(IndexedSource):
         stored, unpacked = int(stamps(self._files)[:, 0].sum()), 0
         with progress(f"Unpacking {self._spec}") as advance:
             for path in self._files:
-                table = _open_parquet(path)
-                found = find_columns(path, table.schema_arrow)
-                if columns is not None and found != columns:
-                    raise ValueError(f"{path} has other columns than {self._files[0]}. Open them one by one.")
-                columns = found
-                tables.append((os.path.basename(path), table.metadata.num_rows))
-                for batch in _batches(path, table, columns):
-                    unpacked += batch.nbytes
-                    check_ratio(stored, unpacked)
-                    write_images(rows.add(batch, columns))
-                    advance(batch.num_rows)
+                with open_file(path) as file:
+                    with _reading(path):
+                        table = pq.ParquetFile(file)
+                    found = find_columns(path, table.schema_arrow)
+                    if columns is not None and found != columns:
+                        raise ValueError(
+                            f"{path} has other columns than {self._files[0]}. Open them one by one."
+                        )
+                    columns = found
+                    tables.append((os.path.basename(path), table.metadata.num_rows))
+                    for batch in _batches(path, table, columns, stored):
+                        unpacked += batch.nbytes
+                        check_ratio(stored, unpacked)
+                        write_images(rows.add(batch, columns))
+                        advance(batch.num_rows)
         assert columns is not None
         if not any(rows.sizes):
             raise ValueError(
@@ -118,26 +124,49 @@ class ParquetSource(IndexedSource):
         return rows.draft(columns, tables)
 
 
-def _open_parquet(path: str) -> pq.ParquetFile:
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
     try:
-        if is_url(path):
-            return pq.ParquetFile(open_file(path))
-        with utf8_path(path) as name:
-            return pq.ParquetFile(name)
-    except pa.ArrowException as error:
-        raise ValueError(
-            f"{path} is damaged or not a Parquet file: {brief(error, 300)}. Copy it again."
-        ) from error
-
-
-def _batches(path: str, table: pq.ParquetFile, columns: TableColumns) -> Iterator[pa.RecordBatch]:
-    names = [name for name in (columns.image, columns.name, columns.label) if name is not None]
-    try:
-        yield from table.iter_batches(BATCH, columns=names)
+        yield
+    except pa.ArrowMemoryError:
+        raise
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is damaged: {brief(error, 300)}. Copy it again, or remove it from the source."
+            f"{path} is damaged or not a Parquet file: {brief(error, 300)}. "
+            "Copy it again, or remove it from the source."
         ) from error
+
+
+def _batches(
+    path: str, table: pq.ParquetFile, columns: TableColumns, stored: int
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows; what the footer says bounds how many are read at once, as each takes memory."""
+    names = [name for name in (columns.image, columns.name, columns.label) if name is not None]
+    starts, footer = tuple(f"{name}." for name in names), table.metadata
+    leaves = [index for index, leaf in enumerate(table.schema) if f"{leaf.path}.".startswith(starts)]
+    groups = map(footer.row_group, range(footer.num_row_groups))
+    parts = [group.column(index) for group in groups for index in leaves]
+    check_ratio(stored, sum(part.total_uncompressed_size for part in parts))
+    held: list[pa.RecordBatch] = []
+    with _reading(path):
+        for batch in table.iter_batches(_batch_rows(parts), columns=names):
+            held.append(batch)
+            if sum(map(len, held)) >= BATCH or sum(part.nbytes for part in held) >= BATCH_BYTES:
+                yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+                held = []
+    if held:
+        yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+
+
+def _batch_rows(parts: Sequence[pq.ColumnChunkMetaData]) -> int:
+    """Return how many rows to read together: each may be as long as the dictionary of its column."""
+    longest = 1.0
+    for part in parts:
+        size = part.total_uncompressed_size
+        dictionary = part.data_page_offset - (part.dictionary_page_offset or part.data_page_offset)
+        unpacked = dictionary * size / max(part.total_compressed_size, 1)
+        longest = max(longest, unpacked, size / max(part.num_values, 1))
+    return max(1, min(BATCH, int(BATCH_BYTES / longest)))
 
 
 class HubSource(IndexedSource):
@@ -173,7 +202,10 @@ def _load_dataset(spec: str) -> Any:
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # of the library, the network or the files
-        raise ValueError(f"hf:{spec} cannot be loaded: {brief(error, 300)}. Write hf:OWNER/NAME.") from error
+        raise ValueError(
+            f"hf:{spec} cannot be loaded: {brief(error, 300)}. "
+            "Check the name (hf:OWNER/NAME) and the network."
+        ) from error
     if not split and len(splits) == 1:
         (split,) = splits
     if split not in splits:
@@ -186,14 +218,12 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
     """Find the columns of images, names and labels, by Hugging Face's metadata or by what they are called."""
     features = _features(schema)
     types = {field.name: field.type for field in schema}
-    nested = {name for name, type_ in types.items() if pa.types.is_struct(type_) and _is_image(type_)}
-    binary = {name for name, type_ in types.items() if type_ in BINARY}
-    marked = [
-        name for name in types if name in nested | binary and features.get(name, {}).get("_type") == "Image"
-    ]
-    image = _pick_image(path, marked) or _pick_image(
-        path, [name for name in types if name in nested | binary]
-    )
+    if len(types) < len(schema):
+        ((name, _),) = Counter(schema.names).most_common(1)
+        raise ValueError(f"{path} has several columns called {brief(name)}; rename them.")
+    usable = [name for name, type_ in types.items() if _is_image(type_)]
+    marked = [name for name in usable if features.get(name, {}).get("_type") == "Image"]
+    image = _pick_image(path, marked) or _pick_image(path, usable)
     if image is None:
         columns = brief(", ".join(f"{name} ({type_})" for name, type_ in types.items()), 400)
         raise ValueError(
@@ -203,11 +233,12 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
     if label is None:
         marked = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
         label = marked[0] if len(marked) == 1 else None
-    classes = features.get(label or "", {}).get("names")
+    classes = features.get(label, {}).get("names") if label else None
     if not isinstance(classes, list) or not pa.types.is_integer(types[label]):
         classes = None
     name = next((name for name in NAME_COLUMNS if types.get(name) == pa.string()), None)
-    return TableColumns(image, image in nested, name, label, tuple(map(str, classes)) if classes else None)
+    nested = pa.types.is_struct(types[image])
+    return TableColumns(image, nested, name, label, tuple(map(str, classes)) if classes else None)
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
@@ -220,8 +251,10 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {}
 
 
-def _is_image(type_: pa.StructType) -> bool:
-    return type_.get_field_index("bytes") >= 0 and type_.field("bytes").type in BINARY
+def _is_image(type_: pa.DataType) -> bool:
+    if pa.types.is_struct(type_) and type_.get_field_index("bytes") >= 0:
+        type_ = type_.field("bytes").type
+    return type_ in BINARY
 
 
 def _pick_image(path: str, names: list[str]) -> str | None:

@@ -106,3 +106,9 @@ def test_damaged_files_of_every_format_give_an_image_or_an_error_and_never_a_cra
     read, refused = map(int, done.stdout.split())
     assert read > 100
     assert refused > 500
+
+
+def test_warnings_of_other_code_are_shown():
+    program = "import warnings, numpy; import dino_vit.data.images.decode; numpy.nanstd([numpy.nan])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "RuntimeWarning: Degrees of freedom" in ended.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dino_vit.data.images.decode import read_image
+from dino_vit.data.sources import archives, arrays
 from dino_vit.data.sources.open import open_source
 
 ARRAYS = {
@@ -89,10 +90,11 @@ WRONG = {
     "unclosed": (array("(2, 8"), "its header is damaged"),
     "deep": (array("(" * 3000), "its header is damaged"),
     "long": (array(length=2**32 - 1), "header of 4,294,967,295 bytes is longer"),
-    "negative": (array("(-1, -8, 8)"), "its shape is"),
-    "truth": (array("(True, 8, 16)"), "its shape is"),
-    "short": (array("(3, 8, 8)"), "128 of the 192 bytes"),
-    "endless": (array("(99999999999, 9999999, 9)"), "128 of the"),
+    "negative": (array("(-1, -8, 8)"), r"its shape \(-1, -8, 8\) is not valid"),
+    "truth": (array("(True, 8, 16)"), r"its shape .* is not valid"),
+    "later": (b"\x93NUMPY\3\0" + array()[8:], r"unsupported npy format version \(3, 0\); save plain numbers"),
+    "short": (array("(3, 8, 8)"), "128 of its 192 bytes"),
+    "endless": (array("(99999999999, 9999999, 9)"), "128 of its"),
     "quadruple": (array("(1, 2, 4)", "<f16"), "it must have integers or floats"),
     "large": (array("(1, 99999, 99999)", "|u0"), "damaged|integers or floats"),
     "cut": (array()[:20], "its header is damaged"),
@@ -127,7 +129,51 @@ def test_any_damage_to_an_archive_of_arrays_is_a_sentence(tmp_path):
     assert failures > len(whole) / 6
 
 
-def test_an_archive_of_arrays_that_would_fill_the_disk_is_refused(tmp_path):
-    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((400, 250, 250), np.uint8))
-    with pytest.raises(ValueError, match=r"a\.npz cannot be read: it would unpack to 24 MiB, over 200 times"):
+@pytest.mark.parametrize("name", ["images", "labels"])
+def test_an_archive_of_arrays_that_would_fill_the_disk_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(archives, "MAX_UNPACKED", 2**20)
+    count, shape = (300, (300, 100, 100)) if name == "images" else (2, (2, 8, 8))
+    labels = array("(2,)", "<U400000", content=b"").ljust(3_200_200, b"\0") if name == "labels" else b""
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", array(str(shape), content=bytes(np.prod(shape))))
+        archive.writestr("labels.npy", labels or array(f"({count},)", content=bytes(count)))
+    said = rf"a\.npz cannot be read: array {name} would unpack to \d+ MiB, over 200 times.*may be a zip bomb"
+    with pytest.raises(ValueError, match=said):
         open_source(str(tmp_path / "a.npz"))
+
+
+def test_arrays_that_are_not_read_may_be_anything(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(archives, "MAX_UNPACKED", 2**20)
+    images, path = np.ones((4, 8, 8), np.uint8), tmp_path / "a.npz"
+    others = {"names": np.array([None] * 1000, object), "mask": np.zeros((1,), "V3000000")}
+    np.savez_compressed(path, images=images, **others)
+    assert open_source(str(path)).read(3).sum() == 64
+    np.savez(path, images=images, names=np.array(["a", None, 3, {}], object))
+    source = open_source(str(path))
+    assert (source.read(3).sum(), source.label(0)) == (64, None)
+    assert f"{path}: no labels, as names holds Python objects or nothing" in caplog.text
+    np.savez(path, images=images)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("names.npy", array("(4,)", "<U0", content=b""))
+    assert open_source(str(path)).label(0) is None
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_a_million_images_of_a_pixel_are_refused_before_they_fill_the_memory(tmp_path, suffix):
+    path, images = tmp_path / f"a.{suffix}", np.zeros((16_000_000, 1, 1), np.uint8)
+    np.save(path, images) if suffix == "npy" else np.savez_compressed(path, images)
+    with pytest.raises(ValueError, match=r"16,000,000 images of 1 pixel.*more than 1,048,576 .* 64 pixels"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_images_are_the_same_however_many_are_unpacked_together(tmp_path, monkeypatch, order):
+    images = np.asarray(np.arange(7 * 8 * 9, dtype=np.uint16).reshape(7, 8, 9), order=order)
+    np.savez(tmp_path / "a.npz", images)
+    whole = open_source(str(tmp_path / "a.npz")).fingerprint
+    monkeypatch.setattr(arrays, "BATCH_BYTES", 2 * 8 * 9 * 3)
+    np.savez(tmp_path / "b.npz", images)
+    source = open_source(str(tmp_path / "b.npz"))
+    assert [source.read(index).numpy().tolist() for index in range(7)] == images[:, None].tolist()
+    np.save(tmp_path / "c.npy", images)
+    assert {source.fingerprint, open_source(str(tmp_path / "c.npy")).fingerprint} == {whole}

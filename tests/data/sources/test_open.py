@@ -283,6 +283,8 @@ def test_datasets_of_the_hub(tmp_path, monkeypatch):
     spec = f"hf:{tmp_path / 'set'}"
     with pytest.raises(ValueError, match=r"Write one of hf:.*set:train, hf:.*set:test"):
         open_source(spec)
+    with pytest.raises(ValueError, match=r"none cannot be loaded: .*Check the name .* and the network"):
+        open_source(f"hf:{tmp_path / 'none'}")
     source = open_source(f"{spec}:test")
     expected = [(name, FILES[name], name.split("/")[0]) for name in ORDER if name in parts(1)]
     assert items(source) == expected
@@ -319,7 +321,9 @@ def test_cifar_10():
         ("synthetic:" + "9" * 5000, "is not valid: write synthetic"),
         ("none/{0..99999999999}.tar", "more than 1,000,000 paths"),
         ("none/{0..99999}{0..99999}.tar", "more than 1,000,000 paths"),
-        (f"none/{{0..{'9' * 5000}}}.tar", "missing file"),
+        (f"none/{{0..{'9' * 5000}}}.tar", r"^.{,200} \.\.\.: 1 missing file"),
+        ("{a}" * 1200 + ".png", r"^.{,200} \.\.\. has 1,200 braces; write 20 or fewer"),
+        ("{" * 1200 + "a" + "}" * 1200, "has 1,200 braces"),
     ],
 )
 def test_sets_of_any_length_are_refused_at_once(spec, said):
