@@ -78,7 +78,8 @@ def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     check_size(width, height, shape[-1] if last else prod(shape[:-2]), max_pixels)
     if header.nbytes > len(data) - file.tell():
         raise Refused("the file is truncated")
-    array = np.load(BytesIO(data), allow_pickle=False)
+    flat = np.frombuffer(bytearray(data), dtype, prod(shape), file.tell())
+    array = flat.reshape(shape, order="F" if header.fortran else "C")
     return to_tensor(array if last else rearrange(array.reshape(-1, height, width), "c h w -> h w c"))
 
 

@@ -21,7 +21,7 @@ from dino_vit.core.progress import plural
 from dino_vit.core.text import brief
 from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.npy import Header, read_header
+from dino_vit.data.npy import Header, map_array, read_header
 from dino_vit.data.sources.archives import check_ratio
 from dino_vit.data.sources.files import is_url, open_file
 from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
@@ -63,7 +63,7 @@ class ArraySource(IndexedSource):
             image = flat.reshape(metadata["shape"])
         else:
             if self._mapped is None:
-                self._mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
+                self._mapped = map_array(self._path)
             image = self._mapped[index]
         if image.ndim == 2:
             image = image[None]
@@ -84,7 +84,7 @@ class ArraySource(IndexedSource):
         digest = hashlib.sha256(f"{header.shape} {header.dtype.str}".encode())
         sampled = np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist()
         if member is None:
-            mapped = np.load(self._path, mmap_mode="r", allow_pickle=False)
+            mapped = map_array(self._path)
             for row in sampled:
                 digest.update(np.ascontiguousarray(mapped[row]).data)
         else:
