@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +22,7 @@ from dino_vit.method.loss import Center
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
-from dino_vit.training.readings import Count, Number, Reading
+from dino_vit.training.readings import Count, Reading
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
 
@@ -46,7 +46,7 @@ class Resumed(BaseModel):
     config: PretrainConfig
     architecture: dict[str, Any]
     scaler: dict[str, float]
-    interval: dict[str, Number] | None = None  # checkpoints of 0.1.0 have none
+    interval: dict[str, FiniteFloat] | None = None  # checkpoints of 0.1.0 have none
     best: Best | None = None
     baseline: float | None = None
 

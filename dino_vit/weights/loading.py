@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -175,8 +176,9 @@ def _infer_architecture(
     # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
     depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
     if raw.metadata:
-        known: dict[str, Any] = raw.metadata["architecture"]
-        if known.get("depth", depth) != depth:
+        defaults = {name: one.default for name, one in signature(VisionTransformer).parameters.items()}
+        known: dict[str, Any] = {**defaults, "depth": depth, **raw.metadata["architecture"]}
+        if known["depth"] != depth:
             raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {known['depth']:,}")
         return known
     try:

@@ -143,7 +143,10 @@ def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeyp
                 opened(tmp_path / "run", settings)
 
 
-@pytest.mark.parametrize("changes", [{"global_batch": "eight"}, {"config": None}, {"step": []}, {"best": 3}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"global_batch": "eight"}, {"config": None}, {"step": []}, {"best": 3}, {"interval": {"loss": None}}],
+)
 def test_a_folder_whose_checkpoint_says_something_else_is_refused(tmp_path, weights, changes):
     checkpoint = Checkpoints(weights).newest()
     path = tmp_path / "checkpoints" / checkpoint.path.name

@@ -222,6 +222,13 @@ def test_a_damaged_file_of_ours_is_refused(tmp_path):
 OWN = {"kind": "backbone", "mean": None, "std": None, "architecture": {}}
 
 
+def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
+    model = backbone()
+    known = {key: value for key, value in model.architecture.items() if key not in ("channels", "depth")}
+    write_tensors(tmp_path / "a.safetensors", model.state_dict(), json.dumps({**OWN, "architecture": known}))
+    assert load_backbone(tmp_path / "a.safetensors").architecture == model.architecture
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
