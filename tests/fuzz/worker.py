@@ -37,7 +37,9 @@ class Worker:
 
     def _start(self) -> None:
         self.connection, other = server.Pipe()
-        self.process = server.Process(target=_serve, args=(other, self.seed, self.generators), daemon=True)
+        self.said = tempfile.NamedTemporaryFile()  # noqa: SIM115 - what the process writes to stderr
+        arguments = (other, self.said.name, self.seed, self.generators)
+        self.process = server.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         other.close()
         self.connection.recv()  # it has imported everything
@@ -55,7 +57,8 @@ class Worker:
                 return answer
         except (EOFError, ConnectionError):
             self.process.join()
-            problem, again = f"it ends the process with {self.process.exitcode}", False
+            said = Path(self.said.name).read_text(errors="replace")
+            problem, again = f"{said[-2000:]}it ends the process with {self.process.exitcode}", False
         self.close()
         self._start()
         return self.try_input(kind, number, again=False) if again else problem
@@ -64,10 +67,11 @@ class Worker:
         self.process.kill()
         self.process.join()
         self.connection.close()
+        self.said.close()
 
 
-def _serve(connection: Connection, seed: int, generators: dict[str, Generator]) -> None:
-    written = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process runs
+def _serve(connection: Connection, path: str, seed: int, generators: dict[str, Generator]) -> None:
+    written = open(path, "r+b", buffering=0)  # noqa: SIM115 - for as long as the process runs
     os.dup2(written.fileno(), 2)  # what libraries write to stderr past Python too
     logging.basicConfig()
     log.setLevel(logging.CRITICAL)

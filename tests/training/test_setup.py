@@ -151,5 +151,5 @@ def test_a_folder_whose_checkpoint_says_something_else_is_refused(tmp_path, weig
     checkpoint = Checkpoints(weights).newest()
     path = tmp_path / "checkpoints" / checkpoint.path.name
     write_tensors(path, checkpoint.tensors, json.dumps({**checkpoint.metadata, **changes}))
-    with pytest.raises(ValueError, match=f"no valid {next(iter(changes))}; give another output"):
+    with pytest.raises(ValueError, match=f"no valid {next(iter(changes))}.*; give another output"):
         opened(tmp_path, {"budget.steps": 10})
