@@ -76,6 +76,9 @@ def _serve(connection: Connection, path: str, seed: int, generators: dict[str, G
     logging.basicConfig()
     log.setLevel(logging.CRITICAL)
     separate_stderr()
+    if generators == GENERATORS:
+        for kind, generator in generators.items():  # libraries load parts of themselves at first use
+            try_here(generator, f"0 {kind} 0")
     _limit_memory()
     connection.send("ready")
     while True:
