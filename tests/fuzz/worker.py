@@ -7,11 +7,14 @@ import re
 import resource
 import sys
 import tempfile
+import time
 import traceback
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
+
+import psutil
 
 from dino_vit.core import log
 from dino_vit.core.native import separate_stderr
@@ -49,7 +52,7 @@ class Worker:
         try:
             self.connection.send((kind, number))
             for limit in (MAKING, self.seconds):  # until the input is made, and until it has been tried
-                if not self.connection.poll(limit):
+                if not self._answers(limit):
                     problem = f"it takes longer than {limit:g} s"
                     break
                 answer = str(self.connection.recv())
@@ -62,6 +65,15 @@ class Worker:
         self.close()
         self._start()
         return self.try_input(kind, number, again=False) if again else problem
+
+    def _answers(self, limit: float) -> bool:
+        """Wait for an answer, for so many seconds of work or, where it sleeps, four times as many."""
+        used = psutil.Process(self.process.pid).cpu_times
+        start, end = sum(used()[:2]), time.monotonic() + 4 * limit
+        while not self.connection.poll(limit / 10):
+            if sum(used()[:2]) - start > limit or time.monotonic() > end:
+                return False
+        return True
 
     def close(self) -> None:
         self.process.kill()
