@@ -16,7 +16,7 @@ from dino_vit.models.block import Attention, Block
 from dino_vit.models.vit import VisionTransformer
 
 # Bytes of attention rows held at a time: those of all tokens of a large image would not fit in memory.
-_ROW_BYTES = 1 << 25
+_ROW_BYTES = 1 << 24
 
 
 def pad(images: Tensor, patch: Size) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from dino_vit.core.text import brief
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 from dino_vit.weights.metadata import WeightsError
@@ -224,7 +225,8 @@ def _refuse_unsupported(raw: RawWeights) -> None:
     activation = raw.hub_config.get("hidden_act", "gelu")
     if activation not in EXACT_GELU:
         raise WeightsError(
-            f"{raw.source}: config.json has hidden_act={activation!r}, but only the exact GELU is supported"
+            f"{raw.source}: config.json has hidden_act={brief(activation)}, but only the exact GELU is "
+            "supported"
         )
     unknown = set(raw.hub_config.get("model_args") or {}) - KNOWN_MODEL_ARGS
     if unknown:

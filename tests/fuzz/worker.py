@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 import traceback
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -91,14 +90,18 @@ def _serve(connection: Connection, path: str, seed: int, generators: dict[str, G
     if generators == GENERATORS:
         for kind, generator in generators.items():  # libraries load parts of themselves at first use
             try_here(generator, f"0 {kind} 0")
-    _limit_memory()
     connection.send("ready")
+
+    def made() -> None:
+        _limit_memory(BYTES)
+        connection.send("made")
+
     while True:
         kind, number = connection.recv()
         written.seek(0)
         written.truncate()
-        made = partial(connection.send, "made")
         problem = try_here(generators[kind], f"{seed} {kind} {number}", made)
+        _limit_memory(None)
         sys.stderr.flush()
         noise = os.pread(2, 400, 0).decode(errors="replace")
         connection.send(problem or (f"it writes to stderr: {noise}" if noise else ""))
@@ -130,8 +133,9 @@ def _judge(sentence: str) -> str:
     return ""
 
 
-def _limit_memory() -> None:
-    """Allow so many bytes beyond what the libraries have taken."""
-    status = Path("/proc/self/status").read_text()
-    taken = int(re.search(r"VmData:\s*(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-    resource.setrlimit(resource.RLIMIT_DATA, (taken + BYTES, taken + BYTES))
+def _limit_memory(more: int | None) -> None:
+    """Allow so many bytes beyond what the process has taken, or any."""
+    taken = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert taken
+    limit = resource.RLIM_INFINITY if more is None else int(taken[1]) * 1024 + more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
