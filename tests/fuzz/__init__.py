@@ -3,3 +3,4 @@
 import os
 
 os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the others reserve more than the limit
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as the command does; threads that spin would count as work
