@@ -34,6 +34,8 @@ def fuzz(seed: int, inputs: int, kinds: list[str]) -> int:
             if title not in problems:
                 print(f"\n{kind}:{number} (--seed {seed} --only {kind}:{number})\n{problem}", flush=True)
             problems.setdefault(title, []).append(f"{kind}:{number}")
+        if (tried + 1) % 500 == 0:
+            print(f"{tried + 1:,} tried", flush=True)
     worker.close()
     for title, found in problems.items():
         print(f"{len(found):6,} × {title}, such as {found[0]}")
