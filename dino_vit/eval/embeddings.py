@@ -126,10 +126,9 @@ def read_embeddings(path: Path) -> Embeddings:
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing; `dino-vit embed` writes it beside {path}") from error
     except Exception as error:  # each library has errors of its own
-        python = isinstance(
-            error, LookupError | TypeError | AttributeError | UnicodeError
-        )  # they say nothing to a user
-        why = "" if python else f": {brief(error, 200)}"
+        # What Python itself says of odd values means nothing to a user.
+        from_python = isinstance(error, LookupError | TypeError | AttributeError | UnicodeError)
+        why = "" if from_python else f": {brief(error, 200)}"
         raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`{why}") from error
     labels = [label and printable(label) for label in embeddings.labels]
     return replace(embeddings, names=list(map(printable, embeddings.names)), labels=labels)

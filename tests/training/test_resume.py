@@ -223,7 +223,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_pat
     run(output, code=75, before=signalled(signal.SIGTERM))
     newest = output / "checkpoints" / "step-00000014.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1000])
-    (output / "config.yaml").write_bytes(b"\xff")  # written anew
+    (output / "config.yaml").write_bytes(b"\xff")  # a damaged one is replaced
     said = run(output)
     assert load(PretrainConfig, output / "config.yaml", []).output == str(output)
     assert "skipped a checkpoint" in said
