@@ -170,7 +170,11 @@ class Loss(Settings):
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
     warmup_teacher_temp: Positive = setting(0.04, "temperature of the teacher at the start")
     warmup_teacher_temp_epochs: CountOrZero = setting(0, "epochs from warmup_teacher_temp to teacher_temp")
-    center_momentum: BelowOne = setting(0.9, "EMA of the teacher's mean output")
+    centring: Literal["ema", "sinkhorn"] = setting(
+        "ema", "ema: a mean over steps; sinkhorn: all prototypes used equally in each pass"
+    )
+    center_momentum: BelowOne = setting(0.9, "EMA of the teacher's mean output, with centring=ema")
+    koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
 
 
 class Optim(Settings):

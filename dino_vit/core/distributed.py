@@ -54,6 +54,17 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
     return total / world_size()
 
 
+def all_reduce_logsumexp(tensor: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exponentials over all processes, without gradient."""
+    if world_size() == 1:
+        return tensor
+    largest = tensor.detach().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    total = (tensor.detach() - largest).exp()
+    dist.all_reduce(total)
+    return total.log() + largest
+
+
 def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate the rows of all processes by rank, without gradient; their numbers of rows may differ."""
     if world_size() == 1:

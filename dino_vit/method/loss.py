@@ -1,4 +1,4 @@
-"""The DINO loss and the centre of the teacher's outputs, which prevents collapse.
+"""The DINO loss and its parts.
 
 Axes: g global views, v all views (global ones first), b images, k prototypes, d bottleneck features.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dino_vit.core.distributed import all_reduce_mean
@@ -133,36 +133,6 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def _float16_lift(largest_sum: int) -> float:
     """Return the power of two that keeps tiny gradients from underflow and their sums from overflow."""
     return 2.0 ** math.floor(math.log2(2**13 / largest_sum))
-
-
-class Center(nn.Module):
-    """The running mean of the teacher's logits over all processes, updated once per step."""
-
-    center: Tensor
-    pending: Tensor
-
-    def __init__(self, *, prototypes: int, momentum: float = 0.9) -> None:
-        super().__init__()
-        self.momentum = momentum
-        self.register_buffer("center", torch.zeros(1, prototypes))
-        self.register_buffer("pending", torch.zeros(1, prototypes), persistent=False)
-        self.pending_rows = 0
-
-    @torch.no_grad()
-    def accumulate(self, teacher_logits: Tensor) -> None:
-        """Add the teacher's logits (rows, prototypes) of a micro-batch to the next update."""
-        self.pending += teacher_logits.sum(0, keepdim=True, dtype=self.pending.dtype)
-        self.pending_rows += len(teacher_logits)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move towards the mean of the accumulated logits, unless it is not finite."""
-        assert self.pending_rows > 0, "update() without accumulate()"
-        mean = all_reduce_mean(self.pending / self.pending_rows)
-        moved = self.center.lerp(mean, 1 - self.momentum)
-        self.center.copy_(torch.where(mean.isfinite().all(), moved, self.center))
-        self.pending.zero_()
-        self.pending_rows = 0
 
 
 class LossStatistics(NamedTuple):

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.signals import Interruption
 from dino_vit.core.storage import StorageError
+from dino_vit.method.koleo import koleo_loss
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.optim import (
     clip_gradients,
@@ -107,43 +109,63 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
 
 def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: bool) -> Tensor:
-    """Add the gradients of one forward pass to the student's; return its part of the step's loss."""
+    """Add the gradients of one forward pass to the student's; return its part of the cross-entropy."""
     accumulate = state.config.optim.accumulate
     # Processes exchange gradients once per step, in its last pass.
     with contextlib.nullcontext() if last else state.accelerator.no_sync(state.wrapped):
-        loss, cls, teacher_logits = forward(state, batch, rates)
-        torch.autograd.backward(state.scaler.scale(loss / accumulate))
-    loss = loss.detach()
+        out = forward(state, batch, rates)
+        torch.autograd.backward(state.scaler.scale(out.loss / accumulate))
+    cross_entropy = out.cross_entropy.detach()
     if last and state.plan.is_logged(state.step + 1):
         statistics = loss_statistics(
-            loss, teacher_logits, state.center.center, teacher_temperature=rates.teacher_temp
+            cross_entropy, out.teacher_logits, out.center, teacher_temperature=rates.teacher_temp
         )
-        state.outputs = {**statistics._asdict(), "embedding_std": all_reduce_mean(embedding_std(cls))}
-    state.center.accumulate(teacher_logits)
-    return loss / accumulate
+        std = all_reduce_mean(embedding_std(out.teacher_cls))
+        state.outputs = {**statistics._asdict(), "embedding_std": std}
+        if out.koleo is not None:
+            state.outputs["koleo"] = out.koleo.detach()
+    state.center.accumulate(out.teacher_logits)
+    return cross_entropy / accumulate
 
 
-def forward(state: TrainingState, batch: Batch, rates: Rates) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of a pass, and the teacher's CLS features and logits."""
+class Forward(NamedTuple):
+    """A forward pass."""
+
+    loss: Tensor
+    cross_entropy: Tensor  # of student and teacher
+    koleo: Tensor | None
+    teacher_cls: Tensor
+    teacher_logits: Tensor
+    center: Tensor
+
+
+def forward(state: TrainingState, batch: Batch, rates: Rates) -> Forward:
+    """Return the loss of a pass, and the teacher's part in it."""
     config, globals_ = state.config, state.config.views.global_count
     views = state.views_of(batch)
     with state.autocast():
         with torch.no_grad():
             teacher_out = state.teacher(first_rows(views, globals_ * len(batch.samples)))
-            cls, teacher_logits = teacher_out.cls, teacher_out.logits()
+            teacher_cls, teacher_logits = teacher_out.cls, teacher_out.logits()
+            center = state.center(teacher_logits, rates.teacher_temp)
             del teacher_out  # its prototypes are as large as the student's, which needs the memory now
         student_out = state.wrapped(views)
-        loss = dino_loss(
+        cross_entropy = dino_loss(
             student_out.features,
             student_out.prototypes,
             teacher_logits,
-            state.center.center,
+            center,
             views=globals_ + config.views.local_count,
             global_views=globals_,
             student_temperature=config.loss.student_temp,
             teacher_temperature=rates.teacher_temp,
         )
-    return loss, cls, teacher_logits
+        loss, koleo = cross_entropy, None
+        if weight := config.loss.koleo_weight:
+            views_cls = student_out.cls.split(len(batch.samples))[:globals_]
+            koleo = torch.stack([koleo_loss(cls) for cls in views_cls]).sum()
+            loss = loss + weight * koleo
+    return Forward(loss, cross_entropy, koleo, teacher_cls, teacher_logits, center)
 
 
 def freeze(state: TrainingState) -> None:

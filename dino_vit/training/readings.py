@@ -28,7 +28,7 @@ class Reading:
     step: Count  # taken so far
     total_steps: Count
     epoch: Annotated[float, Field(ge=0, le=2**53)]
-    loss: Number  # mean since the previous reading
+    loss: Number  # the cross-entropy of student and teacher, mean since the previous reading
     prototypes: Annotated[Count, Field(gt=0)]
     mean_output_entropy: Number
     output_entropy: Number
@@ -45,6 +45,7 @@ class Reading:
     images_per_second: Number
     data_wait: Number  # share of the time
     nonfinite_steps: Count  # since the start of the run
+    koleo: Number | None = None  # at this step, summed over the global views
     knn: float | None = None  # percent, where the step was evaluated and there are labels
     rankme: float | None = None  # where the step was evaluated
     state: str = ""  # what the readings so far say about the run
@@ -78,6 +79,7 @@ class Reading:
             "speed/images_per_second": self.images_per_second,
             "speed/data_wait": self.data_wait,
             "run/epoch": self.epoch,
+            "loss/koleo": self.koleo,
             "eval/knn": self.knn,
             "eval/rankme": self.rankme,
         }

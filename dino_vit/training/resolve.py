@@ -181,11 +181,17 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
             f"(data.batch_size={config.data.batch_size} on {facts.processes} processes)"
         )
     pass_before = batch // before.optim.accumulate
-    if config.head.batch_norm and before.head.batch_norm and pass_before != per_pass:
-        changes.append(
-            f"BatchNorm used {plural(pass_before, 'image')} per forward pass and would now use {per_pass} "
-            f"(data.batch_size={config.data.batch_size} on {plural(facts.processes, 'process', 'processes')})"
-        )
+    for name, now, then in (
+        ("BatchNorm", config.head.batch_norm, before.head.batch_norm),
+        ("Sinkhorn-Knopp", *(one.loss.centring == "sinkhorn" for one in (config, before))),
+        ("KoLeo", config.loss.koleo_weight, before.loss.koleo_weight),
+    ):
+        if now and then and pass_before != per_pass:
+            changes.append(
+                f"{name} used {plural(pass_before, 'image')} per forward pass and would now use {per_pass} "
+                f"(data.batch_size={config.data.batch_size} on "
+                f"{plural(facts.processes, 'process', 'processes')})"
+            )
     if changes and config.run.resume != "changed":
         raise ValueError(
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "

@@ -16,7 +16,7 @@ from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.method.loss import Center
+from dino_vit.method.centring import build_center
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
@@ -157,7 +157,9 @@ def _build_state(
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 else student,
         teacher=teacher,
-        center=Center(prototypes=config.head.prototypes, momentum=config.loss.center_momentum).to(device),
+        center=build_center(
+            config.loss.centring, prototypes=config.head.prototypes, momentum=config.loss.center_momentum
+        ).to(device),
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,

@@ -18,7 +18,7 @@ from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.method.loss import Center
+from dino_vit.method.centring import Center
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan

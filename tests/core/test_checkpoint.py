@@ -3,7 +3,7 @@ import torch
 
 from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, restore
 from dino_vit.core.storage import StorageError, write_tensors
-from dino_vit.method.loss import Center
+from dino_vit.method.centring import Center
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
 from dino_vit.models.student_teacher import build_networks
 

@@ -12,7 +12,9 @@ from dino_vit.core.distributed import (
     rank,
     world_size,
 )
-from dino_vit.method.loss import Center, loss_statistics
+from dino_vit.method.centring import Center, sinkhorn_center
+from dino_vit.method.koleo import koleo_loss
+from dino_vit.method.loss import loss_statistics
 from dino_vit.method.optim import reduce_loss
 
 
@@ -25,11 +27,16 @@ def test_a_single_process_needs_no_group():
 
 def test_two_processes_agree(tmp_path):
     logits = torch.randn(8, 5)
-    mp.spawn(_check_in_process, args=(f"file://{tmp_path / 'rendezvous'}", logits), nprocs=2)
+    features = logits.clone().requires_grad_()
+    koleo = koleo_loss(features)
+    (gradient,) = torch.autograd.grad(koleo, features)
+    of_one = sinkhorn_center(logits, 0.1), koleo.detach(), gradient
+    arguments = f"file://{tmp_path / 'rendezvous'}", logits, of_one
+    mp.spawn(_check_in_process, args=arguments, nprocs=2)
     assert sorted(os.listdir(tmp_path))[:2] == ["done0", "done1"]
 
 
-def _check_in_process(number, rendezvous, logits):
+def _check_in_process(number, rendezvous, logits, of_one):
     dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
     try:
         assert (rank(), world_size()) == (number, 2)
@@ -42,6 +49,7 @@ def _check_in_process(number, rendezvous, logits):
         _check_gather(number)
         _check_center(number, logits)
         _check_statistics(number, logits)
+        _check_terms(number, logits, *of_one)
         loss = torch.tensor(float("inf") if number else 1.0)
         assert not reduce_loss(loss, torch.tensor(1.0))[1]
         assert reduce_loss(torch.tensor(1.0 + number), torch.tensor(1.0)) == (1.5, True)
@@ -58,6 +66,16 @@ def _check_gather(number):
         assert torch.equal(gathered, of_all)
         assert not gathered.requires_grad
     assert all_gather(torch.full((1,), number)).tolist() == [0, 1]
+
+
+def _check_terms(number, logits, center, koleo, koleo_gradient):
+    """Compare with what one process computes of all rows."""
+    part = logits.chunk(2)[number].clone().requires_grad_()
+    torch.testing.assert_close(sinkhorn_center(part, 0.1), center)
+    value = koleo_loss(part)
+    (gradient,) = torch.autograd.grad(value, part)
+    torch.testing.assert_close(value.detach(), koleo)
+    torch.testing.assert_close(gradient / 2, koleo_gradient.chunk(2)[number])  # as if averaged
 
 
 def _check_center(number, logits):

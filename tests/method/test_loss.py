@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.method.loss import Center, dino_loss, loss_statistics, teacher_targets
+from dino_vit.method.loss import dino_loss, loss_statistics, teacher_targets
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 VIEWS = [(g, g + local) for g, local in product([1, 2, 3], [0, 1, 6]) if g + local > 1]
@@ -154,39 +154,6 @@ def test_teacher_targets_are_centred_and_sharpened_in_float32():
     assert targets.dtype == torch.float32
     exponentials = ((logits.bfloat16().float() - center) / 0.04).exp()
     torch.testing.assert_close(targets, exponentials / exponentials.sum(1, keepdim=True))
-
-
-def test_the_center_is_the_same_in_one_or_many_pieces():
-    whole, pieces = Center(prototypes=7), Center(prototypes=7)
-    expected = torch.zeros(1, 7)
-    for _ in range(3):
-        logits = torch.randn(64, 7)
-        whole.accumulate(logits)
-        whole.update()
-        for piece in logits.split([16, 16, 30, 2]):
-            torch.testing.assert_close(pieces.center, expected)  # the one from before the step
-            pieces.accumulate(piece)
-        pieces.update()
-        expected = expected * 0.9 + logits.mean(0) * 0.1
-        torch.testing.assert_close(whole.center, expected)
-        torch.testing.assert_close(pieces.center, expected)
-
-
-def test_the_center_is_kept_from_what_is_not_finite():
-    center = Center(prototypes=3)
-    center.accumulate(torch.ones(4, 3))
-    center.update()
-    before = center.center.clone()
-    center.accumulate(torch.tensor([[1.0, float("nan"), 1.0]]))
-    center.update()
-    assert torch.equal(center.center, before)
-    center.accumulate(torch.ones(4, 3))
-    center.update()
-    torch.testing.assert_close(center.center, before * 0.9 + 0.1)
-
-
-def test_the_center_alone_is_saved():
-    assert list(Center(prototypes=3).state_dict()) == ["center"]
 
 
 def test_statistics_take_the_loss_apart():

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dino_vit.method.loss import Center
+from dino_vit.method.centring import Center
 from dino_vit.training.diagnosis import PATIENCE, diagnose
 from dino_vit.training.plan import Plan
 from dino_vit.training.readings import READING, read_records

@@ -65,6 +65,18 @@ def test_two_processes_follow_one(tmp_path, alone, launcher):
     assert_follows(output, alone)
 
 
+def test_two_processes_balance_and_spread_the_images_of_both(tmp_path):
+    """Sinkhorn-Knopp and KoLeo look at a whole batch, so here the processes need each other's images."""
+    terms = {"loss.centring": "sinkhorn", "loss.koleo_weight": 0.1}
+    run(tmp_path / "alone", {**ONE, **terms})
+    finish(pair(tmp_path / "run", {**TWO, **terms}, srun_environs()))
+    assert_follows(tmp_path / "run", tmp_path / "alone")
+    ours, theirs = ([line["koleo"] for line in readings(tmp_path / name)] for name in ("run", "alone"))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    centers = [tensors(tmp_path / name, 10)["loss.center"] for name in ("run", "alone")]
+    torch.testing.assert_close(*centers, atol=1e-4, rtol=1e-3)
+
+
 def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
     output = tmp_path / "run"
     _, second = finish(pair(output, TWO, srun_environs()))

@@ -210,12 +210,21 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path, whole):
     assert steps(output) == [5, 10, 15, 20]
 
 
-def test_the_batch_of_the_statistics_is_kept(tmp_path):
-    """The global batch may be made up in another way, unless BatchNorm takes its statistics over a part."""
-    settings = {"head.batch_norm": "true", "budget.steps": 5, **SHORT}
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ({"head.batch_norm": "true"}, "BatchNorm"),
+        ({"loss.centring": "sinkhorn"}, "Sinkhorn-Knopp"),
+        ({"loss.koleo_weight": 0.1}, "KoLeo"),
+    ],
+    ids=["batch norm", "sinkhorn", "koleo"],
+)
+def test_the_batch_of_the_statistics_is_kept(tmp_path, setting, name):
+    """The global batch may be made up in another way, unless something looks at all images of a pass."""
+    settings = {**setting, "budget.steps": 5, **SHORT}
     run(tmp_path / "run", settings)
     said = run(tmp_path / "run", {**settings, "data.batch_size": 4}, code=2)
-    assert "BatchNorm used 8 images per forward pass and would now use 4 (data.batch_size=4 on 1 proc" in said
+    assert f"{name} used 8 images per forward pass and would now use 4 (data.batch_size=4 on 1 proc" in said
 
 
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole):
