@@ -117,9 +117,9 @@ def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, di
     }
     features["raw pixels"] = pixel_features(source, indices, preparation=preparation)
     knn = {
-        "untrained": record.baseline.get("knn"),
+        "untrained": record.baseline.knn,
         "trained": record.latest("knn"),
-        "raw pixels": record.baseline.get("raw_pixels"),
+        "raw pixels": record.baseline.raw_pixels,
     }
     return {
         "k-NN": {name: value for name, value in knn.items() if value is not None},

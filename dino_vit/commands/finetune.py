@@ -47,7 +47,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.signals import Interruption
 from dino_vit.core.sizes import VIT_SIZES, height_width
-from dino_vit.eval.accuracy import summary, top_k_accuracy, write_results
+from dino_vit.eval.accuracy import accuracy_of_guesses, summary, top_k_accuracy, write_results
 from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.linear import TOP_K
@@ -250,7 +250,8 @@ class Finetuning:
             ranked = self.model.head(features.values).topk(min(TOP_K, len(self.sets.classes))).indices
         ranked, indices = all_gather(ranked), all_gather(features.indices)
         targets = torch.from_numpy(val.targets).to(self.device)[indices]
-        return {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
+        accuracies = {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
+        return {**accuracies, **accuracy_of_guesses(targets, self.sets.classes)}
 
     def _resume(self) -> None:
         """Restore the newest checkpoint of the output folder, if it is of the same run."""

@@ -20,6 +20,7 @@ from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
+from dino_vit.data.splits import splits_of
 from dino_vit.data.statistics import ImageInfo, ImageSummary, inspect_images
 from dino_vit.eval.pictures import Panel, as_picture, write_sheet
 from dino_vit.views.build import build_pixels, make_views
@@ -71,6 +72,7 @@ def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]
         "images": len(source),
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": unlabelled,
+        "splits": {name: len(places) for name, places in splits_of(source).items()},
         "looked_at": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),
@@ -95,6 +97,8 @@ def _range(values: Iterable[float]) -> dict[str, float] | None:
 def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as lines for a person."""
     yield f"{facts['source']}: {facts['images']:,} images, {_labels(facts)}"
+    if facts["splits"]:
+        yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
     if facts["looked_at"] < facts["images"]:
         yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
     if facts["height"]:

@@ -14,16 +14,17 @@ from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
     Accuracy,
     classification_results,
+    describe_guess,
     results_path,
     top_k_accuracy,
     write_results,
 )
 from dino_vit.eval.datasets import (
     LabelledFeatures,
+    LabelledSubset,
     SupervisedConfig,
     labelled_features,
-    open_sets,
-    open_subset,
+    sets_or_images,
 )
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.knn import few_shot_rows, weighted_knn
@@ -36,7 +37,7 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     train: str | None = setting(
-        None, "labelled images of the bank; null: source, where each image is classified by the others"
+        None, "labelled images of the bank; null: the split train of source, or for each image the others"
     )
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
@@ -51,18 +52,17 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
 def run(config: KnnConfig) -> int:
     """Classify, print the tables and write the JSON."""
     with frozen_backbone(config) as frozen:
-        name = "knn-leave-one-out" if config.train is None else "knn"
-        path = results_path(name, weights=config.weights, output=config.output)
-        if config.train is None:
-            subset = open_subset(config.source, config.labels)
-            subset.require_two_classes(config.source)
-            bank = queries = labelled_features(frozen, subset)  # each image is classified by the others
-            classes = tuple(subset.source.classes)
+        sets = sets_or_images(config)
+        if isinstance(sets, LabelledSubset):  # each image is classified by the others
+            name, bank_name, queries_name = "knn-leave-one-out", None, config.source
+            bank = queries = labelled_features(frozen, sets)
+            classes = tuple(sets.source.classes)
         else:
-            sets = open_sets(config)
+            name, bank_name, queries_name = "knn", sets.train_name, sets.val_name
             bank = labelled_features(frozen, sets.train, title="features of the bank")
             queries = labelled_features(frozen, sets.val, title="features of the query images")
             classes = sets.classes
+        path = results_path(name, weights=config.weights, output=config.output)
         ranked = _classify(config, frozen, bank, queries, config.k)
         results = {
             "weights": frozen.describe_weights(),
@@ -78,7 +78,9 @@ def run(config: KnnConfig) -> int:
         }
         if is_main_process():
             write_results(path, results)
-            print("\n\n".join([*_tables(config, results), str(path)]))
+            others = f"{results['bank']:,} of {bank_name}" if bank_name else "the others"
+            title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
+            print("\n\n".join([title, *_tables(config, results), str(path)]))
     return 0
 
 
@@ -137,10 +139,8 @@ def _few_shot(
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
     """Return the tables as texts: by k, by shots, and by class for the first k."""
-    bank = "the others" if config.train is None else f"{results['bank']:,} of {config.train}"
-    tables = [f"{results['images']:,} images of {config.source} by their neighbours among {bank}"]
     rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in results["results"]]
-    tables.append(format_table(["k", "top-1 %", "top-5 %"], rows))
+    tables = [f"{format_table(['k', 'top-1 %', 'top-5 %'], rows)}\n{describe_guess(results['results'][0])}"]
     if results["few_shot"]:
         rows = []
         for one in results["few_shot"]:

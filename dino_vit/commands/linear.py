@@ -116,7 +116,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     chosen_on = val
     if config.select == "train":
         train, chosen_on = hold_out(train, config.seed)
-    columns = [columns_of(spec, cached, frozen.model.width) for spec in inputs]
+    columns = [spec.columns_in(cached, frozen.model.width) for spec in inputs]
     setting: str
     values: Sequence[float]
     if config.method == "grid":
@@ -155,7 +155,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     text = [
         f"top-1 in %, trained on {len(train):,} images",
         _table(setting, values, inputs, top1, best),
-        f"* best, {setting} {values[row]:.3g}, {_title(inputs[column])}: {line}",
+        f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {line}",
         how_chosen,
         *notes,
     ]
@@ -175,12 +175,6 @@ def _inputs(config: LinearConfig, depth: int) -> list[FeatureSpec]:
         FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=count)
         for count, mean in product(counts, dict.fromkeys(means))
     ]
-
-
-def columns_of(part: FeatureSpec, whole: FeatureSpec, width: int) -> slice:
-    """Return the columns of some tokens among the features of a spec that has more of them."""
-    end = whole.blocks + (part.tokens == "cls+mean")
-    return slice((whole.blocks - part.blocks) * width, end * width)
 
 
 def _train_grid(
@@ -238,12 +232,7 @@ def _table(
     cells = [f"{one.percent:.2f}{'*' if index == best else ' '}" for index, one in enumerate(top1)]
     width = len(inputs)
     rows = [[f"{value:.3g}", *cells[row * width : (row + 1) * width]] for row, value in enumerate(values)]
-    return format_table([setting, *map(_title, inputs)], rows)
-
-
-def _title(spec: FeatureSpec) -> str:
-    blocks = "CLS" if spec.blocks == 1 else f"CLS of {spec.blocks} blocks"
-    return f"{blocks} + mean patch" if spec.tokens == "cls+mean" else blocks
+    return format_table([setting, *(spec.title for spec in inputs)], rows)
 
 
 def _evaluate_head(

@@ -213,6 +213,11 @@ class Budget(Settings):
     steps: Count | None = setting(None, "optimiser steps")
     images: Count | None = setting(None, "images drawn, counted with repeats")
 
+    @property
+    def unit(self) -> str:
+        """The unit that is given."""
+        return next(unit for unit in ("steps", "images", "epochs") if getattr(self, unit) is not None)
+
     def total_steps(self, images: int, batch: int) -> int:
         """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch."""
         return self.steps or (self.images or 0) // batch or (self.epochs or 0) * (images // batch)

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from dino_vit.core.progress import plural
 from dino_vit.core.text import printable
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
+from dino_vit.data.splits import below_shared, find_splits, splits_of
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -62,12 +62,14 @@ def _number(text: str) -> float | None:
 
 
 def folder_labels(names: Sequence[bytes]) -> Labels:
-    """Label sorted paths by their first-level folder below the folder that they all share."""
-    # The names are sorted: what the first and the last share, all share.
-    folders = (name.split(b"/")[:-1] for name in (names[0], names[-1]))
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
-    start = sum(len(folder) + 1 for folder, _ in shared)
-    tops = (name[start:].partition(b"/") for name in names)
+    """Label sorted paths by their first-level folder below the folder that they all share.
+
+    If these folders are splits, such as train and val, the labels are the folders in them.
+    """
+    paths = list(below_shared(names))
+    if find_splits(paths):
+        paths = [path.partition(b"/")[2] for path in paths]
+    tops = (path.partition(b"/") for path in paths)
     return number_labels([top if slash else None for top, slash, _ in tops])
 
 
@@ -169,6 +171,10 @@ class LabelledSource(Subset):
     @property
     def classes(self) -> list[str]:
         return self._labels.classes
+
+    @property
+    def splits(self) -> Mapping[str, range]:
+        return splits_of(self.source)
 
     @property
     def fingerprint(self) -> str:

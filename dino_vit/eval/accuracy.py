@@ -60,19 +60,36 @@ def per_class_accuracy(ranked: Tensor, labels: Tensor) -> dict[int, Accuracy]:
 
 
 def classification_results(ranked: Tensor, targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the top-1, top-5 and per-class accuracy for a results file."""
+    """Return the top-1, top-5 and per-class accuracy for a results file, beside those of guesses."""
     per_class = per_class_accuracy(ranked, targets)
     return {
         "top1": top_k_accuracy(ranked, targets, 1)._asdict(),
         "top5": top_k_accuracy(ranked, targets, 5)._asdict(),
+        **accuracy_of_guesses(targets, classes),
         "per_class": {classes[target]: one._asdict() for target, one in per_class.items()},
     }
+
+
+def accuracy_of_guesses(targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    """Return what a guess by chance, and always the largest class, come to in per cent."""
+    counts = torch.bincount(targets, minlength=len(classes))
+    largest = int(counts.argmax())
+    share = 100 * int(counts[largest]) / max(len(targets), 1)
+    return {"chance": 100 / len(classes), "largest_class": {"name": classes[largest], "percent": share}}
 
 
 def summary(results: Mapping[str, Any], classes: int) -> str:
     """Return the top-1 and top-5 accuracy of a results file as a text."""
     top1, top5 = Accuracy(**results["top1"]), Accuracy(**results["top5"])
-    return f"top-1 {top1}, top-5 {top5} of {top1.images:,} images of {classes} classes"
+    accuracies = f"top-1 {top1}, top-5 {top5} of {top1.images:,} images of {classes} classes"
+    return f"{accuracies}; {describe_guess(results)}"
+
+
+def describe_guess(results: Mapping[str, Any]) -> str:
+    """Return the accuracy of guesses as a text."""
+    largest = results["largest_class"]
+    guess = f"always guessing {largest['name']}, the largest class, is right in {largest['percent']:.1f} %"
+    return f"{guess}, chance in {results['chance']:.1f} %"
 
 
 def results_path(name: str, *, weights: str, output: str | None = None) -> Path:

@@ -12,12 +12,14 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.config.settings import Seed, Settings, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import rank, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.core.text import brief
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
+from dino_vit.data.splits import Splits, choose_splits, describe_use
 from dino_vit.eval.features.extraction import CLS, FeatureSpec
 from dino_vit.eval.features.frozen import FrozenBackbone
 from dino_vit.views.geometry import View
@@ -37,7 +39,9 @@ class SupervisedConfig(Settings):
 
     source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
-    train: str | None = setting(None, "images to train on; null: source, except a fifth for evaluation")
+    train: str | None = setting(
+        None, "images to train on; null: the split train of source, or all of it but a fifth"
+    )
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     seed: Seed = setting(0, "of all random numbers")
 
@@ -79,28 +83,58 @@ class LabelledSubset:
 
 @dataclass(frozen=True)
 class LabelledSets:
-    """A training and a validation set, and the names of their classes."""
+    """A training and a validation set, what they are called, and the names of their classes."""
 
     train: LabelledSubset
     val: LabelledSubset
     classes: tuple[str, ...]
+    train_name: str
+    val_name: str
+
+
+def sets_or_images(config: SupervisedConfig) -> LabelledSets | LabelledSubset:
+    """Open both sets: those that are given, or the splits of the source; without these, all its images."""
+    val = open_subset(config.source, config.labels)
+    if config.train is None:
+        splits = choose_splits(val.source)
+        if splits is None:
+            val.require_two_classes(config.source)
+            return val
+        return _of_splits(val, splits, config.source)
+    train = open_subset(config.train, config.train_labels, "train_labels")
+    train.require_two_classes(config.train)
+    classes = train.source.classes
+    targets = renumber(val.targets, val.source.classes, classes, name=config.source)
+    val = LabelledSubset(val.source, val.indices, targets)
+    return LabelledSets(train, val, tuple(classes), config.train, config.source)
 
 
 def open_sets(config: SupervisedConfig) -> LabelledSets:
-    """Open both sets; without `train`, a fifth of the images, chosen by the seed, is for validation."""
-    source, train = config.source, config.train
-    val = open_subset(source, config.labels)
-    if train is None:
-        val.require_two_classes(source)
-        bits = random_bits(config.seed, RngPurpose.EVALUATION, val.indices)
-        chosen = np.zeros(len(val), dtype=bool)
-        chosen[np.argsort(bits, kind="stable")[: max(1, len(val) // _VAL_SHARE)]] = True
-        return LabelledSets(val[~chosen], val[chosen], tuple(val.source.classes))
-    learned = open_subset(train, config.train_labels, "train_labels")
-    learned.require_two_classes(train)
-    classes = learned.source.classes
-    targets = renumber(val.targets, val.source.classes, classes, name=source)
-    return LabelledSets(learned, LabelledSubset(val.source, val.indices, targets), tuple(classes))
+    """Open both sets; of a source without splits a fifth, chosen by the seed, is for validation."""
+    sets = sets_or_images(config)
+    if isinstance(sets, LabelledSets):
+        return sets
+    bits = random_bits(config.seed, RngPurpose.EVALUATION, sets.indices)
+    chosen = np.zeros(len(sets), dtype=bool)
+    chosen[np.argsort(bits, kind="stable")[: max(1, len(sets) // _VAL_SHARE)]] = True
+    classes, name = tuple(sets.source.classes), config.source
+    return LabelledSets(sets[~chosen], sets[chosen], classes, f"the rest of {name}", f"a fifth of {name}")
+
+
+def _of_splits(images: LabelledSubset, splits: Splits, name: str) -> LabelledSets:
+    """Take the splits of a source as sets, and say so."""
+    log.info("%s", describe_use(images.source, splits, name))
+    train, val = (
+        images[(images.indices >= places.start) & (images.indices < places.stop)]
+        for places in (splits.train_images, splits.held_out_images)
+    )
+    names = f"{name}/{splits.train}", f"{name}/{splits.held_out}"
+    train.require_two_classes(names[0])
+    classes = images.source.classes
+    known = sorted(set(train.targets.tolist()))
+    numbers = renumber(val.targets, classes, [classes[number] for number in known], name=names[1])
+    val = LabelledSubset(val.source, val.indices, np.array(known)[numbers])
+    return LabelledSets(train, val, tuple(classes), *names)
 
 
 def open_subset(spec: str, labels: str | None, labels_setting: str = "labels") -> LabelledSubset:

@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import replace
-from itertools import islice
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +13,17 @@ from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, share
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
+from dino_vit.data.splits import choose_splits
+from dino_vit.eval.accuracy import accuracy_of_guesses
+from dino_vit.eval.features.extraction import CLS, Features, FeatureSpec, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
 
 NEIGHBOURS = 20
+_BLOCKS = 4  # whose CLS tokens are evaluated together
+_TOKENS: tuple[Literal["cls", "cls+mean"], ...] = ("cls", "cls+mean")
+_QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
 
 
@@ -34,11 +40,30 @@ def random_indices(source: Source, seed: int) -> list[int]:
     return np.argsort(bits, kind="stable").tolist()
 
 
+class Figures(NamedTuple):
+    """What an evaluation found; accuracies are top-1 in per cent, missing without labels."""
+
+    rankme: float  # of the CLS token
+    knn: float | None = None  # of the CLS token
+    best_features: str | None = None  # the tokens that are classified best
+    best_knn: float | None = None
+
+
+class Guesses(NamedTuple):
+    """What needs no network, in per cent, and the number of images that it is of."""
+
+    raw_pixels: float
+    largest_class: float
+    chance: float
+    queries: int
+
+
 class OnlineEvaluation:
     """Evaluate a backbone on the same few thousand images of a source each time, without side effects.
 
     The images are a function of the seed. Each is classified by its nearest neighbours among the others, so
-    that all images serve as queries for one forward pass each. In a process group each process computes the
+    that all images serve as queries for one forward pass each; if the source has splits, those of val or test
+    are classified by those of train. In a process group each process computes the
     features of its share, and all get the same figures.
     """
 
@@ -56,33 +81,57 @@ class OnlineEvaluation:
         self.batch_size, self.autocast = batch_size, autocast
         self.warned = False  # of unreadable images
         order = random_indices(source, seed)
-        labelled = list(islice((i for i in order if source.label(i) is not None), images))
+        labelled = [index for index in order if source.label(index) is not None]
+        splits = choose_splits(source)
+        self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
+        if splits:
+            queries = [index for index in labelled if index in splits.held_out_images]
+            bank = [index for index in labelled if index in splits.train_images]
+            queries = queries[: images // _QUERIES_SHARE]
+            bank = bank[: images - len(queries)]
+            self.bank, labelled = torch.tensor(bank), bank + queries
+        labelled = labelled[:images]
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
 
-    def __call__(self, backbone: VisionTransformer) -> dict[str, float]:
-        """Return `knn`, top-1 in per cent, unless labels are missing or all the same, and `rankme`."""
-        features = self._features(backbone)
-        finite = bool(features.values.isfinite().all())
-        figures = {"rankme": rankme(features.values) if finite else math.nan}
-        if self.has_labels:
-            figures["knn"] = self._accuracy(features) if finite else math.nan
-        return figures
+    def __call__(self, backbone: VisionTransformer) -> Figures:
+        """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
+        blocks = min(_BLOCKS, backbone.depth)
+        whole = FeatureSpec(tokens="cls+mean", blocks=blocks) if self.has_labels else CLS
+        features = self._features(backbone, whole)
+        if not features.values.isfinite().all():
+            return Figures(math.nan, math.nan if self.has_labels else None)
 
-    def raw_pixels(self) -> float | None:
-        """Return `knn` of the pixels themselves, a baseline for features; None without labels.
+        def part(spec: FeatureSpec) -> Tensor:
+            return features.values[:, spec.columns_in(whole, backbone.width)]
 
-        Computed by the calling process alone.
-        """
+        rank = rankme(part(CLS))
+        if not self.has_labels:
+            return Figures(rank)
+        specs = [FeatureSpec(tokens=tokens, blocks=n) for tokens, n in product(_TOKENS, sorted({1, blocks}))]
+        found = {spec: self._accuracy(part(spec), features.indices) for spec in specs}
+        best = max(specs, key=lambda spec: found[spec])
+        return Figures(rank, found[CLS], best.title, found[best])
+
+    def guesses(self) -> Guesses | None:
+        """Return how well labels can be told without a network, computed by the calling process alone."""
         if not self.has_labels:
             return None
+        bank = set() if self.bank is None else set(self.bank.tolist())
+        queries = [index for index in self.indices if index not in bank]
+        targets = torch.tensor([self.source.label(index) for index in queries])
+        found = accuracy_of_guesses(targets, self.source.classes)
+        return Guesses(self._raw_pixels(), found["largest_class"]["percent"], found["chance"], len(queries))
+
+    def _raw_pixels(self) -> float:
         height, width = self.preparation.size
         shrink = min(1.0, _PIXEL_SIDE / max(height, width))
         size = max(1, round(height * shrink)), max(1, round(width * shrink))
         small = replace(self.preparation, size=size)
-        return self._accuracy(pixel_features(self.source, self.indices, preparation=small))
+        pixels = pixel_features(self.source, self.indices, preparation=small)
+        return self._accuracy(pixels.values, pixels.indices)
 
-    def _features(self, backbone: VisionTransformer) -> Features:
+    def _features(self, backbone: VisionTransformer, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""
         mine = extract_features(
             backbone,
@@ -90,6 +139,7 @@ class OnlineEvaluation:
             share(self.indices),
             preparation=self.preparation,
             batch_size=self.batch_size,
+            spec=spec,
             autocast=self.autocast,
         )
         if mine.unreadable and not self.warned:
@@ -98,12 +148,17 @@ class OnlineEvaluation:
             log.warning("online evaluation leaves out unreadable images: %d, first %s", count, first)
         return Features(all_gather(mine.values), all_gather(mine.indices), mine.unreadable)
 
-    def _accuracy(self, features: Features) -> float:
+    def _accuracy(self, features: Tensor, indices: Tensor) -> float:
         """Return the per cent of images that their neighbours classify correctly."""
-        values, count = features.values, len(features.values)
-        if count < 2:  # most images became unreadable
+        labels = torch.tensor([self.source.label(i) for i in indices.tolist()], device=features.device)
+        votes = torch.ones_like(labels, dtype=torch.bool)
+        asked = votes
+        if self.bank is not None:
+            votes = torch.isin(indices, self.bank).to(features.device)
+            asked = ~votes
+        k = min(NEIGHBOURS, int(votes.sum()) - (self.bank is None))
+        if k < 1 or not asked.any():  # most images became unreadable
             return math.nan
-        labels = torch.tensor([self.source.label(i) for i in features.indices.tolist()], device=values.device)
-        k = min(NEIGHBOURS, count - 1)
-        ranked = weighted_knn(values, labels, values, k=[k], own=0)[k]
-        return 100 * float((ranked[:, 0] == labels).float().mean())
+        own = 0 if self.bank is None else None
+        ranked = weighted_knn(features[votes], labels[votes], features[asked], k=[k], own=own)[k]
+        return 100 * float((ranked[:, 0] == labels[asked]).float().mean())

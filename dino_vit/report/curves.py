@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dino_vit.report.record import RunRecord, facts, finite, state
+from dino_vit.report.record import RunRecord, facts, finite, outcome, state
 from dino_vit.training.readings import Reading
+from dino_vit.training.verdict import LEARNING
 
 BUCKETS = 300  # the lowest and the highest point of each are kept
 LONG_WAIT = 0.1  # share of the time spent waiting for data from which the caption says what to do
@@ -23,13 +24,13 @@ Point = tuple[int, float]
 def live_data(record: RunRecord) -> dict[str, Any]:
     """Return what changes while a run goes on: texts by their `data-text` on the page, and the charts."""
     diagnosis, history = state(record)
-    tone = "plain" if diagnosis.state == "starting" else "good"
+    tone = "good" if diagnosis == LEARNING else "plain"
     return {
         "tone": "bad" if diagnosis.advice else tone,
         "texts": {
             "state": diagnosis.state,
             "history": history,
-            "advice": diagnosis.advice,
+            "outcome": outcome(record),
             **{f"fact-{name}": text for name, text in facts(record).items()},
             **{f"figure-{name}": text for name, text in figures(record).items()},
         },
@@ -42,7 +43,7 @@ def figures(record: RunRecord) -> dict[str, str]:
     """Return the few numbers to look at first."""
     found = {}
     knn, rank = record.latest("knn"), record.latest("rankme")
-    levels = record.baseline_levels("knn", "raw_pixels")
+    levels = record.baseline_levels("knn", "raw_pixels", "largest_class", "chance")
     if knn is not None or levels:
         found["k-NN"] = "–" if knn is None else f"{knn:.1f} %"
         found |= {f"k-NN, {name}": f"{level:.1f} %" for name, level in levels.items()}
@@ -67,13 +68,21 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         "of each output, on average": "output_entropy",
         "gap": "entropy_gap",
     }
-    knn, rank = record.baseline_levels("knn", "raw_pixels"), record.baseline_levels("rankme")
+    knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
+    rank = record.baseline_levels("rankme")
+    accuracies = {"k-NN": "knn", "k-NN of the best features": "best_knn"}
     small = _small_charts(readings)
     specs: list[tuple[str, str, str, dict[str, str], dict[str, float]]] = [
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
-        ("knn", "k-NN accuracy", _knn(readings, knn), {"k-NN": "knn"}, knn),
+        (
+            "knn",
+            "k-NN accuracy",
+            _knn(readings, knn),
+            accuracies,
+            knn,
+        ),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),
         *((name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()),
     ]
@@ -89,7 +98,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
 
 def _curve(record: RunRecord, readings: Sequence[Reading], field: str) -> list[Point]:
     """Return the points of a curve, from step 0 if the figure was measured before training."""
-    start, scale = finite(record.baseline.get(field)), 100 if field == "data_wait" else 1
+    start, scale = finite(getattr(record.baseline, field, None)), 100 if field == "data_wait" else 1
     values = [(reading.step, getattr(reading, field)) for reading in readings]
     scaled = [(step, value if value is None else finite(scale * value)) for step, value in values]
     points = thin([(step, value) for step, value in scaled if value is not None])

@@ -10,8 +10,9 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.progress import duration, plural
-from dino_vit.training.diagnosis import STATES, Diagnosis
-from dino_vit.training.readings import BASELINE, READING, START, Reading, Start, read_records
+from dino_vit.training.diagnosis import Diagnosis
+from dino_vit.training.readings import BASELINE, READING, START, Baseline, Reading, Start, read_records
+from dino_vit.training.verdict import STATES, TOO_EARLY, circumstances, summarise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class RunRecord:
     config: PretrainConfig
     readings: list[Reading]
     starts: list[Start]
-    baseline: dict[str, float]  # figures before the first step
+    baseline: Baseline
 
     @property
     def step(self) -> int:
@@ -41,8 +42,9 @@ class RunRecord:
     def baseline_levels(self, *figures: str) -> dict[str, float]:
         """Return figures measured before the first step, by the name of what they were measured on."""
         network = "initial weights" if self.config.init else "untrained network"
-        names = {figure: "raw pixels" if figure == "raw_pixels" else network for figure in figures}
-        found = {names[figure]: finite(self.baseline.get(figure)) for figure in figures}
+        others = {"raw_pixels": "raw pixels", "largest_class": "largest class", "chance": "chance"}
+        names = {figure: others.get(figure, network) for figure in figures}
+        found = {names[figure]: finite(getattr(self.baseline, figure)) for figure in figures}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -57,7 +59,7 @@ def read_run(folder: Path) -> RunRecord:
         config=load(PretrainConfig, settings),
         readings=read_records(folder / "metrics.jsonl", READING),
         starts=read_records(folder / "starts.jsonl", START),
-        baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), {}),
+        baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline()),
     )
 
 
@@ -146,12 +148,18 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
         if not spans or spans[-1][0] != line.state:
             spans.append((line.state, line.step))
     if not spans:
-        return STATES["starting"], "metrics.jsonl is missing or has no lines yet."
+        return TOO_EARLY, "metrics.jsonl is missing or has no lines yet."
     name, since = spans[-1]
     history = f"since step {since:,}"
     if spans[:-1]:
         history += "; earlier: " + ", ".join(f"{old} from step {first:,}" for old, first in spans[-4:-1])
     return STATES.get(name, Diagnosis(name)), f"{history}."
+
+
+def outcome(record: RunRecord) -> str:
+    """Return what has come of a run so far, in the words of its last line."""
+    images = record.starts[-1].images if record.starts else 0
+    return summarise(record.readings, circumstances(record.config, record.readings, record.baseline, images))
 
 
 def finite(value: object) -> float | None:

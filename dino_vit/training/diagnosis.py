@@ -1,4 +1,4 @@
-"""Tell from its readings whether a run learns, or how it has collapsed and what to try."""
+"""Tell from its readings whether a run has collapsed, how, and what to try."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from dino_vit.training.readings import Reading
 
 # Consecutive readings that must show a collapse before it is reported, all after the settled step.
 PATIENCE = 5
+AT_THE_END = 2  # when no more will come
 
 # Fewer rows than this may be alike by chance, above all two views of one image.
 FEW_ROWS = 16
@@ -29,8 +30,6 @@ class Diagnosis:
     advice: str = ""
 
 
-STARTING = Diagnosis("starting")
-LEARNING = Diagnosis("learning")
 NONFINITE = Diagnosis(
     "non-finite steps",
     "Many steps had a NaN or an infinity and were skipped. Lower optim.lr or lengthen optim.warmup_epochs; "
@@ -60,28 +59,23 @@ STUCK_AT_LN = Diagnosis(
     "optim.lr first: far below the recipe's 5e-4 nothing is learned, far above it diverges. Then lengthen "
     "optim.warmup_epochs, lower loss.teacher_temp, or use fewer head.prototypes.",
 )
-STATES = {
-    known.state: known
-    for known in (STARTING, LEARNING, NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN)
-}
+COLLAPSES = NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN
 
 
-def diagnose(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis:
-    """Return the state of a run from its last few readings.
+def collapse(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis | None:
+    """Return the collapse that the last few readings of a run show, if they show one.
 
     At first a healthy run looks collapsed: new networks give all images nearly the same features, and the
     centre removes what they share. So only non-finite steps are reported before `settled_step`, which should
     be after the warm-up of the learning rate and the freeze of the last layer.
     """
-    if not readings:
-        return STARTING
     if _skips_steps(readings[-PATIENCE - 1 :]):
         return NONFINITE
-    settled = [reading for reading in readings[-PATIENCE:] if reading.step >= settled_step]
+    settled = [reading for reading in readings if reading.step >= settled_step][-PATIENCE:]
     symptoms = [symptom for reading in settled if (symptom := _symptom(reading))]
-    if len(symptoms) < len(settled):
-        return LEARNING
-    return symptoms[-1] if len(symptoms) == PATIENCE else STARTING
+    finished = readings[-1].step >= readings[-1].total_steps
+    enough = len(settled) == PATIENCE or (finished and len(settled) >= AT_THE_END)
+    return symptoms[-1] if enough and len(symptoms) == len(settled) else None
 
 
 def _skips_steps(readings: Sequence[Reading]) -> bool:

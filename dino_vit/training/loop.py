@@ -183,8 +183,7 @@ def after_step(state: TrainingState, reporter: Reporter) -> None:
     if state.plan.is_logged(state.step):
         reading = state.read_interval()
         if state.plan.is_evaluated(state.step):
-            figures = state.evaluate()
-            reading = replace(reading, knn=figures.get("knn"), rankme=figures["rankme"])
+            reading = replace(reading, **state.evaluate()._asdict())
         reporter.log(reading)
         state.check_skipped()
         state.interval.restart()  # so that the evaluation does not count as training time

@@ -41,11 +41,6 @@ class Plan:
         run = self.config.run
         return run.eval_every_steps or (run.eval_every and run.eval_every * self.steps_per_epoch)
 
-    @property
-    def settled_step(self) -> int:
-        """The first step after all phases at the start of the run."""
-        return max(self.warmup_steps, self.freeze_steps, self.head_steps)
-
     def rates(self, step: int) -> Rates:
         """Return the values of the schedules at a step."""
         optim, teacher, loss = self.config.optim, self.config.teacher, self.config.loss
@@ -93,9 +88,8 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
     per_epoch, total = images // batch, budget.total_steps(images, batch)
     if not total:
         raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
-    unit = next(name for name in ("epochs", "steps", "images") if getattr(budget, name) is not None)
     problems = [
-        *check_phases(optim, config.loss, config.init, total / per_epoch, f"budget.{unit}"),
+        *check_phases(optim, config.loss, config.init, total / per_epoch, f"budget.{budget.unit}"),
         *check_scaled_lr(optim, batch),  # again, as only here the number of processes is known
     ]
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling)

@@ -48,6 +48,8 @@ class Reading:
     koleo: Number | None = None  # at this step, summed over the global views
     knn: float | None = None  # percent, where the step was evaluated and there are labels
     rankme: float | None = None  # where the step was evaluated
+    best_features: str | None = None  # the tokens whose k-NN accuracy was the best, and that accuracy
+    best_knn: float | None = None
     state: str = ""  # what the readings so far say about the run
 
     def to_record(self) -> dict[str, Any]:
@@ -82,6 +84,7 @@ class Reading:
             "loss/koleo": self.koleo,
             "eval/knn": self.knn,
             "eval/rankme": self.rankme,
+            "eval/best_knn": self.best_knn,
         }
         return {name: float(value) for name, value in named.items() if value is not None}
 
@@ -115,7 +118,29 @@ class Start:
     reasons: dict[str, str]  # of choices, by their setting
 
 
-READING, START, BASELINE = TypeAdapter(Reading), TypeAdapter(Start), TypeAdapter(dict[str, Number])
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What a run is compared with: its network before the first step, and what needs no network.
+
+    Accuracies are in per cent, and missing without labels.
+    """
+
+    rankme: Number | None = None
+    knn: Number | None = None
+    best_features: str | None = None
+    best_knn: Number | None = None
+    raw_pixels: Number | None = None
+    largest_class: Number | None = None  # always guessed
+    chance: Number | None = None
+    queries: Count | None = None  # images that the accuracies are of
+
+    def figures(self) -> dict[str, float]:
+        """Return the finite numbers by name."""
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+READING, START, BASELINE = TypeAdapter(Reading), TypeAdapter(Start), TypeAdapter(Baseline)
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

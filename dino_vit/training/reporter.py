@@ -1,7 +1,7 @@
 """Log a run on rank 0: its start, its readings, its result. Nothing here changes the state."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
@@ -17,17 +17,28 @@ from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import printable
-from dino_vit.training.diagnosis import diagnose
 from dino_vit.training.readings import (
+    BASELINE,
+    Baseline,
     ParameterCounts,
     Reading,
     Start,
     append_record,
     drop_later_readings,
+    read_records,
     to_json,
 )
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
+from dino_vit.training.verdict import Circumstances, circumstances, diagnose, summarise
+
+NAMES = {
+    "knn": "k-NN",
+    "rankme": "effective rank",
+    "best_knn": "k-NN of the best features",
+    "raw_pixels": "raw pixels",
+    "largest_class": "largest class",
+}
 
 
 class Reporter:
@@ -44,10 +55,14 @@ class Reporter:
         )
         self.metrics = self.state.folder / "metrics.jsonl"
         self.readings: list[Reading] = []
+        self.path_of_baseline = self.state.folder / "baseline.json"
+        self.baseline: Baseline | None = None
         if self.main:
             self._write_config(to_yaml(config))
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.readings = drop_later_readings(self.metrics, self.state.step)
+            if self.state.step:
+                self.baseline = next(iter(read_records(self.path_of_baseline, BASELINE)), None)
         # Trackers take numbers and text only.
         plain = {key: v if isinstance(v, int | float) else printable(v) for key, v in values(config).items()}
         accelerator.init_trackers("logs", config=plain)
@@ -75,15 +90,18 @@ class Reporter:
             except OSError as error:  # a full disk may be freed before the next checkpoint
                 self.progress.notice(f"starts.jsonl could not be written: {error}")
 
-    def log_baseline(self, figures: Mapping[str, float]) -> None:
+    def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
-        text = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in figures.items())
-        self.progress.notice(f"before the first step: {text}")
+        self.baseline, figures = baseline, baseline.figures()
+        queries = figures.pop("queries", 0)
+        text = ", ".join(f"{NAMES.get(name, name)} {value:.1f}" for name, value in figures.items())
+        of = f", of {plural(int(queries), 'image')} in per cent" if queries else ""
+        self.progress.notice(f"before the first step: {text}{of}")
         self.progress.start_clock()
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
             try:
-                write_bytes(self.state.folder / "baseline.json", to_json(dict(figures)))
+                write_bytes(self.path_of_baseline, to_json(asdict(baseline)))
             except StorageError as error:  # a full disk may be freed before the next checkpoint
                 self.progress.notice(str(error))
 
@@ -92,24 +110,16 @@ class Reporter:
         if not self.main:
             return
         self.readings.append(reading)
-        diagnosis = diagnose(self.readings, settled_step=self.state.plan.settled_step)
+        diagnosis = diagnose(self.readings, self._circumstances())
         self.progress.show(reading, diagnosis)
         try:
             append_record(self.metrics, replace(reading, state=diagnosis.state).to_record())
             self.state.accelerator.log(reading.scalars(), step=reading.step)
         except OSError as error:  # a full disk may be freed before the next checkpoint
             self.progress.notice(f"step {reading.step:,}: the reading could not be written. {error}")
-        self._compare_with_weights(reading)
 
-    def _compare_with_weights(self, reading: Reading) -> None:
-        """Warn when a run from trained weights is worse than these weights."""
-        name, value = ("knn", reading.knn) if reading.knn is not None else ("rankme", reading.rankme)
-        before = self.state.baseline
-        if self.state.config.init and value is not None and before is not None and value < before:
-            self.progress.notice(
-                f"step {reading.step:,}: {name} {value:.1f} is below the {before:.1f} of the initial "
-                "weights. Lower optim.lr or optim.layer_decay, or bring teacher.momentum nearer to 1"
-            )
+    def _circumstances(self) -> Circumstances:
+        return circumstances(self.state.config, self.readings, self.baseline, len(self.state.source))
 
     def stop(self) -> None:
         """Say how a run that was asked to stop resumes."""
@@ -117,7 +127,9 @@ class Reporter:
             self.progress.notice(f"saved at step {self.state.step:,}; run the same command to resume")
 
     def finish(self) -> None:
-        """Say where the result is."""
+        """Say what has come of the run, and where it is."""
+        if self.main:
+            self.progress.notice(summarise(self.readings, self._circumstances()))
         best = self.state.best
         text = (
             f", the best by {best['figure']} ({best['value']:.1f}) at step {best['step']:,}" if best else ""

@@ -15,6 +15,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.splits import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.centring import build_center
 from dino_vit.method.optim import build_optimizer, parameter_groups
@@ -77,6 +78,9 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
         state.restore(resumed)
     if weights is not None:
         notes.append(describe_sampling(weights))
+    if splits := choose_splits(source):
+        use = describe_use(source, splits, config.data.source)
+        notes.append(f"{use}; the run learns from all of them, without labels")
     return ReadyRun(state, choices, notes, resumed.path if resumed else None)
 
 

@@ -17,12 +17,12 @@ from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.online import Figures, OnlineEvaluation
 from dino_vit.method.centring import Center
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
-from dino_vit.training.readings import Count, Reading
+from dino_vit.training.readings import Baseline, Count, Reading
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
 
@@ -48,7 +48,6 @@ class Resumed(BaseModel):
     scaler: dict[str, float]
     interval: dict[str, FiniteFloat] | None = None  # checkpoints of 0.1.0 have none
     best: Best | None = None
-    baseline: float | None = None
 
 
 def check_resumable(checkpoint: Checkpoint) -> Checkpoint:
@@ -92,7 +91,6 @@ class TrainingState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best: dict[str, Any] | None = None  # figure, value, step
-    baseline: float | None = None  # the same figure before the first step
 
     def __post_init__(self) -> None:
         self.interval = Interval(self.device)
@@ -117,23 +115,20 @@ class TrainingState:
             return list(on_device.values())
         return [self.augment(views, batch.photometry[size]) for size, views in on_device.items()]
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Figures:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
         figures = self.evaluation(self.teacher.backbone)
-        figure = "knn" if "knn" in figures else "rankme"
-        value = figures[figure]
-        # A NaN is never the best, and no baseline either.
-        if self.step == 0:
-            self.baseline = value if math.isfinite(value) else None
-        elif math.isfinite(value) and (self.best is None or value > self.best["value"]):
+        figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
+        # A NaN is never the best.
+        if math.isfinite(value) and (self.best is None or value > self.best["value"]):
             self.best = {"figure": figure, "value": value, "step": self.step}
         return figures
 
-    def evaluate_baseline(self) -> dict[str, float]:
-        """Evaluate the network before the first step and, on rank 0, the raw pixels."""
-        figures = self.evaluate()
-        pixels = self.evaluation.raw_pixels() if self.accelerator.is_main_process else None
-        return figures if pixels is None else {**figures, "raw_pixels": pixels}
+    def evaluate_baseline(self) -> Baseline:
+        """Evaluate the network before the first step and, on rank 0, what needs no network."""
+        figures = self.evaluation(self.teacher.backbone)
+        guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
+        return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}))
 
     def read_interval(self) -> Reading:
         """Return the numbers of a log line; the host waits for the device here."""
@@ -205,7 +200,6 @@ class TrainingState:
             "nonfinite_steps": self.skipped_steps,
             "interval": self.interval.state(),
             "best": self.best,
-            "baseline": self.baseline,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -218,7 +212,6 @@ class TrainingState:
         if interval := checkpoint.metadata["interval"]:
             self.interval.load_state(interval)
         self.best = checkpoint.metadata["best"]
-        self.baseline = checkpoint.metadata["baseline"]
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, "loss": self.center}

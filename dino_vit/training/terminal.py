@@ -15,8 +15,9 @@ from rich.text import Text
 
 from dino_vit.core.progress import duration
 from dino_vit.core.text import printable_lines
-from dino_vit.training.diagnosis import STARTING, Diagnosis
+from dino_vit.training.diagnosis import Diagnosis
 from dino_vit.training.readings import Reading
+from dino_vit.training.verdict import LEARNING, TOO_EARLY
 
 REFRESH = 0.5  # seconds between two updates of the bar
 RECENT = 20  # readings whose pace the remaining time is estimated from
@@ -37,7 +38,7 @@ class RunProgress:
         self.stream = sys.stderr if stream is None else stream
         self.clock = clock
         self.reading: Reading | None = None
-        self.diagnosis = STARTING
+        self.diagnosis = TOO_EARLY
         self.knn: float | None = None
         self.saved_step: int | None = None  # shown in the next line, or in the bar
         self.start_clock()
@@ -73,7 +74,8 @@ class RunProgress:
         else:
             self._write(self._line(reading))
             self.saved_step = None
-        if diagnosis != before and diagnosis.advice:
+        last = self.step >= self.total_steps  # then the run's summary says it
+        if diagnosis != before and diagnosis.advice and not last:
             self.notice(f"step {reading.step:,}: {diagnosis.state}. {diagnosis.advice}")
         elif diagnosis != before and before.advice:
             self.notice(f"step {reading.step:,}: {diagnosis.state} again, no longer {before.state}.")
@@ -113,7 +115,7 @@ class RunProgress:
 
     def _numbers(self) -> Text:
         text = Text(no_wrap=True, overflow="ellipsis")
-        style = "bold red" if self.diagnosis.advice else "green" if self.diagnosis != STARTING else "dim"
+        style = "bold red" if self.diagnosis.advice else "green" if self.diagnosis == LEARNING else "dim"
         text.append(self.diagnosis.state, style=style)
         if self.reading:
             text.append("  " + "  ".join(part.strip() for part in _parts(self.reading)))

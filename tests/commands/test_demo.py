@@ -63,8 +63,8 @@ def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, caps
     )
     evaluation = OnlineEvaluation(source=source, preparation=preparation, seed=5)
     found = evaluation(build_untrained(config)[1].backbone)
-    assert found["knn"] == baseline["knn"]
-    assert found["rankme"] == pytest.approx(baseline["rankme"], rel=1e-5)
+    assert found.knn == baseline["knn"]
+    assert found.rankme == pytest.approx(baseline["rankme"], rel=1e-5)
 
 
 def test_the_recipe_comes_with_the_package():

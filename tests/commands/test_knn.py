@@ -150,3 +150,18 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
         assert main(arguments(weights, source, tmp_path / "none.json", *more)) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "none.json").exists()
+
+
+def test_a_folder_with_splits_is_classified_by_its_train(tmp_path, weights):
+    for split, count, first in (("train", 6, 0), ("test", 3, 50)):
+        write_classes(tmp_path / "photos" / split, "abc", count, first=first)
+    found, said = evaluate(weights, tmp_path / "photos", "k=[3]")
+    asked, _ = evaluate(
+        weights, tmp_path / "photos" / "test", f"train={tmp_path / 'photos' / 'train'}", "k=[3]"
+    )
+    assert found["results"] == asked["results"]
+    assert (found["images"], found["bank"]) == (9, 18)
+    assert "has the splits test (9 images), train (18 images): test is classified from train" in said
+    assert found["results"][0]["chance"] == pytest.approx(100 / 3)
+    assert found["results"][0]["largest_class"] == {"name": "a", "percent": pytest.approx(100 / 3)}
+    assert "always guessing a, the largest class, is right in 33.3 %, chance in 33.3 %" in said

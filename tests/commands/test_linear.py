@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from dino_vit import load_backbone
 from dino_vit.cli import main
-from dino_vit.commands.linear import columns_of
 from dino_vit.eval.datasets import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
@@ -92,7 +91,7 @@ def test_columns_are_the_tokens_that_they_name(weights, tokens, blocks):
     expected = [each[:, 0] for each in outputs]
     if tokens == "cls+mean":
         expected.append(outputs[-1][:, 2:].mean(1))
-    found = whole.of(model, images)[:, columns_of(part, whole, 32)]
+    found = whole.of(model, images)[:, part.columns_in(whole, 32)]
     torch.testing.assert_close(found, torch.cat(expected, 1))
 
 

@@ -50,6 +50,21 @@ def test_one_set_is_split_by_the_seed():
     assert again.val.indices.tolist() == sets.val.indices.tolist() != other.val.indices.tolist()
 
 
+def test_splits_are_the_sets(folder, tmp_path, caplog):
+    for split in ("train", "test"):
+        folder(f"photos/{split}", "ab")
+    with caplog.at_level("INFO"):
+        sets = sets_of(str(tmp_path / "photos"))
+    assert (len(sets.train), len(sets.val), sets.classes) == (6, 6, ("a", "b"))
+    for subset, split in ((sets.train, "train"), (sets.val, "test")):
+        assert {subset.source.name(index)[: len(split)] for index in subset.indices} == {split}
+        assert subset.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert "has the splits test (6 images), train (6 images): test is classified from train" in caplog.text
+    folder("photos/test", "c")
+    with pytest.raises(ValueError, match=r"photos/test has classes that are not among the 2 .*: c\."):
+        sets_of(str(tmp_path / "photos"))
+
+
 def test_a_part_is_a_source_of_its_images_alone():
     sets = sets_of("synthetic:50:32")
     images = sets.val.images

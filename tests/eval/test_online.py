@@ -1,16 +1,19 @@
 import math
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features.extraction import extract_features, pixel_features
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, rankme
 from dino_vit.models.vit import VisionTransformer
@@ -51,10 +54,52 @@ def test_figures_are_those_of_each_image_among_the_others():
         others = [i for i in range(120) if i != query]
         classes = ranked_classes(similar[query, others].tolist(), [labels[i] for i in others], 20)
         right += classes[0] == labels[query]
-    assert set(figures) == {"knn", "rankme"}
-    assert figures["knn"] == pytest.approx(100 * right / 120)
-    assert figures["rankme"] == pytest.approx(rankme(features))
+    assert figures.knn == pytest.approx(100 * right / 120)
+    assert figures.rankme == pytest.approx(rankme(features))
     assert evaluation(model) == figures
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+def test_the_best_of_the_simple_features_is_named(depth):
+    source, model = SyntheticSource(length=200), backbone(depth=depth)
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
+    labels = torch.tensor(evaluation.indices) % 10
+    found = {}
+    for tokens, blocks in product(("cls", "cls+mean"), {1, min(depth, 4)}):
+        spec = FeatureSpec(tokens=tokens, blocks=blocks)
+        values = extract_features(
+            model, source, evaluation.indices, **SETTINGS, batch_size=50, spec=spec
+        ).values
+        ranked = weighted_knn(values, labels, values, k=[20], own=0)[20]
+        found[spec.title] = 100 * float((ranked[:, 0] == labels).float().mean())
+    figures = evaluation(model)
+    assert figures.knn == pytest.approx(found["CLS"])
+    assert figures.best_knn == pytest.approx(max(found.values()))
+    assert found[figures.best_features] == pytest.approx(max(found.values()))
+
+
+def test_splits_are_not_classes(tmp_path):
+    """Of noise: the split and the class are told by brightness, and only the class is asked for."""
+    rng = np.random.default_rng(0)
+    for number in range(120):
+        split, of_class = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
+        path = tmp_path / split / of_class / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        low = 100 * (of_class == "light") + 50 * (split == "val")
+        Image.fromarray(rng.integers(low, low + 60, (32, 32, 3), dtype=np.uint8)).save(path)
+    source = FolderSource(tmp_path)
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
+    guesses = evaluation.guesses()
+    assert guesses.queries == 40
+    assert guesses.chance == 50
+    bank = set(evaluation.bank.tolist())
+    assert {source.name(index).split("/")[0] for index in bank} == {"train"}
+    assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
+    pixels = pixel_features(source, evaluation.indices, preparation=PREPARATION).values
+    labels = torch.tensor([source.label(index) for index in evaluation.indices])
+    voting = torch.tensor([index in bank for index in evaluation.indices])
+    ranked = weighted_knn(pixels[voting], labels[voting], pixels[~voting], k=[20])[20]
+    assert guesses.raw_pixels == pytest.approx(100 * float((ranked[:, 0] == labels[~voting]).float().mean()))
 
 
 def test_the_images_are_a_function_of_the_seed():
@@ -75,17 +120,18 @@ class SpectrumBackbone(VisionTransformer):
     def __init__(self):
         super().__init__(image_size=32, patch_size=8, width=544, depth=1, heads=1)
 
-    def forward_cls(self, images):
+    def get_intermediate_layers(self, images, n):
         grey = images[:, 0] - images[:, 0].mean((1, 2), keepdim=True)
-        return torch.fft.rfft2(grey).abs().sqrt().flatten(1)
+        spectrum = torch.fft.rfft2(grey).abs().sqrt().flatten(1)
+        return [torch.stack([spectrum, torch.ones_like(spectrum)], dim=1)]  # and a patch that says nothing
 
 
 def test_good_features_score_above_raw_pixels():
     source = SyntheticSource(length=1200)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
-    pixels, figures = evaluation.raw_pixels(), evaluation(SpectrumBackbone())
+    pixels, figures = evaluation.guesses().raw_pixels, evaluation(SpectrumBackbone())
     assert 0 < pixels < 26
-    assert figures["knn"] > pixels + 20
+    assert figures.knn > pixels + 20
 
 
 def test_raw_pixels_of_large_images_are_shrunk():
@@ -95,7 +141,7 @@ def test_raw_pixels_of_large_images_are_shrunk():
     pixels = pixel_features(source, large.indices, preparation=small).values
     labels = torch.tensor(large.indices) % 10
     ranked = weighted_knn(pixels, labels, pixels, k=[20], own=0)[20]
-    assert large.raw_pixels() == pytest.approx(100 * float((ranked[:, 0] == labels).float().mean()))
+    assert large.guesses().raw_pixels == pytest.approx(100 * float((ranked[:, 0] == labels).float().mean()))
 
 
 class PartlyLabelled(SyntheticSource):
@@ -110,24 +156,24 @@ class PartlyLabelled(SyntheticSource):
 @pytest.mark.parametrize("labels", [{}, dict.fromkeys(range(100), 7)], ids=["no labels", "one class"])
 def test_without_labels_the_rank_is_what_there_is(labels):
     evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
-    assert set(evaluation(backbone())) == {"rankme"}
+    assert evaluation(backbone())[1:] == (None, None, None)
     assert len(evaluation.indices) == 40
-    assert evaluation.raw_pixels() is None
+    assert evaluation.guesses() is None
 
 
 def test_images_with_labels_are_preferred():
     labels = {index: index // 50 for index in range(0, 100, 5)}
     evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
     assert sorted(evaluation.indices) == sorted(labels)
-    assert 0 <= evaluation(backbone())["knn"] <= 100  # k is what so few images allow
+    assert 0 <= evaluation(backbone()).knn <= 100  # k is what so few images allow
 
 
 def test_a_broken_network_has_no_figures():
     model = backbone()
     nn.init.constant_(model.norm.weight, torch.nan)
     figures = OnlineEvaluation(source=SyntheticSource(length=30), **SETTINGS, seed=0)(model)
-    assert all(math.isnan(figure) for figure in figures.values())
-    assert set(figures) == {"knn", "rankme"}
+    assert math.isnan(figures.rankme)
+    assert math.isnan(figures.knn)
 
 
 def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
@@ -136,7 +182,7 @@ def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
     for number in range(2):
         (tmp_path / "ab"[number] / f"{number}.png").write_bytes(b"")
     evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
-    assert math.isfinite(evaluation(backbone())["knn"])
+    assert math.isfinite(evaluation(backbone()).knn)
     assert "leaves out unreadable images: 2, first b/1.png" in caplog.text
     assert "the file is empty" in caplog.text
 
@@ -152,7 +198,8 @@ def test_two_processes_have_the_figures_of_one(tmp_path):
     for number in range(2):
         figures = torch.load(tmp_path / f"rendezvous{number}")
         for of_group, alone in zip(figures, expected, strict=True):
-            assert of_group == pytest.approx(alone, rel=1e-5)
+            assert of_group[2] == alone.best_features
+            assert of_group[:2] + of_group[3:] == pytest.approx(alone[:2] + alone[3:], rel=1e-5)
 
 
 def _evaluate(number, rendezvous, weights):
@@ -166,4 +213,4 @@ def _evaluate(number, rendezvous, weights):
         ]
     finally:
         dist.destroy_process_group()
-    torch.save(figures, f"{rendezvous.removeprefix('file://')}{number}")
+    torch.save([tuple(one) for one in figures], f"{rendezvous.removeprefix('file://')}{number}")

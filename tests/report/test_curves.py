@@ -35,7 +35,9 @@ def record_of(tmp_path, readings, baseline):
 def test_captions_explain_the_numbers(tmp_path):
     last = replace(HEALTHY, step=100, knn=40.0, rankme=55.0, data_wait=0.3)
     baseline = {"knn": 20.0, "raw_pixels": 10.0, "rankme": 12.0}
-    record = record_of(tmp_path, [(replace(HEALTHY, step=50), "starting"), (last, "learning")], baseline)
+    record = record_of(
+        tmp_path, [(replace(HEALTHY, step=50), "too early to say"), (last, "learning")], baseline
+    )
     captions = {chart["id"]: chart["caption"] for chart in charts(record)}
     assert captions["loss"].startswith(
         f"{last.loss:.3f}, which is {-last.excess:.3f} below ln({last.prototypes})"
@@ -46,7 +48,7 @@ def test_captions_explain_the_numbers(tmp_path):
     assert "try a higher data.workers" in captions["data_wait"]
     diagnosis, history = state(record)
     assert diagnosis.state == "learning"
-    assert history == "since step 100; earlier: starting from step 50."
+    assert history == "since step 100; earlier: too early to say from step 50."
 
 
 def test_numbers_that_no_run_has_leave_a_page(tmp_path):
@@ -60,7 +62,7 @@ def test_a_collapse_is_named_with_advice(tmp_path):
     flat = replace(HEALTHY, loss=math.nan, embedding_std=math.nan)
     data = live_data(record_of(tmp_path, [(flat, UNIFORM.state)], {}))
     assert data["tone"] == "bad"
-    assert data["texts"]["advice"] == UNIFORM.advice
+    assert data["texts"]["state"] == UNIFORM.state
     by_id = {chart["id"]: chart for chart in data["charts"]}
     assert "loss" not in by_id
     assert "entropies" in by_id

@@ -15,6 +15,7 @@ from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.report.page import Page, PageServer, Pictures, _Handler
 from dino_vit.report.record import read_run
+from dino_vit.training.readings import Baseline
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
 
 
@@ -116,7 +117,7 @@ def test_lines_that_are_no_readings_are_left_out_of_the_page(folder, made, caplo
     for baseline in ("[]", '{"knn": [1', '{"knn": "high"}', "7", ""):
         (folder / "baseline.json").write_text(baseline)
         found = read_run(folder)
-        assert (found.readings, found.starts, found.baseline) == (whole.readings, whole.starts, {})
+        assert (found.readings, found.starts, found.baseline) == (whole.readings, whole.starts, Baseline())
     assert caplog.text.count("left out") == 2 + 4  # once for each file, as a page reads them every time
     assert "20 of 20 steps" in write_report(folder, "images=3").text
 

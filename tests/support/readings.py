@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from dino_vit.training.diagnosis import LEARNING, STARTING, UNIFORM
+from dino_vit.training.diagnosis import UNIFORM
 from dino_vit.training.readings import Reading
+from dino_vit.training.verdict import LEARNING, TOO_EARLY
 
 HEALTHY = Reading(
     step=10_000,
@@ -40,7 +41,7 @@ class Clock:
 def show_some(progress, clock):
     with progress:
         progress.notice("Resuming runs/demo [at step 1,000].")
-        for n, diagnosis in enumerate([STARTING, LEARNING, UNIFORM, UNIFORM, LEARNING], start=1):
+        for n, diagnosis in enumerate([TOO_EARLY, LEARNING, UNIFORM, UNIFORM, LEARNING], start=1):
             clock.now += 50
             if n == 3:
                 progress.saved_step = 1_120

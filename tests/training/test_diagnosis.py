@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dino_vit.method.centring import Center
-from dino_vit.training.diagnosis import PATIENCE, diagnose
+from dino_vit.training.diagnosis import PATIENCE, collapse
 from dino_vit.training.plan import Plan
 from dino_vit.training.readings import READING, read_records
 from tests.support.readings import HEALTHY
@@ -64,9 +64,7 @@ def train(folder, monkeypatch, *, seed=0, centred=True, **rates):
 def test_a_healthy_run_is_not_accused(tmp_path, monkeypatch, changes):
     readings, told = train(tmp_path, monkeypatch, **changes)
     assert readings[-1].embedding_std > 0.7  # it is healthy
-    starting = told.count("starting")
-    assert told == ["starting"] * starting + ["learning"] * (len(told) - starting)
-    assert starting < 5
+    assert told == ["not evaluated"] * len(told)
 
 
 def collapsed_to_one(readings):
@@ -115,40 +113,46 @@ STUCK = {"loss": FLAT + 0.01}
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
-        ({}, "learning"),
+        ({}, None),
         (UNIFORM, "uniform collapse"),
         (ONE, "one prototype"),
         (ALIKE, "all images alike"),
         (STUCK, "stuck at ln(prototypes)"),
-        ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, "learning"),
-        ({**UNIFORM, "entropy_gap": 0.02, "loss": FLAT - 0.03}, "learning"),  # hardly, but on its way
-        ({**ALIKE, "rows": 8}, "learning"),  # too few to tell
+        ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, None),
+        ({**UNIFORM, "entropy_gap": 0.02, "loss": FLAT - 0.03}, None),  # hardly, but on its way
+        ({**ALIKE, "rows": 8}, None),  # too few to tell
     ],
 )
-def test_several_readings_in_a_row_make_a_verdict(changes, state):
+def test_several_readings_in_a_row_make_a_collapse(changes, state):
     readings = repeated(**changes)
-    assert diagnose(readings, settled_step=0).state == state
-    accused = state != "learning"
-    assert bool(diagnose(readings, settled_step=0).advice) == accused
-    assert diagnose(readings[1:], settled_step=0).state == ("starting" if accused else "learning")
-    assert diagnose(readings, settled_step=readings[0].step + 1).state == ("starting" if accused else state)
-    one_is_good = [*readings[:2], HEALTHY, *readings[3:]]
-    assert diagnose(one_is_good, settled_step=0).state == "learning"
+    assert state_of(readings) == state
+    assert state is None or collapse(readings, settled_step=0).advice
+    assert state_of(readings[1:]) is None
+    assert state_of(readings, settled_step=readings[0].step + 1) is None
+    assert state_of([*readings[:2], HEALTHY, *readings[3:]]) is None
+    # At the end of a run there will be no more readings.
+    last = replace(readings[1], total_steps=readings[1].step)
+    assert state_of([readings[0], last]) == state
+    assert state_of([last]) is None
+
+
+def state_of(readings, settled_step=0):
+    found = collapse(readings, settled_step=settled_step)
+    return found and found.state
 
 
 def test_before_it_has_settled_nothing_is_held_against_a_run():
-    assert diagnose([], settled_step=100).state == "starting"
-    assert diagnose(repeated(**UNIFORM, count=20), settled_step=10**6).state == "starting"
+    assert state_of(repeated(**UNIFORM, count=20), settled_step=10**6) is None
 
 
 def test_lost_steps_are_named_even_before_it_has_settled():
     def state(counts, **changes):
         readings = [replace(r, nonfinite_steps=c) for r, c in zip(repeated(count=6), counts, strict=True)]
         readings[-1] = replace(readings[-1], **changes)
-        return diagnose(readings, settled_step=10**6).state
+        return state_of(readings, settled_step=10**6)
 
-    assert state([0, 0, 0, 0, 0, 50]) == "starting"  # a fifth
+    assert state([0, 0, 0, 0, 0, 50]) is None  # a fifth
     assert state([0, 0, 0, 0, 0, 51]) == "non-finite steps"
-    assert state([51] * 6) == "starting"  # long ago
+    assert state([51] * 6) is None  # long ago
     assert state([0] * 6, loss=math.nan) == "non-finite steps"
-    assert diagnose([replace(HEALTHY, nonfinite_steps=9)], settled_step=0).state == "learning"
+    assert state_of([replace(HEALTHY, nonfinite_steps=9)]) is None

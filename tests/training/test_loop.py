@@ -11,7 +11,7 @@ import dino_vit.training.loop
 import dino_vit.training.setup
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.online import Figures, OnlineEvaluation
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState
@@ -28,14 +28,14 @@ def assert_close(ours, theirs, **tolerance):
 
 
 def test_the_evaluation_before_the_first_step_does_not_count_as_a_steps_time(tmp_path, monkeypatch):
-    ends, raw_pixels = [], OnlineEvaluation.raw_pixels
+    ends, guesses = [], OnlineEvaluation.guesses
 
     def evaluated(self):
-        found = raw_pixels(self)
+        found = guesses(self)
         ends.append(time.monotonic())
         return found
 
-    monkeypatch.setattr(OnlineEvaluation, "raw_pixels", evaluated)
+    monkeypatch.setattr(OnlineEvaluation, "guesses", evaluated)
     run = opened(tmp_path, {"run.eval_every": 1})
     with Reporter(run) as reporter:
         reporter.log_baseline(run.state.evaluate_baseline())
@@ -167,9 +167,8 @@ def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
 
 def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
     figures = iter([math.nan, math.nan, 30.0, 20.0])
-    monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: {"rankme": 1.0, "knn": next(figures)})
+    monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: Figures(1.0, next(figures)))
     state = trained(tmp_path / "run", {"run.eval_every": 1})
-    assert state.baseline is None
     assert state.best == {"figure": "knn", "value": 30.0, "step": 16}
     assert 16 in steps(tmp_path / "run")
 

@@ -45,9 +45,9 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
         preparation=Preparation(size=(32, 32), mean=state.config.data.mean, std=state.config.data.std),
         seed=0,
     )
-    figure = evaluation(start)["knn"]
-    assert state.baseline == figure
-    assert f"knn {figure:.1f}" in capsys.readouterr().err
+    figure = evaluation(start).knn
+    assert json.loads((tmp_path / "run" / "baseline.json").read_bytes())["knn"] == figure
+    assert f"k-NN {figure:.1f}" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_what_the_settings_say_are_refused(tmp_path, weights):

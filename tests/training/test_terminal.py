@@ -13,8 +13,9 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.progress import duration
-from dino_vit.training.diagnosis import LEARNING, UNIFORM
+from dino_vit.training.diagnosis import UNIFORM
 from dino_vit.training.terminal import RunProgress
+from dino_vit.training.verdict import LEARNING
 from tests.support.readings import HEALTHY, Clock, show_some
 
 
@@ -24,7 +25,7 @@ def test_without_a_terminal_there_are_plain_aligned_lines():
     lines = stream.getvalue().splitlines()
     step = "step   1,050/125,100  epoch   0.2  loss  9.100 (ln K  -1.99)  gap  2.50    2,310 img/s  wait  1%"
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
-    assert lines[1] == f"{step}  eta  1d10h  starting"
+    assert lines[1] == f"{step}  eta  1d10h  too early to say"
     assert lines[2].endswith("  learning  k-NN 47.5 %")
     assert lines[3].endswith("  uniform collapse  saved 1,120")
     assert lines[4] == f"step 1,150: uniform collapse. {UNIFORM.advice}"

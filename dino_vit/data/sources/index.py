@@ -30,11 +30,13 @@ from dino_vit.core.storage import StorageError, replacing, utf8_path
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, folder_labels
 from dino_vit.data.sources.files import stamps
+from dino_vit.data.splits import below_shared, find_splits
 
 TRAILER = struct.Struct("<QI")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
+VERSION = 2  # of what an index holds
 MEMORY_LIMIT = 2**31  # bytes of images that are unpacked into memory where no file can be written
 IMAGES = pa.schema([("image", pa.large_binary())])
 
@@ -76,6 +78,7 @@ class Draft:
         metadata = {
             "fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}",
             "classes": classes,
+            "splits": find_splits(below_shared(names)) if self.by_name else {},
             **self.metadata,
             "began": began,
             "watched": list(self.watched),
@@ -137,6 +140,8 @@ class IndexedSource:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.classes = [printable(name) for name in index.metadata["classes"]]
+        splits = index.metadata["splits"].items()
+        self.splits = {printable(name): range(*places) for name, places in splits}
 
     def __len__(self) -> int:
         return len(self.index.names)
@@ -172,7 +177,7 @@ def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None =
     without a change to what is watched.
     """
     location = spec if "://" in spec else os.path.abspath(spec)
-    key = hashlib.sha256(os.fsencode(f"{kind}\0{location}")).hexdigest()[:24]
+    key = hashlib.sha256(os.fsencode(f"{kind}\0{location}\0{VERSION}")).hexdigest()[:24]
     path = cache_folder() / f"{kind}-{key}.arrow"
     index = _load_current(path, files)
     if index is not None:

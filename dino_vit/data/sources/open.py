@@ -27,6 +27,7 @@ from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, p
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.splits import HELD_OUT, TRAIN
 
 __all__ = ["FolderSource", "Source", "SyntheticSource", "open_source"]
 
@@ -36,7 +37,7 @@ ALLOWED = (
     "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 LISTS = (".txt", ".csv", ".tsv")
-_SPLIT = re.compile(r"(?<![a-z])(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
+_SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
 
 def open_source(spec: str, labels: str | Path | None = None) -> Source:

@@ -37,6 +37,17 @@ class FeatureSpec:
             return height * width, model.width
         return ((self.blocks + (self.tokens == "cls+mean")) * model.width,)
 
+    @property
+    def title(self) -> str:
+        """Return these tokens in words."""
+        blocks = "CLS" if self.blocks == 1 else f"CLS of {self.blocks} blocks"
+        return {"cls": blocks, "cls+mean": f"{blocks} + mean patch", "patches": "patches"}[self.tokens]
+
+    def columns_in(self, whole: "FeatureSpec", width: int) -> slice:
+        """Return the columns of these tokens among the features of a spec that has more of them."""
+        end = whole.blocks + (self.tokens == "cls+mean")
+        return slice((whole.blocks - self.blocks) * width, end * width)
+
     def of(self, model: VisionTransformer, images: Tensor) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""
         first_patch = 1 + model.registers
