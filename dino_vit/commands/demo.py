@@ -1,11 +1,8 @@
 """`dino-vit demo`: pretrain a small transformer in minutes, and show what it learned."""
 
 import json
-import time
-from contextlib import closing
 from importlib.resources import as_file, files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -16,20 +13,20 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.runtime import choose_precision, start_processes
+from dino_vit.core.runtime import choose_precision
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.features.extraction import extract_features, pixel_features
 from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import random_indices
 from dino_vit.report.record import read_run
-from dino_vit.training.loop import pretrain, take_step
-from dino_vit.training.setup import build_untrained, set_up
+from dino_vit.training.loop import pretrain, seconds_per_step
+from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
 
 # Without native bf16 training takes twice as long or more; then it takes the steps that fit into this time.
-SECONDS, TIMED_STEPS, MIN_STEPS = 240.0, 8, 400
+SECONDS, MIN_STEPS = 240.0, 400
 PENALTIES = tuple(10.0**power for power in range(-4, 3))  # C of the logistic regressions
 
 
@@ -88,20 +85,6 @@ def recipe(config: DemoConfig) -> PretrainConfig:
         text = "no native bf16 on this machine: taking %d of %d steps at %.0f ms each"
         log.info(text, steps, wanted, 1e3 * seconds)
     return replace(settings, {"budget.steps": steps})
-
-
-def seconds_per_step(settings: PretrainConfig) -> float:
-    """Take a few steps of a pretraining in a temporary folder, and return the time of one."""
-    with TemporaryDirectory() as folder:
-        accelerator = start_processes()
-        settings = replace(settings, {"output": folder, "run.trackers": (), "data.photometry": "device"})
-        state = set_up(settings, accelerator).state
-        with closing(state.loader.batches()) as batches:
-            take_step(state, batches)  # the first one is slower
-            start = time.perf_counter()
-            for _ in range(TIMED_STEPS):
-                take_step(state, batches)
-            return (time.perf_counter() - start) / TIMED_STEPS
 
 
 def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, dict[str, float]]:

@@ -18,6 +18,17 @@ IMAGENET = 1_280_000  # images
 PUBLISHED_STEPS = 125_000  # 100 epochs of ImageNet at batch 1024
 PUBLISHED_HALF_LIFE = 173  # steps; an EMA of 0.996
 PUBLISHED_WIDTH = 384  # ViT-S
+PATCHES = (2, 4, 8, 16)
+# Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
+LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
+ENOUGH_IMAGES = 100_000  # seen in a run, with repeats, before a larger network learns better
+EVALUATIONS = 6  # in a short run
+PHASES = (
+    "optim.warmup_epochs",
+    "optim.freeze_last_layer_epochs",
+    "loss.warmup_teacher_temp_epochs",
+    "init.head_epochs",
+)
 SHORT = 30_000  # steps; shorter runs may never leave the uniform state without BatchNorm in the head
 
 
@@ -27,6 +38,40 @@ class Choice(NamedTuple):
     key: str
     value: object
     reason: str
+
+
+class Rung(NamedTuple):
+    """A size of the network and of its views, and what an image costs with it, in any unit."""
+
+    settings: dict[str, object]
+    cost: float
+
+
+def network_ladder(config: PretrainConfig, image_size: int) -> list[Rung]:
+    """Return the sizes that `budget.minutes` chooses from, the smallest first; none if the user gave one."""
+    given = given_keys(config)
+    if config.recipe != "auto" or config.init or {"model.arch", "model.width", "model.depth"} & given:
+        return []
+    rungs = []
+    for largest, width, depth in LADDER:
+        side = min(image_size, largest)
+        settings: dict[str, object] = {
+            "model.arch": None,
+            "model.width": width,
+            "model.depth": depth,
+            "model.heads": width // 32,
+        }
+        if "views.global_size" in given:
+            side = max(config.views.global_shape)
+        else:
+            patch = min(PATCHES, key=lambda size: abs(log2(size / _patch(side))))
+            settings["views.global_size"] = side // patch * patch
+        views = config.views
+        tokens = (side / _patch(side)) ** 2
+        # A global view passes the teacher and, three times as long, the student; local ones are 3/7 as wide.
+        passes = 4 * views.global_count * (1 + tokens / (6 * width)) + 3 * views.local_count * (3 / 7) ** 2
+        rungs.append(Rung(settings, tokens * passes * width**2 * depth))
+    return rungs
 
 
 class _Choices:
@@ -40,8 +85,12 @@ class _Choices:
         """Choose `value` unless the user gave one; return the value in force."""
         if key in self.given:
             return cast(T, get(self.config, key))
-        self.made.append(Choice(key, value, reason))
+        self.override(key, value, reason)
         return value
+
+    def override(self, key: str, value: object, reason: str) -> None:
+        """Choose a value even if the user gave one."""
+        self.made.append(Choice(key, value, reason))
 
 
 def auto_choices(
@@ -52,10 +101,12 @@ def auto_choices(
     channels: int,
     global_batch: int,
     batch_norm: bool = True,
+    steps: int | None = None,
 ) -> list[Choice]:
     """Return the choices of `recipe=auto`; `image_size` is the shorter side of a typical image.
 
-    `batch_norm=False` where its statistics cannot be taken over all processes.
+    `batch_norm=False` where its statistics cannot be taken over all processes; `steps` are those that fit
+    into `budget.minutes`.
     """
     if config.recipe != "auto":
         return []
@@ -65,7 +116,7 @@ def auto_choices(
     prototypes = 2 ** round(log2(65536 * images / IMAGENET))
     reason = f"a power of two near {images:,} images / 20, as ImageNet's 65536; at least 256"
     choices.choose("head.prototypes", min(max(prototypes, 256), 65536), reason)
-    steps = _choose_length(choices, images, global_batch)
+    steps = _choose_length(choices, images, global_batch, steps)
     _choose_head(choices, steps, batch_norm)
     _choose_rates(choices, steps, global_batch)
     return choices.made
@@ -89,9 +140,8 @@ def _choose_sizes(choices: _Choices, image_size: int) -> None:
         image_size = min(views.global_shape)
     if "views.local_size" in choices.given:
         fixed += views.local_shape
-    wanted = log2(16 * (min(image_size, 224) / 224) ** (2 / 3))
-    fitting = [p for p in (2, 4, 8, 16) if all(side % p == 0 for side in fixed)] or [2, 4, 8, 16]
-    patch = min(fitting, key=lambda p: abs(log2(p) - wanted))
+    fitting = [p for p in PATCHES if all(side % p == 0 for side in fixed)] or PATCHES
+    patch = min(fitting, key=lambda p: abs(log2(p / _patch(image_size))))
     patch = choices.choose("model.patch_size", patch, f"detail of {image_size} pixels: 16 at 224, 4 at 32")
     side = max(min(image_size, 224) // patch, 2) * patch
     reason = f"images of {image_size} pixels in whole patches, up to 224"
@@ -102,19 +152,34 @@ def _choose_sizes(choices: _Choices, image_size: int) -> None:
     choices.choose("photometry.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
 
 
-def _choose_length(choices: _Choices, images: int, global_batch: int) -> int:
+def _patch(image_size: int) -> float:
+    """Return the patch size that fits images of some size, which need not be a power of two."""
+    return 16 * (min(image_size, 224) / 224) ** (2 / 3)
+
+
+def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int | None) -> int:
     """Choose the length of the run and of the phases at its start; return the number of steps."""
     budget = choices.config.budget
-    if not {"budget.epochs", "budget.steps", "budget.images"} & choices.given:
+    if not {"budget.epochs", "budget.steps", "budget.images", "budget.minutes"} & choices.given:
         longer = 10 * round(10 * (IMAGENET / images) ** 0.25)
         reason = f"a small set needs more passes: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         epochs = choices.choose("budget.epochs", min(max(longer, 30), 800), reason)
         budget = budget.model_copy(update={"epochs": epochs})
-    steps = budget.total_steps(images, global_batch)
+    steps = steps or budget.total_steps(images, global_batch)
     length = steps / max(1, images // global_batch)  # in epochs
     warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
     choices.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     choices.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
+    for key in PHASES:
+        if choices.config.init is None and key == "init.head_epochs":
+            continue
+        value = cast(float, get(choices.config, key))
+        if (key in choices.given or key == "init.head_epochs") and value >= length:
+            fitting = int(length / 10) if key.startswith("loss.") else _round(length / 10)
+            choices.override(key, fitting, f"{value:g} does not fit {length:.3g} epochs: a tenth of them")
+    interval = _round(min(10.0, length / EVALUATIONS))
+    if "run.eval_every_steps" not in choices.given:
+        choices.choose("run.eval_every", interval, f"{EVALUATIONS} times in a run, at least every 10 epochs")
     return steps
 
 
@@ -125,6 +190,9 @@ def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
     if steps < SHORT:
+        reason = "balanced targets learn faster in a short run; see docs/small-sets.md"
+        choices.choose("loss.centring", "sinkhorn", reason)
+        choices.choose("loss.koleo_weight", 0.1, "keeps the effective rank; see docs/small-sets.md")
         reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
         if not batch_norm:
             reason = f"in several processes BatchNorm needs CUDA; {reason}"

@@ -152,7 +152,7 @@ def check_scaled_lr(optim: Optim, global_batch: int, *, too_low: bool = True) ->
 
 def check_lengths(budget: Budget, run: Run) -> Iterator[Problem]:
     """Check the length of the run and the intervals in it."""
-    units = {f"budget.{name}": getattr(budget, name) for name in ("epochs", "steps", "images")}
+    units = {f"budget.{name}": getattr(budget, name) for name in ("epochs", "steps", "images", "minutes")}
     given = [f"{key}={value}" for key, value in units.items() if value is not None]
     if len(given) != 1:
         text = f"{' and '.join(given)} are both given" if given else "the run has no length"

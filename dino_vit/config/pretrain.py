@@ -65,6 +65,14 @@ AUTO_KEYS = frozenset(
         *("photometry.saturation", "photometry.hue", "photometry.grey"),
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
+        *("loss.centring", "loss.koleo_weight", "run.eval_every"),
+    )
+)
+# What it fits to the length of the run or to its minutes, also where the user gave something else or nothing.
+FITTED_KEYS = frozenset(
+    (
+        *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
+        *("model.width", "model.depth", "model.heads"),
     )
 )
 
@@ -97,6 +105,9 @@ class PretrainConfig(Settings):
         for problem in self._problems():
             if not filled_later.intersection(problem.keys):
                 yield problem
+        if self.budget.epochs is not None and self.recipe != "auto":  # which fits the phases to the run
+            epochs = self.budget.epochs
+            yield from checks.check_phases(self.optim, self.loss, self.init, epochs, "budget.epochs")
 
     def _problems(self) -> Iterator[Problem]:
         yield from checks.check_model(self.model)
@@ -106,6 +117,3 @@ class PretrainConfig(Settings):
         yield from checks.check_temperatures(self.loss)
         yield from checks.check_rates(self.optim, self.teacher, self.data)
         yield from checks.check_lengths(self.budget, self.run)
-        if self.budget.epochs is not None and self.budget.steps is None and self.budget.images is None:
-            epochs = self.budget.epochs
-            yield from checks.check_phases(self.optim, self.loss, self.init, epochs, "budget.epochs")

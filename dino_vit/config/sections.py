@@ -206,20 +206,26 @@ class Teacher(Settings):
 
 
 class Budget(Settings):
-    """How long to train: in exactly one of three units."""
+    """How long to train: in exactly one of four units."""
 
-    one_of: ClassVar = (("epochs",), ("steps",), ("images",))
+    one_of: ClassVar = (("epochs",), ("steps",), ("images",), ("minutes",))
     epochs: Count | None = setting(100, "passes over the images")
     steps: Count | None = setting(None, "optimiser steps")
     images: Count | None = setting(None, "images drawn, counted with repeats")
+    minutes: Positive | None = setting(None, "minutes of training and evaluations; the schedules follow")
 
     @property
     def unit(self) -> str:
         """The unit that is given."""
-        return next(unit for unit in ("steps", "images", "epochs") if getattr(self, unit) is not None)
+        return next(
+            unit for unit in ("steps", "images", "minutes", "epochs") if getattr(self, unit) is not None
+        )
 
     def total_steps(self, images: int, batch: int) -> int:
-        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch."""
+        """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch.
+
+        How many fit into `minutes` has to be measured.
+        """
         return self.steps or (self.images or 0) // batch or (self.epochs or 0) * (images // batch)
 
 

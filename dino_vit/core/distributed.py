@@ -90,6 +90,15 @@ def any_process(flag: bool) -> bool:
     return bool(flags.item())
 
 
+def of_first_process(number: int) -> int:
+    """Return what rank 0 passes, in all processes, without waiting for an accelerator."""
+    if world_size() == 1:
+        return number
+    shared = torch.tensor([number])
+    dist.broadcast(shared, src=0, group=_host_group())
+    return int(shared.item())
+
+
 def all_equal(number: int) -> bool:
     """Tell whether all processes pass the same number, without waiting for an accelerator."""
     if world_size() == 1:

@@ -1,20 +1,23 @@
 """Pretraining: the loop of the paper's pseudo-code, and what happens between two of its steps."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import all_reduce_mean, any_process
 from dino_vit.core.lock import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import start_processes
+from dino_vit.core.runtime import start_processes, synchronise
 from dino_vit.core.signals import Interruption
 from dino_vit.core.storage import StorageError
 from dino_vit.method.koleo import koleo_loss
@@ -35,13 +38,16 @@ from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
 from dino_vit.views.loader import Batch
 
+WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
+SHORTEST = 1000  # steps; so short a run has no phase that is longer
+
 
 def pretrain(config: PretrainConfig) -> int:
     """Train as configured, resuming where the output folder has a run; return the exit code."""
     with Interruption() as interruption:
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
-            run = set_up(config, accelerator)
+            run = set_up(config, accelerator, measure=seconds_per_step)
             with Reporter(run) as reporter:
                 code = train(run.state, reporter, interruption)
                 accelerator.wait_for_everyone()
@@ -52,9 +58,11 @@ def pretrain(config: PretrainConfig) -> int:
 def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> int:
     """Take the remaining steps; return 0, or the exit code when asked to stop."""
     reporter.start()
+    state.start_clock()
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
+    state.start_clock()
     interruption.in_steps = True
     with contextlib.closing(state.loader.batches(state.step)) as batches:
         while state.step < state.plan.total_steps:
@@ -71,6 +79,22 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     save(state, reporter, last=True)
     reporter.finish()
     return 0
+
+
+def seconds_per_step(config: PretrainConfig) -> float:
+    """Take a few steps of a run that leaves nothing behind, and return the mean time of one."""
+    with TemporaryDirectory() as folder:
+        changes = {"output": folder, "run.trackers": (), "budget.steps": SHORTEST}
+        state = set_up(replace_settings(config, changes), start_processes()).state
+        with contextlib.closing(state.loader.batches()) as batches:
+            for step in range(WARM_UP + TIMED):
+                if step == WARM_UP:
+                    synchronise(state.device)
+                    start = time.perf_counter()
+                take_step(state, batches)
+        synchronise(state.device)
+        seconds = torch.tensor((time.perf_counter() - start) / TIMED, device=state.device)
+        return float(all_reduce_mean(seconds))
 
 
 def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
@@ -181,6 +205,7 @@ def after_step(state: TrainingState, reporter: Reporter) -> None:
     """Log, evaluate and save what is due after a step."""
     reporter.progress.advance(state.step)
     if state.plan.is_logged(state.step):
+        state.refit()
         reading = state.read_interval()
         if state.plan.is_evaluated(state.step):
             reading = replace(reading, **state.evaluate()._asdict())

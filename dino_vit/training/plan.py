@@ -62,7 +62,7 @@ class Plan:
     def is_logged(self, step: int) -> bool:
         """Tell whether a log line is due after `step` steps."""
         # The figures of an evaluation are part of a log line.
-        return step % self.config.run.log_every == 0 or self.is_evaluated(step)
+        return step % self.config.run.log_every == 0 or step == self.total_steps or self.is_evaluated(step)
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether an online evaluation is due after `step` steps."""
@@ -73,8 +73,11 @@ class Plan:
         return (count > 0 and step == round(count * interval)) or step == self.total_steps
 
 
-def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
-    """Plan the run; refuse a configuration that does not fit the number of images and processes."""
+def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int | None = None) -> Plan:
+    """Plan the run; refuse a configuration that does not fit the number of images and processes.
+
+    `steps` are those that fit into `budget.minutes`.
+    """
     optim, budget = config.optim, config.budget
     batch = config.data.batch_size * optim.accumulate * world_size
     if batch > images:
@@ -85,7 +88,7 @@ def make_plan(config: PretrainConfig, images: int, world_size: int) -> Plan:
             f"{plural(world_size, 'process', 'processes')}); "
             + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
         )
-    per_epoch, total = images // batch, budget.total_steps(images, batch)
+    per_epoch, total = images // batch, steps or budget.total_steps(images, batch)
     if not total:
         raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
     problems = [

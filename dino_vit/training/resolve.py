@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.auto import Choice, auto_choices, init_choices
+from dino_vit.config.auto import ENOUGH_IMAGES, Choice, auto_choices, init_choices, network_ladder
 from dino_vit.config.loading import replace
-from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PretrainConfig
 from dino_vit.config.settings import get, given_keys, result_changes
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import plural
-from dino_vit.core.runtime import choose_precision
+from dino_vit.core.runtime import choose_precision, synchronise
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
@@ -35,6 +35,7 @@ from dino_vit.views.sampler import Sampler
 TIMED_IMAGES, TIMED_ROUNDS = 8, 3
 # The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
 CLEARLY = 1.1
+Measure = Callable[[PretrainConfig], float]  # of the seconds of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,20 @@ class Facts:
     trained: Mapping[str, Any] | None  # the architecture of a run from trained weights
     processes: int
     device: torch.device
+    measure: Measure | None = None
 
 
-def complete(config: PretrainConfig, facts: Facts) -> tuple[PretrainConfig, list[Choice], list[str]]:
-    """Return the config with every open setting filled in, the choices made, and notes on the images.
+class Completed(NamedTuple):
+    """A config with every open setting filled in, and what led to it."""
 
-    A run that resumes keeps what was chosen at its start.
-    """
+    config: PretrainConfig
+    choices: list[Choice]
+    notes: list[str]  # on the images
+    steps: int | None  # that fit into `budget.minutes`
+
+
+def complete(config: PretrainConfig, facts: Facts) -> Completed:
+    """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
     source, resumed = facts.source, facts.resumed
     images = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=config.data.max_pixels)
     made: dict[str, Choice] = {}
@@ -66,8 +74,17 @@ def complete(config: PretrainConfig, facts: Facts) -> tuple[PretrainConfig, list
 
     if facts.trained is not None:
         add(_architecture_choices(config, facts.trained))
+    if resumed:
+        add(_kept_choices(config, resumed))
     add(init_choices(config))
-    add(_image_choices(config, images, facts))
+    steps: int | None = None
+    if resumed and config.budget.minutes:
+        steps = resumed.metadata["total_steps"]
+    elif config.budget.minutes:
+        assert facts.measure, "a new run of some minutes needs to measure its speed"
+        add(_network_choices(config, images, facts.measure, facts.processes))
+        steps = max(1, int(60 * config.budget.minutes / facts.measure(config)))
+    add(_image_choices(config, images, facts, steps))
     if not any(image.fits(config.data.channels) for image in images.images):
         raise ValueError(
             f"data.channels={config.data.channels}, but the images of {config.data.source} have "
@@ -84,7 +101,7 @@ def complete(config: PretrainConfig, facts: Facts) -> tuple[PretrainConfig, list
         if accumulate and accumulate != config.optim.accumulate:
             log.info("the run keeps its global batch of %d: optim.accumulate=%d", global_batch, accumulate)
             config = replace(config, {"optim.accumulate": accumulate})
-    return config, list(made.values()), [images.describe(build_pixels(config)), *notes]
+    return Completed(config, list(made.values()), [images.describe(build_pixels(config)), *notes], steps)
 
 
 def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) -> list[Choice]:
@@ -107,7 +124,40 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     return [Choice(key, value, "as the trained weights have") for key, value in known.items()]
 
 
-def _image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) -> list[Choice]:
+def _kept_choices(config: PretrainConfig, resumed: Checkpoint) -> list[Choice]:
+    """Keep what `recipe=auto` chose at the start, which may have followed from a measured speed."""
+    if config.recipe != "auto":
+        return []
+    before = PretrainConfig.model_validate(resumed.metadata["config"], strict=False)  # JSON has no tuples
+    kept = [key for key in (AUTO_KEYS | FITTED_KEYS) - given_keys(config) if get(before, key) is not None]
+    return [Choice(key, get(before, key), "as the run started") for key in sorted(kept)]
+
+
+def _network_choices(
+    config: PretrainConfig, images: ImageSummary, measure: Measure, processes: int
+) -> list[Choice]:
+    """Choose the largest network and views that see enough images in the minutes of the run."""
+    minutes = config.budget.minutes
+    ladder = network_ladder(config, images.image_size)
+    if not ladder or minutes is None:
+        return []
+    smallest = ladder[0]
+    seconds = measure(replace(config, smallest.settings))
+    batch = config.data.batch_size * config.optim.accumulate * processes
+    seen = 60 * minutes / seconds * batch
+    chosen = max(
+        (one for one in ladder if seen * smallest.cost / one.cost >= ENOUGH_IMAGES),
+        key=lambda one: one.cost,
+        default=smallest,
+    )
+    count = seen * smallest.cost / chosen.cost
+    reason = f"sees about {float(f'{count:.2g}'):,.0f} images in {minutes:g} minutes on this machine"
+    return [Choice(key, value, reason) for key, value in chosen.settings.items()]
+
+
+def _image_choices(
+    config: PretrainConfig, images: ImageSummary, facts: Facts, steps: int | None
+) -> list[Choice]:
     """Return what `recipe=auto` chooses from the images."""
     processes, resumed = facts.processes, facts.resumed
     batch = config.data.batch_size * config.optim.accumulate * processes
@@ -117,6 +167,7 @@ def _image_choices(config: PretrainConfig, images: ImageSummary, facts: Facts) -
         images=len(facts.source),
         channels=images.channels,
         global_batch=resumed.metadata["global_batch"] if resumed else batch,
+        steps=steps,
         # Only CUDA has the collectives for its statistics over several processes.
         batch_norm=facts.device.type == "cuda" or processes == 1,
     )
@@ -275,7 +326,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(TIMED_ROUNDS + 1):
         start = time.perf_counter()
         work()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
+        synchronise(device)
         times.append(time.perf_counter() - start)
     return median(times[1:])

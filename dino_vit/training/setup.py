@@ -23,7 +23,7 @@ from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.training.plan import make_plan
-from dino_vit.training.resolve import Facts, complete
+from dino_vit.training.resolve import Facts, Measure, complete
 from dino_vit.training.state import TrainingState, check_resumable
 from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
@@ -38,8 +38,11 @@ class ReadyRun(NamedTuple):
     resumed: Path | None  # the checkpoint that it resumes from
 
 
-def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
-    """Set up a new run, or one that resumes from the newest checkpoint in its output folder."""
+def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | None = None) -> ReadyRun:
+    """Set up a new run, or one that resumes from the newest checkpoint in its output folder.
+
+    `measure` returns the seconds of a step; a new run of some `budget.minutes` needs it.
+    """
     source = open_source(config.data.source, config.data.labels)
     weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
@@ -68,9 +71,10 @@ def set_up(config: PretrainConfig, accelerator: Accelerator) -> ReadyRun:
         trained=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
+        measure=measure,
     )
-    config, choices, notes = complete(config, facts)
-    state = _build_state(config, facts, accelerator, checkpoints)
+    config, choices, notes, steps = complete(config, facts)
+    state = _build_state(config, facts, steps, accelerator, checkpoints)
     if trained:
         for network in (state.student, state.teacher):
             network.backbone.load_state_dict(trained.state_dict())
@@ -125,10 +129,14 @@ def build_untrained(
 
 
 def _build_state(
-    config: PretrainConfig, facts: Facts, accelerator: Accelerator, checkpoints: Checkpoints
+    config: PretrainConfig,
+    facts: Facts,
+    steps: int | None,
+    accelerator: Accelerator,
+    checkpoints: Checkpoints,
 ) -> TrainingState:
     device, processes = accelerator.device, facts.processes
-    plan = make_plan(config, len(facts.source), processes)
+    plan = make_plan(config, len(facts.source), processes, steps)
     student, teacher = build_untrained(config, facts.trained)
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
     _to_device(student, teacher, config, device, processes)

@@ -1,6 +1,7 @@
 """The state of a run between two steps: everything that a step touches or a checkpoint holds."""
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, restore
+from dino_vit.core.distributed import of_first_process
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
@@ -25,6 +27,8 @@ from dino_vit.training.plan import Plan
 from dino_vit.training.readings import Baseline, Count, Reading
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
+
+TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 
 
 class Best(BaseModel):
@@ -47,6 +51,8 @@ class Resumed(BaseModel):
     architecture: dict[str, Any]
     scaler: dict[str, float]
     interval: dict[str, FiniteFloat] | None = None  # checkpoints of 0.1.0 have none
+    total_steps: Annotated[Count, Field(gt=0)] | None = None  # nor this
+    seconds: FiniteFloat = 0.0
     best: Best | None = None
 
 
@@ -91,6 +97,9 @@ class TrainingState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best: dict[str, Any] | None = None  # figure, value, step
+    seconds_before: float = 0.0  # of the starts before this one
+    began: float | None = None  # when this start began to train
+    first: tuple[float, int] | None = None  # when its first step began, and which that was
 
     def __post_init__(self) -> None:
         self.interval = Interval(self.device)
@@ -129,6 +138,30 @@ class TrainingState:
         figures = self.evaluation(self.teacher.backbone)
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}))
+
+    def start_clock(self) -> None:
+        """Begin to count the seconds of training; call it again right before the first step."""
+        self.first = time.monotonic(), self.step
+        self.began = self.began or self.first[0]
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of training so far, in all starts."""
+        return self.seconds_before + (0.0 if self.began is None else time.monotonic() - self.began)
+
+    def refit(self) -> None:
+        """Fit the schedules to the time that is left of `budget.minutes`, at the pace of this start."""
+        minutes = self.config.budget.minutes
+        if minutes is None or not self.step:
+            return
+        seconds, steps = self.seconds, self.step
+        if self.first and self.step > self.first[1]:
+            seconds, steps = time.monotonic() - self.first[0], self.step - self.first[1]
+        left = max(60 * minutes - self.seconds, 0.0)
+        more = int(left * steps / seconds)
+        # A step or two at the end would only be evaluated again.
+        total = of_first_process(self.step + (more if more > TOO_FEW * self.step else 0))
+        self.plan = replace(self.plan, total_steps=total)
 
     def read_interval(self) -> Reading:
         """Return the numbers of a log line; the host waits for the device here."""
@@ -200,6 +233,8 @@ class TrainingState:
             "nonfinite_steps": self.skipped_steps,
             "interval": self.interval.state(),
             "best": self.best,
+            "total_steps": self.plan.total_steps,
+            "seconds": self.seconds,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -212,6 +247,8 @@ class TrainingState:
         if interval := checkpoint.metadata["interval"]:
             self.interval.load_state(interval)
         self.best = checkpoint.metadata["best"]
+        self.seconds_before = checkpoint.metadata["seconds"]
+        self.refit()
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, "loss": self.center}

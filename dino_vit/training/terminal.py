@@ -20,6 +20,7 @@ from dino_vit.training.readings import Reading
 from dino_vit.training.verdict import LEARNING, TOO_EARLY
 
 REFRESH = 0.5  # seconds between two updates of the bar
+FIRST_ESTIMATE = 5  # steps after the start
 RECENT = 20  # readings whose pace the remaining time is estimated from
 
 
@@ -61,12 +62,17 @@ class RunProgress:
     def advance(self, step: int) -> None:
         """Move the bar to `step`; cheap enough for every step."""
         self.step = step
+        if len(self.recent) == 1 and step >= self.recent[0][1] + FIRST_ESTIMATE:
+            self.recent.append((self.clock(), step))
+            if not self.live:
+                self._write(f"step {step:,}/{self.total_steps:,}: about {self._eta()} to go")
         if self.live and self.clock() - self.drawn >= REFRESH:
             self._draw(self.live)
 
     def show(self, reading: Reading, diagnosis: Diagnosis) -> None:
         """Show a reading; when the state turns bad, or good again, say so once."""
         before, self.diagnosis, self.reading, self.step = self.diagnosis, diagnosis, reading, reading.step
+        self.total_steps = reading.total_steps  # which a run of some minutes changes
         self.knn = self.knn if reading.knn is None else reading.knn
         self.recent.append((self.clock(), reading.step))
         if self.live:

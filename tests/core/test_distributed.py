@@ -9,6 +9,7 @@ from dino_vit.core.distributed import (
     all_reduce_mean,
     local_world_size,
     lost_process,
+    of_first_process,
     rank,
     world_size,
 )
@@ -44,6 +45,7 @@ def _check_in_process(number, rendezvous, logits, of_one):
         assert all_reduce_mean(mine).tolist() == [0.5, 0.5]
         assert mine.tolist() == [number, number]
         assert local_world_size() == 2
+        assert of_first_process(7 + number) == 7
         assert lost_process(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"))
         assert not lost_process(FileNotFoundError("/data/gloomy does not exist"))
         _check_gather(number)

@@ -50,7 +50,7 @@ def test_the_choice_is_measured_once_and_gives_way_to_the_user():
     facts = Facts(source=source, weights=None, resumed=None, trained=None, processes=1, device=CPU)
 
     def resolved(*settings):
-        completed, choices, _ = complete(config(*settings), facts)
+        completed, choices, *_ = complete(config(*settings), facts)
         reasons = [choice.reason for choice in choices if choice.key == "data.photometry"]
         return completed.data.photometry, reasons
 

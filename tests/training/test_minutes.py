@@ -1,0 +1,100 @@
+"""A run of some minutes: its speed is measured, its schedules follow the clock, and it resumes."""
+
+import signal
+from functools import partial
+
+import pytest
+
+from dino_vit.config.auto import ENOUGH_IMAGES, network_ladder
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.training import state as state_module
+from tests.support.runs import readings, run, signal_before_step
+from tests.support.training import opened
+
+SECONDS = 4.0
+SETTINGS = {
+    "budget.steps": "null",
+    "budget.minutes": SECONDS / 60,
+    "run.eval_every": "null",
+    "run.log_every": 10,
+}
+
+
+def metadata(output):
+    return Checkpoints(output).newest().metadata
+
+
+def test_it_ends_in_time_with_its_schedules_at_their_end(tmp_path):
+    said = run(tmp_path / "run", SETTINGS)
+    found = metadata(tmp_path / "run")
+    assert SECONDS * 0.8 < found["seconds"] < SECONDS * 1.5
+    last = readings(tmp_path / "run")[-1]
+    assert last["step"] == last["total_steps"] == found["step"] == found["total_steps"]
+    assert last["lr"] < 0.1 * max(line["lr"] for line in readings(tmp_path / "run"))
+    assert last["momentum"] > 0.999
+    assert " to go" in said
+    again = run(tmp_path / "run", SETTINGS)
+    assert metadata(tmp_path / "run")["step"] == found["step"]
+    assert "Traceback" not in again
+
+
+def test_a_resumed_run_takes_what_is_left_of_the_time(tmp_path):
+    run(tmp_path / "run", SETTINGS, code=75, before=partial(signal_before_step, 30, signal.SIGTERM))
+    before = metadata(tmp_path / "run")
+    assert 20 <= before["step"] <= 30  # some steps were taken to measure the speed
+    run(tmp_path / "run", SETTINGS)
+    after = metadata(tmp_path / "run")
+    assert before["seconds"] < after["seconds"] < SECONDS * 1.5
+    assert after["step"] == after["total_steps"] > before["step"]
+
+
+def test_the_length_follows_the_pace(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(state_module.time, "monotonic", lambda: now)
+    state = opened(tmp_path / "run", {"budget.steps": 40}).state
+    state.config = load(PretrainConfig, None, ["budget.minutes=10", *settings_of(state)])
+    state.start_clock()
+    now = 160.0  # a minute of evaluation before the first step
+    state.start_clock()
+    state.step, now = 30, 190.0
+    state.refit()  # a second a step, and 510 seconds are left
+    assert state.plan.total_steps == 30 + 510
+    state.step, now = 60, 250.0
+    state.refit()  # 1.5 seconds a step
+    assert state.plan.total_steps == 60 + 300
+    state.step, now = 300, 695.0
+    state.refit()  # 5 seconds are left for two or three steps
+    assert state.plan.total_steps == 300
+
+
+def settings_of(state):
+    return [f"output={state.config.output}", f"data.source={state.config.data.source}"]
+
+
+def test_the_network_is_the_largest_that_sees_enough_images():
+    config = load(PretrainConfig, None, ["recipe=auto", "budget.minutes=10"])
+    ladder = network_ladder(config, 500)
+    assert [one.cost for one in ladder] == sorted(one.cost for one in ladder)
+    assert ladder[0].settings["model.width"] == 96
+    assert ladder[-1].settings["views.global_size"] == 224
+    assert {one.settings["views.global_size"] for one in network_ladder(config, 32)} == {32}
+    given = load(PretrainConfig, None, ["recipe=auto", "model.arch=vit_tiny"])
+    assert network_ladder(given, 500) == []
+
+
+@pytest.mark.parametrize(("speed", "width"), [(10, 96), (1e9, 384)])
+def test_the_choice_follows_the_measured_speed(tmp_path, speed, width):
+    from accelerate import Accelerator
+
+    from dino_vit.training.setup import set_up
+
+    settings = ["recipe=auto", "data.source=synthetic:400:224", f"output={tmp_path}", "budget.minutes=10"]
+    config = load(PretrainConfig, None, [*settings, "data.batch_size=8", "data.workers=0"])
+    found = set_up(config, Accelerator(), measure=lambda _: 8 / speed)
+    assert found.state.config.model.width == width
+    assert found.state.plan.total_steps == int(600 * speed / 8)
+    reasons = {choice.key: choice.reason for choice in found.choices}
+    assert "in 10 minutes on this machine" in reasons["model.width"]
+    assert ENOUGH_IMAGES == 100_000
