@@ -96,8 +96,12 @@ def diagnose(readings: Sequence[Reading], run: Circumstances) -> Diagnosis:
     evaluations = _evaluations(readings)
     by_accuracy = _judge_accuracies(evaluations, run.baseline)
     improved = by_accuracy in (LEARNING, BELOW_PIXELS)
+    before = run.baseline.rankme if run.baseline else None
+    spread = bool(before and evaluations and (evaluations[-1].rankme or 0.0) > before / HALF)
     found = collapse(readings, settled_step=run.settled_step)
-    if found and not (found is STUCK_AT_LN and improved):  # features may improve before the loss falls
+    if found and not (
+        found is STUCK_AT_LN and (improved or spread)
+    ):  # features may improve before the loss falls
         return found
     if not evaluations:
         return TOO_EARLY if run.evaluated else NOT_EVALUATED
@@ -139,10 +143,10 @@ def _judge_ranks(evaluations: Sequence[Reading], run: Circumstances) -> Diagnosi
     early = len(ranks) < ENOUGH and last.step < last.total_steps
     if last.step >= run.settled_step and not early and latest < HALF * max(before or 0.0, max(ranks)):
         return COLLAPSING
+    if before is None or latest < before:
+        return TOO_EARLY if early else NO_BETTER
     informative = last.entropy_gap > INFORMATIVE * min(math.log(last.prototypes), math.log(last.rows))
-    if before is not None and latest >= before and informative and last.rows >= FEW_ROWS:
-        return LEARNING
-    return TOO_EARLY if early else NO_BETTER
+    return LEARNING if informative and last.rows >= FEW_ROWS else TOO_EARLY
 
 
 def noise(percent: float, baseline: Baseline) -> float:
@@ -189,9 +193,9 @@ def _next_steps(readings: Sequence[Reading], run: Circumstances, state: Diagnosi
     if trend and state in (LEARNING, BELOW_PIXELS, NO_BETTER, LOSING_RANK):
         rise, margin = trend
         steps.append(
-            f"It still rose by {rise:.1f} in the last third: a larger {run.length} brings more."
+            f"k-NN rose by {rise:.1f} in the last two thirds: a larger {run.length} should bring more."
             if rise > margin / 2
-            else f"It changed by {rise:+.1f} in the last third: a longer run alone will bring little."
+            else f"k-NN changed by {rise:+.1f} in the last two thirds: a longer run alone may bring little."
         )
     if run.from_scratch and 0 < run.images <= SMALL_SET:
         few = plural(run.images, "image")
@@ -200,10 +204,13 @@ def _next_steps(readings: Sequence[Reading], run: Circumstances, state: Diagnosi
 
 
 def _trend(evaluations: Sequence[Reading], baseline: Baseline | None) -> tuple[float, float] | None:
-    """Return how much k-NN rose in the last third of the steps so far, and its noise."""
+    """Return how much k-NN rose in the last two thirds of the steps so far, and its noise.
+
+    Not in the last third alone: there the learning rate is so low that every curve is flat.
+    """
     known = [(one.step, one.knn) for one in evaluations if one.knn is not None and math.isfinite(one.knn)]
     if baseline is None or len(known) < ENOUGH:
         return None
     last, latest = known[-1]
-    earlier = min(known[:-1], key=lambda pair: abs(pair[0] - last * 2 / 3))[1]
+    earlier = min(known[:-1], key=lambda pair: abs(pair[0] - last / 3))[1]
     return latest - earlier, noise(latest, baseline)

@@ -1,0 +1,204 @@
+"""Small sets in little time: what `recipe=auto` and nothing else makes of a few thousand images.
+
+    python -m benchmarks.small FOLDER --out benchmarks/results/cpu/small.json [--minutes 10] [--seeds 3]
+
+FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of cifar10; the textures are generated,
+and the grey flowers are made of the coloured ones. Each run has a core to itself, and as many run at a time
+as there are cores. A run that has ended is judged as it is, so the program goes on where it was. Judged on
+the test images by k-NN (k = 20) and a logistic regression; no run has seen a label of any image.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from queue import Queue
+from statistics import mean, stdev
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.cifar10 import labels
+from benchmarks.measure import Row, Table, arguments, report
+from dino_vit.data.sources.open import Source, SyntheticSource, open_source
+from dino_vit.data.sources.source import Subset
+from dino_vit.eval.features.extraction import FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.linear import count_correct, sweep
+from dino_vit.eval.online import rankme
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.report.record import outcome, read_run
+from dino_vit.training.setup import build_untrained
+from dino_vit.views.build import build_preparation
+from dino_vit.weights import load_backbone
+
+SETS = {"textures": 32, "cifar10": 32, "flowers": 48, "grey": 48}  # and the side of a global view
+TARGETS = {"textures": 85, "cifar10": 0, "flowers": 62, "grey": 0}  # k-NN to reach; cifar10's is of an hour
+TEXTURES = 20_000
+K = 20
+BANK, PENALTIES, ITERATIONS = 10_000, (1e-3, 1e-2, 1e-1, 1.0), 200
+QUERIES = 2000
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.set_defaults(repeats=0, threads=1)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, default=10, help="of a run (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each set (default %(default)s)")
+    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS), metavar="SET")
+    parser.add_argument("--runs", type=Path, default=Path("runs/small"), help="their folders go here")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="to try another recipe")
+    options = parser.parse_intermixed_args()
+    torch.set_num_threads(1)
+    grey = options.runs / "grey"
+    if "grey" in options.sets and not (grey / "test.parquet").exists():
+        for part in ("train", "test"):
+            write_grey(options.folder / "flowers" / f"{part}.parquet", grey / f"{part}.parquet")
+    runs = {
+        (name, seed): options.runs / f"{name}-{seed}"
+        for seed, name in product(range(options.seeds), options.sets)
+    }
+    folders = {"grey": grey, "flowers": options.folder / "flowers", "cifar10": options.folder / "cifar10"}
+    train(runs, folders, options.minutes, options.settings)
+    found = {
+        name: [judge(runs[name, s], name, folders) for s in range(options.seeds)] for name in options.sets
+    }
+    rows = [row for name in options.sets for row in rows_of(name, found[name])]
+    told = [f"{name}, seed {seed}: {said(folder)}" for (name, seed), folder in runs.items()]
+    title = f"Small sets, {options.minutes:g} minutes of one core, recipe=auto, {options.seeds} seeds"
+    note = "Mean of the seeds. What the runs said of themselves at their end: " + " ".join(told)
+    report([Table(title, "per cent", rows, note, ratio="trained / best other")], options)
+
+
+def write_grey(source: Path, target: Path) -> None:
+    """Write a Parquet file of images again, in grey."""
+    table = pq.read_table(source)
+    images = []
+    for one in table["image"].to_pylist():
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(one["bytes"])).convert("L").save(buffer, "JPEG", quality=92)
+        images.append({**one, "bytes": buffer.getvalue()})
+    column = table.schema.get_field_index("image")
+    field = table.schema.field("image")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.set_column(column, field, pa.array(images, type=field.type)), target)
+
+
+def train(
+    runs: dict[tuple[str, int], Path], folders: dict[str, Path], minutes: float, settings: Sequence[str]
+) -> None:
+    """Train all that have not ended, each on a core of its own."""
+    cores: Queue[int] = Queue()
+    for core in sorted(os.sched_getaffinity(0)):
+        cores.put(core)
+
+    def one(key: tuple[str, int]) -> None:
+        (name, seed), output = key, runs[key]
+        source = folders[name] / "train.parquet" if name in folders else f"synthetic:{TEXTURES}:32"
+        images = [f"data.source={source}", f"views.global_size={SETS[name]}", "data.workers=0"]
+        auto = ["recipe=auto", f"budget.minutes={minutes}", f"seed={seed}", f"output={output}"]
+        core = cores.get()
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.with_suffix(".log").open("a") as log:
+                command = [sys.executable, "-m", "dino_vit", "pretrain", *images, *auto, *settings]
+                environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                pin: Callable[[], None] = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
+                subprocess.run(command, env=environ, stderr=log, check=True, preexec_fn=pin)
+            print(f"{output}: {said(output)}", file=sys.stderr, flush=True)
+        finally:
+            cores.put(core)
+
+    with ThreadPoolExecutor(cores.qsize()) as pool:
+        list(pool.map(one, runs))
+
+
+def said(output: Path) -> str:
+    """Return what a run said of itself in its last lines."""
+    return outcome(read_run(output))
+
+
+def parts(name: str, folders: dict[str, Path]) -> Iterator[tuple[Source, list[int]]]:
+    """Yield the bank and the queries: a source, and the places of the images in a random order."""
+    if name in folders:
+        opened = [open_source(str(folders[name] / f"{part}.parquet")) for part in ("train", "test")]
+    else:
+        whole = SyntheticSource(length=TEXTURES + QUERIES, size=32)
+        opened = [Subset(whole, range(TEXTURES)), Subset(whole, range(TEXTURES, len(whole)))]
+    for source, most in zip(opened, (BANK, QUERIES), strict=True):
+        order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+        yield source, order[:most].tolist()
+
+
+def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
+    """Return the figures of the trained network, of the untrained one and of raw pixels."""
+    record = read_run(output)
+    preparation = build_preparation(record.config)
+    sets = list(parts(name, folders))
+    targets = [labels(source, torch.tensor(places)) for source, places in sets]
+    spec = FeatureSpec(tokens="cls+mean", blocks=min(4, record.config.model.shape[1]))
+
+    def features(model: VisionTransformer) -> list[Tensor]:
+        return [
+            extract_features(model, source, places, preparation=preparation, batch_size=256, spec=spec).values
+            for source, places in sets
+        ]
+
+    networks = {"trained": load_backbone(output), "untrained": build_untrained(record.config)[1].backbone}
+    found = {}
+    for title, model in networks.items():
+        bank, queries = features(model)
+        cls = FeatureSpec().columns_in(spec, model.width)
+        found[title] = {
+            "k-NN": knn(bank[:, cls], targets[0], queries[:, cls], targets[1]),
+            f"k-NN, {spec.title}": knn(bank, targets[0], queries, targets[1]),
+            "linear": linear(bank[:, cls], targets[0], queries[:, cls], targets[1]),
+            "effective rank": rankme(bank[:QUERIES, cls]),
+        }
+    pixels = [pixel_features(s, places, preparation=preparation).values for s, places in sets]
+    found["raw pixels"] = {"k-NN": knn(pixels[0], targets[0], pixels[1], targets[1])}
+    return found
+
+
+def knn(bank: Tensor, bank_targets: Tensor, queries: Tensor, targets: Tensor) -> float:
+    """Return the share of queries that their neighbours classify rightly."""
+    ranked = weighted_knn(bank, bank_targets, queries, k=[K])[K]
+    return 100 * float((ranked[:, 0] == targets).float().mean())
+
+
+def linear(bank: Tensor, bank_targets: Tensor, queries: Tensor, targets: Tensor) -> float:
+    """Return the accuracy of a logistic regression whose penalty is chosen on a fifth of the bank."""
+    held = len(bank) // 5
+    classes = int(bank_targets.max()) + 1
+    fits = sweep(bank[held:], bank_targets[held:], cs=PENALTIES, classes=classes, max_iterations=ITERATIONS)
+    best = max(fits, key=lambda fit: int(count_correct(fit.head, bank[:held], bank_targets[:held])[0]))
+    return 100 * int(count_correct(best.head, queries, targets)[0]) / len(queries)
+
+
+def rows_of(name: str, found: Sequence[dict[str, dict[str, float]]]) -> Iterator[Row]:
+    """Yield a row for each figure: the means over the seeds."""
+    for figure in found[0]["trained"]:
+        values = {
+            title: mean(one[title][figure] for one in found)
+            for title in found[0]
+            if figure in found[0][title]
+        }
+        spread = [one["trained"][figure] for one in found]
+        best = max(value for title, value in values.items() if title != "trained")
+        deviation = f" ± {stdev(spread):.1f}" if len(spread) > 1 else ""
+        target = f", to reach {TARGETS[name]}" if figure == "k-NN" and TARGETS[name] else ""
+        yield Row(f"{name}: {figure}{deviation}{target}", values, values["trained"] / best)
+
+
+if __name__ == "__main__":
+    main()
