@@ -103,6 +103,7 @@ def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, di
         "untrained": record.baseline.knn,
         "trained": record.latest("knn"),
         "raw pixels": record.baseline.raw_pixels,
+        "chance": record.baseline.chance,
     }
     return {
         "k-NN": {name: value for name, value in knn.items() if value is not None},

@@ -46,7 +46,9 @@ def figures(record: RunRecord) -> dict[str, str]:
     levels = record.baseline_levels("knn", "raw_pixels", "largest_class", "chance")
     if knn is not None or levels:
         found["k-NN"] = "–" if knn is None else f"{knn:.1f} %"
-        found |= {f"k-NN, {name}": f"{level:.1f} %" for name, level in levels.items()}
+        of_features = record.baseline_levels("knn", "raw_pixels")
+        for name, level in levels.items():
+            found[f"k-NN, {name}" if name in of_features else name] = f"{level:.1f} %"
     if rank is not None:
         found["effective rank"] = f"{rank:.0f}"
     if record.readings:

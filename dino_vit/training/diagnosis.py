@@ -74,8 +74,11 @@ def collapse(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis | N
     settled = [reading for reading in readings if reading.step >= settled_step][-PATIENCE:]
     symptoms = [symptom for reading in settled if (symptom := _symptom(reading))]
     finished = readings[-1].step >= readings[-1].total_steps
-    enough = len(settled) == PATIENCE or (finished and len(settled) >= AT_THE_END)
-    return symptoms[-1] if enough and len(symptoms) == len(settled) else None
+    if not symptoms or len(symptoms) < len(settled):
+        return None
+    # A short run may end before its loss has begun to fall.
+    at_the_end = finished and len(settled) >= AT_THE_END and symptoms[-1] is not STUCK_AT_LN
+    return symptoms[-1] if len(settled) == PATIENCE or at_the_end else None
 
 
 def _skips_steps(readings: Sequence[Reading]) -> bool:

@@ -115,6 +115,8 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     known = {f"model.{name}": value for name, value in shape.items()}
     known |= {"model.patch_size": height, "model.registers": trained["registers"]}
     given = given_keys(config)
+    if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
+        known["data.channels"] = trained["channels"]
     wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]
     if "model.arch" in given and config.model.arch and config.model.shape != tuple(shape.values()):
         wrong.append("model.arch")
