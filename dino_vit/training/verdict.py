@@ -95,7 +95,7 @@ def diagnose(readings: Sequence[Reading], run: Circumstances) -> Diagnosis:
         return TOO_EARLY
     evaluations = _evaluations(readings)
     by_accuracy = _judge_accuracies(evaluations, run.baseline)
-    improved = by_accuracy in (LEARNING, BELOW_PIXELS)
+    improved = by_accuracy in (LEARNING, BELOW_PIXELS, PAST_BEST)
     before = run.baseline.rankme if run.baseline else None
     spread = bool(before and evaluations and (evaluations[-1].rankme or 0.0) > before / HALF)
     found = collapse(readings, settled_step=run.settled_step)
@@ -108,7 +108,7 @@ def diagnose(readings: Sequence[Reading], run: Circumstances) -> Diagnosis:
     by_rank = _judge_ranks(evaluations, run)
     if by_accuracy is None:
         return by_rank
-    if by_rank is COLLAPSING:
+    if by_rank is COLLAPSING and by_accuracy is not PAST_BEST:
         return LOSING_RANK if improved else COLLAPSING
     return by_accuracy
 

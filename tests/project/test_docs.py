@@ -63,7 +63,7 @@ def inside(trained, monkeypatch):
 
 
 def test_there_are_pages_and_commands():
-    assert PAGES.keys() == {"recipe", "data", "checkpoints", "multi-node"}
+    assert PAGES.keys() == {"recipe", "data", "checkpoints", "multi-node", "small-sets"}
     assert len(COMMANDS) >= 30
 
 

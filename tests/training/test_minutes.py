@@ -10,6 +10,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import state as state_module
+from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import readings, run, signal_before_step
 from tests.support.training import opened
 
@@ -48,6 +49,13 @@ def test_a_resumed_run_takes_what_is_left_of_the_time(tmp_path):
     after = metadata(tmp_path / "run")
     assert before["seconds"] < after["seconds"] < SECONDS * 1.5
     assert after["step"] == after["total_steps"] > before["step"]
+
+
+def test_two_processes_end_after_the_same_step(tmp_path):
+    finish(pair(tmp_path / "run", SETTINGS, srun_environs()))
+    found = metadata(tmp_path / "run")
+    assert found["step"] == found["total_steps"] == readings(tmp_path / "run")[-1]["step"]
+    assert found["seconds"] < SECONDS * 2
 
 
 def test_the_length_follows_the_pace(tmp_path, monkeypatch):
