@@ -52,6 +52,8 @@ def small(parts):
         drop = {"--config", "configs/pretrain/vits16.yaml"}
         kept = [part for part in launched if part not in drop]
         return [*kept, *SMALL, f"output=runs/{own}", "optim.accumulate=1"]
+    if any(part.startswith("budget.minutes") for part in parts):
+        return [*parts, *(one for one in SMALL if not one.startswith("budget.")), "budget.minutes=0.05"]
     if parts[1] == "pretrain" and not any(part.startswith("init.") for part in parts):
         return [*parts, *SMALL]
     if parts[1] == "pretrain":
