@@ -8,14 +8,8 @@ from dino_vit.core.progress import plural
 from dino_vit.data.sources.source import Source
 
 TRAIN = ("train", "training")
-HELD_OUT = (
-    "val",
-    "valid",
-    "validation",
-    "dev",
-    "test",
-    "testing",
-)  # the first that has labels is evaluated on
+# The first of these that has labels is evaluated on.
+HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _KNOWN = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 
 

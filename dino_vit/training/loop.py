@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core import log
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.core.distributed import all_reduce_mean, any_process
 from dino_vit.core.lock import locked
@@ -83,6 +84,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
 
 def seconds_per_step(config: PretrainConfig) -> float:
     """Take a few steps of a run that leaves nothing behind, and return the mean time of one."""
+    log.info("measuring how long a step takes ...")
     with TemporaryDirectory() as folder:
         changes = {"output": folder, "run.trackers": (), "budget.steps": SHORTEST}
         state = set_up(replace_settings(config, changes), start_processes()).state

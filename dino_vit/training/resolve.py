@@ -77,12 +77,11 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
     if resumed:
         add(_kept_choices(config, resumed))
     add(init_choices(config))
-    steps: int | None = None
-    if resumed and config.budget.minutes:
-        steps = resumed.metadata["total_steps"]
-    elif config.budget.minutes:
-        assert facts.measure, "a new run of some minutes needs to measure its speed"
-        add(_network_choices(config, images, facts.measure, facts.processes))
+    steps: int | None = resumed.metadata["total_steps"] if resumed and config.budget.minutes else None
+    if config.budget.minutes and not steps:
+        assert facts.measure, "a run of some minutes needs to measure its speed"
+        if not resumed:
+            add(_network_choices(config, images, facts.measure, facts.processes))
         steps = max(1, int(60 * config.budget.minutes / facts.measure(config)))
     add(_image_choices(config, images, facts, steps))
     if not any(image.fits(config.data.channels) for image in images.images):

@@ -157,6 +157,8 @@ class TrainingState:
         seconds, steps = self.seconds, self.step
         if self.first and self.step > self.first[1]:
             seconds, steps = time.monotonic() - self.first[0], self.step - self.first[1]
+        if seconds <= 0:  # of a checkpoint that does not say how long it took
+            return
         left = max(60 * minutes - self.seconds, 0.0)
         more = int(left * steps / seconds)
         # A step or two at the end would only be evaluated again.

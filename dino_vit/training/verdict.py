@@ -21,6 +21,7 @@ HALF = 0.5
 INFORMATIVE = 0.1
 # Of so many images or fewer, trained weights are the better start.
 SMALL_SET = 50_000
+MOST_STEPS = 2.0**53  # in an epoch; files of readings may hold anything
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
 
 REMEDY = "Try loss.centring=sinkhorn, loss.koleo_weight=0.1, a lower optim.lr, or recipe=auto."
@@ -78,7 +79,7 @@ def circumstances(
     head_epochs = config.init.head_epochs if config.init else 0.0
     settled = max(config.optim.warmup_epochs, config.optim.freeze_last_layer_epochs, head_epochs)
     last = readings[-1] if readings else None
-    steps_per_epoch = last.step / last.epoch if last and last.epoch else 0.0
+    steps_per_epoch = min(last.step / last.epoch, MOST_STEPS) if last and last.epoch else 0.0
     return Circumstances(
         settled_step=math.floor(settled * steps_per_epoch),
         baseline=baseline,
@@ -99,9 +100,8 @@ def diagnose(readings: Sequence[Reading], run: Circumstances) -> Diagnosis:
     before = run.baseline.rankme if run.baseline else None
     spread = bool(before and evaluations and (evaluations[-1].rankme or 0.0) > before / HALF)
     found = collapse(readings, settled_step=run.settled_step)
-    if found and not (
-        found is STUCK_AT_LN and (improved or spread)
-    ):  # features may improve before the loss falls
+    follows_late = found is STUCK_AT_LN and (improved or spread)  # features may improve before the loss falls
+    if found and not follows_late:
         return found
     if not evaluations:
         return TOO_EARLY if run.evaluated else NOT_EVALUATED
@@ -120,7 +120,7 @@ def _evaluations(readings: Sequence[Reading]) -> list[Reading]:
 def _judge_accuracies(evaluations: Sequence[Reading], baseline: Baseline | None) -> Diagnosis | None:
     """Judge by k-NN accuracies; None without labels or without one from before the first step."""
     found = [one.knn for one in evaluations if one.knn is not None and math.isfinite(one.knn)]
-    if baseline is None or baseline.knn is None or not found:
+    if baseline is None or baseline.knn is None or not math.isfinite(baseline.knn) or not found:
         return None
     latest, best, before = found[-1], max(found), baseline.knn
     margin = noise(best, baseline)
@@ -145,7 +145,7 @@ def _judge_ranks(evaluations: Sequence[Reading], run: Circumstances) -> Diagnosi
         return COLLAPSING
     if before is None or latest < before:
         return TOO_EARLY if early else NO_BETTER
-    informative = last.entropy_gap > INFORMATIVE * min(math.log(last.prototypes), math.log(last.rows))
+    informative = last.entropy_gap > INFORMATIVE * math.log(max(1, min(last.prototypes, last.rows)))
     return LEARNING if informative and last.rows >= FEW_ROWS else TOO_EARLY
 
 
