@@ -192,7 +192,7 @@ def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
     if steps < SHORT:
         reason = "balanced targets learn faster in a short run; see docs/small-sets.md"
         choices.choose("loss.centring", "sinkhorn", reason)
-        choices.choose("loss.koleo_weight", 0.1, "keeps the effective rank; see docs/small-sets.md")
+        choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank; see docs/small-sets.md")
         reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
         if not batch_norm:
             reason = f"in several processes BatchNorm needs CUDA; {reason}"
