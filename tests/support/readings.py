@@ -47,5 +47,6 @@ def show_some(progress, clock):
                 progress.saved_step = 1_120
             for step in range(951 + 50 * n, 1001 + 50 * n):
                 progress.advance(step)
-            reading = replace(HEALTHY, step=1000 + 50 * n, epoch=n / 4, knn=47.5 if n == 2 else None)
+            now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.total_steps)
+            reading = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
             progress.show(reading, diagnosis)

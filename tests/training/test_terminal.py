@@ -24,7 +24,11 @@ def test_without_a_terminal_there_are_plain_aligned_lines():
     show_some(RunProgress(total_steps=125_100, step=1000, stream=stream, clock=clock), clock)
     lines = stream.getvalue().splitlines()
     step = "step   1,050/125,100  epoch   0.2  loss  9.100 (ln K  -1.99)  gap  2.50    2,310 img/s  wait  1%"
-    assert lines[0] == "Resuming runs/demo [at step 1,000]."
+    assert lines[:2] == [
+        "Resuming runs/demo [at step 1,000].",
+        "step 1,005/125,100: about 14d08h to go",
+    ]
+    del lines[0]
     assert lines[1] == f"{step}  eta  1d10h  too early to say"
     assert lines[2].endswith("  learning  k-NN 47.5 %")
     assert lines[3].endswith("  uniform collapse  saved 1,120")
@@ -42,11 +46,18 @@ def test_the_end_is_estimated_from_the_recent_pace():
     progress = RunProgress(total_steps=10_000, stream=stream, clock=clock)
     for step in range(100, 10_001, 100):
         clock.now += 100 if step <= 5_000 else 10
-        progress.show(replace(HEALTHY, step=step), LEARNING)
+        progress.show(replace(HEALTHY, step=step, total_steps=10_000), LEARNING)
     ends = [re.search(r"eta +(\S+)", line)[1] for line in stream.getvalue().splitlines()]
     assert ends[0] == "2h45"
     assert ends[79] == "3m20"
     assert ends[-1] == "0s"
+
+
+def test_a_run_of_some_minutes_may_change_its_length():
+    stream = StringIO()
+    progress = RunProgress(total_steps=1_000, stream=stream)
+    progress.show(replace(HEALTHY, step=100, total_steps=800), LEARNING)
+    assert stream.getvalue().startswith("step 100/800 ")
 
 
 def test_what_came_before_the_first_step_is_not_a_steps_pace():
@@ -55,7 +66,7 @@ def test_what_came_before_the_first_step_is_not_a_steps_pace():
     clock.now += 500  # an evaluation
     progress.start_clock()
     clock.now += 100
-    progress.show(replace(HEALTHY, step=300), LEARNING)
+    progress.show(replace(HEALTHY, step=300, total_steps=1_000), LEARNING)
     assert re.search(r"eta +(\S+)", stream.getvalue())[1] == "11m40"
 
 
