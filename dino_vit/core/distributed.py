@@ -65,6 +65,15 @@ def all_reduce_logsumexp(tensor: Tensor) -> Tensor:
     return total.log() + largest
 
 
+def all_gather_equal(tensor: Tensor) -> Tensor:
+    """Concatenate the rows of all processes by rank, without gradient; each has as many. Nothing waits."""
+    if world_size() == 1:
+        return tensor
+    rows = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(rows, tensor.detach().contiguous())
+    return torch.cat(rows)
+
+
 def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate the rows of all processes by rank, without gradient; their numbers of rows may differ."""
     if world_size() == 1:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.core.distributed import all_gather, rank, world_size
+from dino_vit.core.distributed import all_gather_equal, rank, world_size
 
 EPSILON = 1e-8
 
@@ -18,13 +18,11 @@ def koleo_loss(features: Tensor) -> Tensor:
     """
     with torch.autocast(features.device.type, enabled=False):
         mine = F.normalize(features.float(), dim=1, eps=EPSILON)
-        rows = all_gather(mine.detach())
+        rows = mine
         if world_size() > 1:
-            start = rank() * len(mine)
+            rows, start = all_gather_equal(mine), rank() * len(mine)
             mine = mine.detach() + world_size() * (mine - mine.detach())
             rows = torch.cat([rows[:start], mine, rows[start + len(mine) :]])
-        else:
-            rows = mine
         with torch.no_grad():
             cosines = rows @ rows.T
             nearest = cosines.fill_diagonal_(-1).argmax(dim=1)

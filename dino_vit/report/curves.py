@@ -43,12 +43,12 @@ def figures(record: RunRecord) -> dict[str, str]:
     """Return the few numbers to look at first."""
     found = {}
     knn, rank = record.latest("knn"), record.latest("rankme")
-    levels = record.baseline_levels("knn", "raw_pixels", "largest_class", "chance")
+    levels = record.baseline_levels("knn", "raw_pixels")
     if knn is not None or levels:
         found["k-NN"] = "–" if knn is None else f"{knn:.1f} %"
-        of_features = record.baseline_levels("knn", "raw_pixels")
-        for name, level in levels.items():
-            found[f"k-NN, {name}" if name in of_features else name] = f"{level:.1f} %"
+        found |= {f"k-NN, {name}": f"{level:.1f} %" for name, level in levels.items()}
+        guesses = record.baseline_levels("largest_class", "chance")
+        found |= {name: f"{level:.1f} %" for name, level in guesses.items()}
     if rank is not None:
         found["effective rank"] = f"{rank:.0f}"
     if record.readings:
@@ -78,13 +78,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
-        (
-            "knn",
-            "k-NN accuracy",
-            _knn(readings, knn),
-            accuracies,
-            knn,
-        ),
+        ("knn", "k-NN accuracy", _knn(readings, knn), accuracies, knn),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),
         *((name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()),
     ]

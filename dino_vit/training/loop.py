@@ -40,7 +40,6 @@ from dino_vit.training.state import TrainingState
 from dino_vit.views.loader import Batch
 
 WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
-SHORTEST = 1000  # steps; so short a run has no phase that is longer
 
 
 def pretrain(config: PretrainConfig) -> int:
@@ -86,7 +85,9 @@ def seconds_per_step(config: PretrainConfig) -> float:
     """Take a few steps of a run that leaves nothing behind, and return the mean time of one."""
     log.info("measuring how long a step takes ...")
     with TemporaryDirectory() as folder:
-        changes = {"output": folder, "run.trackers": (), "budget.steps": SHORTEST}
+        # As a short run under auto, which fits the phases to it; otherwise none may be longer than the run.
+        steps = 1000 if config.recipe == "auto" else 10**12
+        changes = {"output": folder, "run.trackers": (), "budget.steps": steps}
         state = set_up(replace_settings(config, changes), start_processes()).state
         with contextlib.closing(state.loader.batches()) as batches:
             for step in range(WARM_UP + TIMED):

@@ -18,7 +18,7 @@ from torch import Tensor
 from dino_vit.config.auto import ENOUGH_IMAGES, Choice, auto_choices, init_choices, network_ladder
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PretrainConfig
-from dino_vit.config.settings import get, given_keys, result_changes
+from dino_vit.config.settings import get, given_keys, result_changes, settings_of
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, all_reduce_mean
@@ -75,7 +75,7 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
     if facts.trained is not None:
         add(_architecture_choices(config, facts.trained))
     if resumed:
-        add(_kept_choices(config, resumed))
+        add(kept_choices(config, resumed))
     add(init_choices(config))
     steps: int | None = resumed.metadata["total_steps"] if resumed and config.budget.minutes else None
     if config.budget.minutes and not steps:
@@ -125,12 +125,17 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     return [Choice(key, value, "as the trained weights have") for key, value in known.items()]
 
 
-def _kept_choices(config: PretrainConfig, resumed: Checkpoint) -> list[Choice]:
+def kept_choices(config: PretrainConfig, resumed: Checkpoint) -> list[Choice]:
     """Keep what `recipe=auto` chose at the start, which may have followed from a measured speed."""
     if config.recipe != "auto":
         return []
     before = PretrainConfig.model_validate(resumed.metadata["config"], strict=False)  # JSON has no tuples
-    kept = [key for key in (AUTO_KEYS | FITTED_KEYS) - given_keys(config) if get(before, key) is not None]
+    given = given_keys(config)
+    kept = [
+        key
+        for key in (AUTO_KEYS | FITTED_KEYS) - given
+        if get(before, key) is not None and not settings_of(PretrainConfig)[key].rivals & given
+    ]
     return [Choice(key, get(before, key), "as the run started") for key in sorted(kept)]
 
 

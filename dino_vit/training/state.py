@@ -28,6 +28,7 @@ from dino_vit.training.readings import Baseline, Count, Reading
 from dino_vit.views.loader import Batch, Loader
 from dino_vit.views.photometry import Augment
 
+SHORTEST = 1e-3  # seconds of a pace
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 
 
@@ -52,7 +53,7 @@ class Resumed(BaseModel):
     scaler: dict[str, float]
     interval: dict[str, FiniteFloat] | None = None  # checkpoints of 0.1.0 have none
     total_steps: Annotated[Count, Field(gt=0)] | None = None  # nor this
-    seconds: FiniteFloat = 0.0
+    seconds: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     best: Best | None = None
 
 
@@ -157,7 +158,7 @@ class TrainingState:
         seconds, steps = self.seconds, self.step
         if self.first and self.step > self.first[1]:
             seconds, steps = time.monotonic() - self.first[0], self.step - self.first[1]
-        if seconds <= 0:  # of a checkpoint that does not say how long it took
+        if seconds < SHORTEST:  # of a checkpoint that does not say how long it took
             return
         left = max(60 * minutes - self.seconds, 0.0)
         more = int(left * steps / seconds)

@@ -106,3 +106,11 @@ def test_the_choice_follows_the_measured_speed(tmp_path, speed, width):
     reasons = {choice.key: choice.reason for choice in found.choices}
     assert "in 10 minutes on this machine" in reasons["model.width"]
     assert ENOUGH_IMAGES == 100_000
+
+
+def test_a_recipe_whose_phases_are_longer_than_the_trial_is_measured(tmp_path):
+    """Ten epochs of warm-up are 5,000 steps here; only the length in minutes may be held against them."""
+    images = {"data.source": "synthetic:4000:32", "optim.warmup_epochs": 10, **SETTINGS}
+    said = run(tmp_path / "run", images, code=2)
+    assert "optim.warmup_epochs=10 is not shorter than the run" in said
+    assert "or a larger budget.minutes" in said

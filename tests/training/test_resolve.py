@@ -1,12 +1,23 @@
 """How a configuration is completed, and that the place of photometry does not change the result on a CPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from dino_vit.config.loading import load
+from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.training.resolve import Costs, Facts, complete, faster_photometry, measure_costs, repeat_images
+from dino_vit.training.resolve import (
+    Costs,
+    Facts,
+    complete,
+    faster_photometry,
+    kept_choices,
+    measure_costs,
+    repeat_images,
+)
 from tests.support.runs import assert_same_end, run
 
 CPU = torch.device("cpu")
@@ -80,3 +91,18 @@ def test_a_run_keeps_its_place(tmp_path):
     (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
     said = run(tmp_path / "run", {**settings, "data.photometry": "device"}, code=2)
     assert "data.photometry was worker and is device" in said
+
+
+def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
+    """An interval in steps instead of epochs, a length in another unit: not both."""
+    chosen = ["recipe=auto", "budget.epochs=450", "run.eval_every=3", "teacher.momentum=0.97"]
+    before = load(PretrainConfig, None, chosen).model_dump(mode="json")
+    resumed = Checkpoint(path=Path("step"), tensors={}, metadata={"config": before})
+    given = load(PretrainConfig, None, ["recipe=auto", "budget.steps=16", "run.eval_every_steps=8"])
+    kept = {choice.key: choice.value for choice in kept_choices(given, resumed)}
+    assert kept["teacher.momentum"] == 0.97
+    assert not {"budget.epochs", "run.eval_every"} & set(kept)
+    assert {"budget.epochs", "run.eval_every"} <= {
+        choice.key for choice in kept_choices(load(PretrainConfig, None, ["recipe=auto"]), resumed)
+    }
+    assert replace(given, kept).run.eval_every_steps == 8
