@@ -22,6 +22,14 @@ PATCHES = (2, 4, 8, 16)
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
 ENOUGH_IMAGES = 100_000  # seen in a run, with repeats, before a larger network learns better
+# What method=dinov2 regularises long runs with, and its value in method=dino.
+GENTLE: dict[str, object] = {
+    "model.drop_path": 0.1,
+    "model.drop_path_schedule": "linear",
+    "model.layer_scale": None,
+    "optim.layer_decay": None,
+    "optim.patch_embed_lr": 1.0,
+}
 EVALUATIONS = 6  # in a short run
 PHASES = (
     "optim.warmup_epochs",
@@ -197,11 +205,23 @@ def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
         if not batch_norm:
             reason = f"in several processes BatchNorm needs CUDA; {reason}"
         choices.choose("head.batch_norm", batch_norm, reason)
+        for key, value in GENTLE.items():
+            if get(choices.config, key) != value:
+                choices.choose(key, value, f"DINO's, for a run of fewer than {SHORT:,} steps")
     if {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & choices.given:
         return
+    if _is_long(choices, steps):
+        return
+    if choices.config.loss.warmup_teacher_temp_epochs:
+        choices.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
     sharp = max(0.02, 0.04 / _shortness(steps) ** (1 / 9))
     reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
     choices.choose("loss.teacher_temp", _round(sharp), reason)
+
+
+def _is_long(choices: _Choices, steps: int) -> bool:
+    """Tell whether a run is one for which DINOv2 has published rates and temperatures."""
+    return choices.config.method == "dinov2" and steps >= SHORT
 
 
 def _shortness(steps: int) -> float:
@@ -212,6 +232,8 @@ def _shortness(steps: int) -> float:
 def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
     """Let a short run move fast: the teacher's half-life and the learning rate follow the number of steps."""
     shortness, optim = _shortness(steps), choices.config.optim
+    if _is_long(choices, steps):
+        return
     half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
     formula = "173 x (steps / 125,000) ^ 0.4, from 20 to 173"
     reason = f"half-life of {half_life:.0f} steps for a run of {steps:,}: {formula}"

@@ -4,7 +4,7 @@ These checks see the settings alone. `training.plan` also knows the number of im
 """
 
 from collections.abc import Iterator
-from math import sqrt
+from math import ceil, prod, sqrt
 
 from dino_vit.config.sections import (
     HEAD_CHANNELS,
@@ -13,6 +13,7 @@ from dino_vit.config.sections import (
     Head,
     Init,
     Loss,
+    Masks,
     Model,
     Optim,
     Photometry,
@@ -21,6 +22,7 @@ from dino_vit.config.sections import (
     Views,
 )
 from dino_vit.config.settings import Problem
+from dino_vit.core.progress import plural
 
 MOST_PARAMETERS = 1e11  # of a backbone or a head; no machine trains more
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
@@ -122,6 +124,27 @@ def check_temperatures(loss: Loss) -> Iterator[Problem]:
         keys = ("loss.warmup_teacher_temp", "loss.teacher_temp", "loss.warmup_teacher_temp_epochs")
         text = f"the teacher's temperature cannot warm up over {epochs} epochs from {start} to {end}"
         yield Problem(f"{text}; raise loss.teacher_temp (0.07), or set {keys[2]}=0", keys)
+
+
+def check_masks(loss: Loss, masks: Masks, head: Head, views: Views, patch: int) -> Iterator[Problem]:
+    """Refuse masks that hide nothing, and what would have no effect without them."""
+    if not loss.patch_weight:
+        if not head.shared:
+            text = "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
+            yield Problem(f"{text}; set loss.patch_weight=1, or head.shared=true", ("head.shared",))
+        return
+    low, high = masks.ratio
+    if low > high:
+        text = f"masks.ratio=[{low}, {high}] must go from low to high; try [{high}, {low}]"
+        yield Problem(text, ("masks.ratio",))
+    if not masks.probability:
+        text = f"loss.patch_weight={loss.patch_weight} needs masks, but masks.probability=0 masks no view"
+        yield Problem(f"{text}; use 0.5, or loss.patch_weight=0", ("masks.probability", "loss.patch_weight"))
+    patches = prod(side // patch for side in views.global_shape)
+    if int(low * patches) < 1:
+        text = f"masks.ratio={list(masks.ratio)} of {plural(patches, 'patch', 'patches')} may mask none"
+        advice = f"start it at {ceil(100 / max(patches, 1)) / 100:g} or more, or use smaller patches"
+        yield Problem(f"{text}; {advice}", ("masks.ratio", "model.patch_size", "views.global_size"))
 
 
 def check_rates(optim: Optim, teacher: Teacher, data: Data) -> Iterator[Problem]:

@@ -1,7 +1,9 @@
 """The configuration of a pretraining: its sections, the names that people bring along, what auto fills in."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import ModelWrapValidatorHandler, model_validator
 
 from dino_vit.config import checks, sections
 from dino_vit.config.settings import Problem, Seed, Settings, given_keys, setting
@@ -57,6 +59,28 @@ ALSO_KNOWN_AS = {
     "init": "pretrained checkpoint",
 }
 
+# Defaults that differ from those of method=dino: DINOv2's "fast" setup of a ViT-L/16 on ImageNet-1k, of which
+# a smaller ViT takes all but the length and the batch.
+METHODS: dict[str, dict[str, object]] = {
+    "dinov2": {
+        "model.drop_path": 0.3,
+        "model.drop_path_schedule": "uniform",
+        "model.layer_scale": 1e-5,
+        "views.global_scale": (0.32, 1.0),
+        "views.local_scale": (0.05, 0.32),
+        "loss.teacher_temp": 0.07,
+        "loss.warmup_teacher_temp_epochs": 30,
+        "loss.koleo_weight": 0.1,
+        "loss.patch_weight": 1.0,
+        "optim.lr": 2e-3,
+        "optim.lr_scaling": "sqrt",
+        "optim.clip_mode": "module",
+        "optim.layer_decay": 0.9,
+        "optim.patch_embed_lr": 0.2,
+        "teacher.momentum": 0.992,
+    }
+}
+
 # What recipe=auto fills in where the user gave nothing; see auto.py.
 AUTO_KEYS = frozenset(
     (
@@ -66,6 +90,8 @@ AUTO_KEYS = frozenset(
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
         *("loss.centring", "loss.koleo_weight", "run.eval_every"),
+        *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
+        *("optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
 # What it fits to the length of the run or to its minutes, also where the user gave something else or nothing.
@@ -80,8 +106,11 @@ FITTED_KEYS = frozenset(
 class PretrainConfig(Settings):
     """Self-supervised pretraining of a vision transformer with DINO."""
 
+    method: Literal["dino", "dinov2"] = setting(
+        "dino", "dino: the defaults of 2021; dinov2: of 2023, with masked patches"
+    )
     recipe: Literal["dino", "auto"] = setting(
-        "dino", "dino: the defaults of 2021; auto: choose what is not given from the images"
+        "dino", "dino: the published recipe; auto: choose what is not given from the images"
     )
     seed: Seed = setting(0, "seed of every random number")
     output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
@@ -91,6 +120,7 @@ class PretrainConfig(Settings):
     views: sections.Views = sections.Views()
     photometry: sections.Photometry = sections.Photometry()
     loss: sections.Loss = sections.Loss()
+    masks: sections.Masks = sections.Masks()
     optim: sections.Optim = sections.Optim()
     teacher: sections.Teacher = sections.Teacher()
     budget: sections.Budget = sections.Budget()
@@ -98,6 +128,24 @@ class PretrainConfig(Settings):
     init: sections.Init | None = setting(None, "set init.weights to start from trained weights")
 
     also_known_as: ClassVar = ALSO_KNOWN_AS
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _defaults_of_the_method(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Use the method's defaults where nothing was given, without their counting as given."""
+        defaults = METHODS.get(given.get("method", "dino"), {}) if isinstance(given, dict) else {}
+        whole: dict[str, Any] = dict(given) if defaults else given
+        filled = []
+        for key, value in defaults.items():
+            section, _, name = key.partition(".")
+            inside = whole.setdefault(section, {})
+            if isinstance(inside, dict) and name not in inside:
+                whole[section] = {**inside, name: value}
+                filled.append((section, name))
+        config = build(whole)
+        for section, name in filled:
+            getattr(config, section).model_fields_set.discard(name)
+        return config
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield every refused combination, except of settings that recipe=auto has yet to fill in."""
@@ -115,5 +163,6 @@ class PretrainConfig(Settings):
         yield from checks.check_views(self.views, self.photometry, self.model.patch_size)
         yield from checks.check_channels(self.data, self.photometry)
         yield from checks.check_temperatures(self.loss)
+        yield from checks.check_masks(self.loss, self.masks, self.head, self.views, self.model.patch_size)
         yield from checks.check_rates(self.optim, self.teacher, self.data)
         yield from checks.check_lengths(self.budget, self.run)

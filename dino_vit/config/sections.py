@@ -85,6 +85,10 @@ class Model(Settings):
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
+    drop_path_schedule: Literal["linear", "uniform"] = setting(
+        "linear", "linear: from 0 in the first block; uniform: the same in all"
+    )
+    layer_scale: Positive | None = setting(None, "initial scale of the branches of a block; null: none")
     checkpoint_blocks: bool = setting(
         False, "recompute blocks in the backward pass: less memory, more time", resumable=True
     )
@@ -112,7 +116,7 @@ class Model(Settings):
 
 
 class Head(Settings):
-    """The projection from the CLS token to the prototypes."""
+    """The projection from tokens to the prototypes."""
 
     prototypes: Prototypes = setting(65536, "output dimension")
     hidden_dim: Dimension = setting(2048, "width of the hidden layers")
@@ -120,6 +124,7 @@ class Head(Settings):
     layers: Few = setting(3, "linear layers up to the bottleneck")
     batch_norm: bool = setting(False, "BatchNorm in the hidden layers")
     norm_last_layer: bool = setting(True, "fix the norm of the prototypes; false may help a ViT-S")
+    shared: bool = setting(True, "masked patches pass the head of the CLS token; false: one of their own")
 
 
 class Views(Settings):
@@ -164,7 +169,7 @@ class Photometry(Settings):
 
 
 class Loss(Settings):
-    """Cross-entropy between the teacher's sharpened, centred output and the student's."""
+    """The terms of the loss, and how the teacher's outputs are centred and sharpened."""
 
     student_temp: Positive = setting(0.1, "temperature of the student")
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
@@ -175,6 +180,14 @@ class Loss(Settings):
     )
     center_momentum: BelowOne = setting(0.9, "EMA of the teacher's mean output, with centring=ema")
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
+    patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
+
+
+class Masks(Settings):
+    """The patches of global views that the student does not see, with loss.patch_weight."""
+
+    probability: Probability = setting(0.5, "share of the global views with masked patches")
+    ratio: Share = setting((0.1, 0.5), "share of the patches of such a view, from and to")
 
 
 class Optim(Settings):
@@ -195,6 +208,8 @@ class Optim(Settings):
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = setting(
         None, "factor on lr per block towards the input; null: none"
     )
+    patch_embed_lr: Probability = setting(1.0, "factor on lr of the patch embedding")
+    head_weight_decay: NonNegative = setting(1.0, "factor on the weight decay of the heads")
     accumulate: Dimension = setting(1, "forward passes per optimiser step", resumable=True)
 
 

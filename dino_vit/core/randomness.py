@@ -27,6 +27,7 @@ class RngPurpose(IntEnum):
     EVALUATION = 7
     LOOK = 8
     NOISE = 9
+    MASKS = 10
 
 
 def random_bits(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.uint64]:

@@ -10,29 +10,40 @@ from torch.optim import Optimizer
 
 from dino_vit.core.distributed import all_reduce_mean
 
-ParameterGroup = dict[str, Any]  # params: list, decayed: bool, lr_scale: float
+ParameterGroup = dict[str, Any]  # params: list, decay_scale: float, lr_scale: float
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
 def parameter_groups(
-    backbone: nn.Module, *heads: nn.Module, layer_decay: float | None = None
+    backbone: nn.Module,
+    *heads: nn.Module,
+    layer_decay: float | None = None,
+    patch_embed_lr: float = 1.0,
+    head_weight_decay: float = 1.0,
 ) -> list[ParameterGroup]:
     """Group the trainable parameters by weight decay (none for biases and 1-d tensors) and learning rate.
 
     With `layer_decay` the rate shrinks by that factor per block: from 1 for the heads and all that follows
     the last block, down to what comes before the first: patch embedding, tokens, positions.
+    `patch_embed_lr` is a further factor on the rate of the patch embedding, `head_weight_decay` one on the
+    weight decay of the heads.
     """
     scales = {} if layer_decay is None else _layer_scales(backbone, layer_decay)
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for module in (backbone, *heads):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                decayed = parameter.ndim != 1 and not name.endswith("bias")
-                groups.setdefault((scales.get(parameter, 1.0), decayed), []).append(parameter)
+                decay = 1.0 if module is backbone else head_weight_decay
+                if parameter.ndim == 1 or name.endswith("bias"):
+                    decay = 0.0
+                scale = scales.get(parameter, 1.0)
+                if name.startswith("patch_embed."):
+                    scale *= patch_embed_lr
+                groups.setdefault((scale, decay), []).append(parameter)
     return [
-        {"params": params, "decayed": decayed, "lr_scale": scale}
-        for (scale, decayed), params in groups.items()
+        {"params": params, "decay_scale": decay, "lr_scale": scale}
+        for (scale, decay), params in groups.items()
     ]
 
 
@@ -88,10 +99,10 @@ def _fused_can_skip(name: str, device: torch.device) -> bool:
 
 
 def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
-    """Set the learning rate, scaled per group, and the weight decay of the groups that are decayed."""
+    """Set the learning rate and the weight decay, scaled per group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-        group["weight_decay"] = weight_decay if group["decayed"] else 0.0
+        group["weight_decay"] = weight_decay * group["decay_scale"]
 
 
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
@@ -131,7 +142,7 @@ class LARS(Optimizer):
                 continue
             momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
             updates = [parameter.grad for parameter in parameters]
-            if group["decayed"]:
+            if group["decay_scale"]:
                 updates = _adapt(parameters, updates, group["weight_decay"], group["eta"])
             momentum, lr = group["momentum"], group["lr"]
             if (found_inf := getattr(self, "found_inf", None)) is not None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from dino_vit.models.onednn import Linear
 
+# Tokens of a block's output: the same ones of all images, or indices into the flattened tokens (B * N).
+Queries = slice | Tensor
 EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, which never stores them
 
 
@@ -38,11 +40,15 @@ class Attention(nn.Module):
         self.proj = Linear(width, width)
         self.proj_drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
+    def forward(self, x: Tensor, queries: Queries = slice(None)) -> Tensor:
         q, k, v = self.split(x)
         dropout = self.attention_dropout if self.training else 0.0
-        x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)  # (B, h, queries, d)
-        return self.proj_drop(self.proj(rearrange(x, "b h n d -> b n (h d)")))
+        if isinstance(queries, slice):
+            q = q[:, :, queries]
+        x = rearrange(attend(q, k, v, scale=self.scale, dropout=dropout), "b h n d -> b n (h d)")
+        if not isinstance(queries, slice):
+            x = x.flatten(0, 1)[queries]
+        return self.proj_drop(self.proj(x))
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights of queries (B, h, n, d) on keys (B, h, N, d), in float32."""
@@ -112,10 +118,16 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, queries: slice = slice(None)) -> Tensor:
-        """Return the tokens (B, N, D) after this block, or only the given ones."""
-        x = x[:, queries] + self.drop_path(self.ls1(self.attn(self.norm1(x), queries)))
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+    def forward(self, x: Tensor, queries: Queries = slice(None)) -> Tensor:
+        """Return the tokens (B, N, D) after this block, or only the queries."""
+        branch = self.ls1(self.attn(self.norm1(x), queries))
+        if isinstance(queries, slice):
+            x = x[:, queries] + self.drop_path(branch)
+            return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        images = queries // x.shape[1]
+        count = len(x)
+        x = x.flatten(0, 1)[queries] + self.drop_path(branch, images, count)
+        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), images, count)
 
 
 class MLP(nn.Module):
@@ -159,8 +171,11 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor | None = None, count: int = 0) -> Tensor:
+        """Drop samples of x (B, ...), or of rows that belong to the given ones of `count` samples."""
         if self.rate == 0.0 or not self.training:
             return x
         keep = 1.0 - self.rate
+        if samples is not None:
+            return x * x.new_empty(count, 1).bernoulli_(keep).div_(keep)[samples]
         return x * x.new_empty(len(x), 1, 1).bernoulli_(keep).div_(keep)

@@ -11,46 +11,77 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dino_vit.models.head import DINOHead
+from dino_vit.models.masks import Masks
 from dino_vit.models.vit import VisionTransformer
+
+
+class Projection(NamedTuple):
+    """Features, and the prototypes whose products with them are the logits."""
+
+    features: Tensor  # (rows, bottleneck), L2-normalised
+    prototypes: Tensor  # (prototypes, bottleneck)
 
 
 class Output(NamedTuple):
     """The output of a network for its views, in their order."""
 
     cls: Tensor  # (v·b, width)
-    features: Tensor  # (v·b, bottleneck), L2-normalised
-    prototypes: Tensor  # (prototypes, bottleneck)
-
-    def logits(self) -> Tensor:
-        """Return the logits, (v·b, prototypes), in float32 under autocast too."""
-        # Divided by a teacher temperature of 0.04, bfloat16's rounding of a logit near 1 would become 0.05.
-        with torch.autocast(self.features.device.type, enabled=False):
-            return F.linear(self.features, self.prototypes)
+    projection: Projection  # of cls
+    patches: Projection | None = None  # of the masked patches
 
 
 class Network(nn.Module):
-    """A backbone and a projection head: one backbone pass per view size, one head pass for all."""
+    """A backbone and a projection head: one backbone pass per view size, one head pass for all.
 
-    def __init__(self, backbone: VisionTransformer, head: DINOHead) -> None:
+    Masked patches pass a head of their own, or the same one.
+    """
+
+    def __init__(
+        self, backbone: VisionTransformer, head: DINOHead, patch_head: DINOHead | None = None
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self.patch_head = patch_head
 
-    def forward(self, views: Sequence[Tensor]) -> Output:
-        """Compute the output for views by size, each (views of that size · b, C, h, w)."""
-        cls = torch.cat([self.backbone(view) for view in views])
+    def forward(self, views: Sequence[Tensor], masks: Masks | None = None, *, hide: bool = False) -> Output:
+        """Compute the output for views by size, each (views of that size · b, C, h, w).
+
+        The masks are of the first views of the first size, the global ones; with `hide` the mask token
+        replaces their masked patches.
+        """
+        if masks is None:
+            return self._output(torch.cat([self.backbone(view) for view in views]))
+        hidden = F.pad(masks.hidden, (0, 0, 0, len(views[0]) - len(masks.hidden))) if hide else None
+        cls, patches = self.backbone.forward_masked(views[0], hidden, masks.places)
+        output = self._output(torch.cat([cls, *(self.backbone(view) for view in views[1:])]))
+        head, prototypes = self.head, output.projection.prototypes
+        if self.patch_head:
+            head, prototypes = self.patch_head, self.patch_head.last_layer.weight()
+        # Without the padding of the places, which have a fixed number for a compiled backbone.
+        return output._replace(patches=Projection(head.project(patches[: masks.masked]), prototypes))
+
+    @property
+    def heads(self) -> list[DINOHead]:
+        """The head of the CLS token, and that of masked patches if it is another."""
+        return [self.head, *([self.patch_head] if self.patch_head else [])]
+
+    def _output(self, cls: Tensor) -> Output:
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        return Output(cls, self.head.project(cls), self.head.last_layer.weight())
+        return Output(cls, Projection(self.head.project(cls), self.head.last_layer.weight()))
 
 
 def build_networks(
-    *, backbone: Mapping[str, Any], drop_path: float, head: Mapping[str, Any]
+    *, backbone: Mapping[str, Any], drop_path: float, head: Mapping[str, Any], patch_head: bool = False
 ) -> tuple[Network, Network]:
     """Return a student and a teacher with the same weights; the teacher needs no gradient."""
-    student, teacher = (
-        Network(VisionTransformer(**backbone, drop_path=rate), DINOHead(in_dim=backbone["width"], **head))
-        for rate in (drop_path, 0.0)
-    )
+
+    def build(rate: float) -> Network:
+        vit = VisionTransformer(**backbone, drop_path=rate)
+        heads = [DINOHead(in_dim=vit.width, **head) for _ in range(1 + patch_head)]
+        return Network(vit, *heads)
+
+    student, teacher = build(drop_path), build(0.0)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     return student, teacher

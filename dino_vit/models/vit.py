@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core.sizes import VIT_SIZES, height_width
-from dino_vit.models.block import Block
+from dino_vit.models.block import Block, Queries
 from dino_vit.models.onednn import Linear
 from dino_vit.models.positions import Grid, PositionMode, interpolate_pos_embs, sinusoidal_pos_embs
 from dino_vit.models.stems import STEMS
@@ -63,6 +63,7 @@ class VisionTransformer(nn.Module):
         positions: Literal["learned", "sinusoidal"] = "learned",
         position_mode: PositionMode = "hf",
         registers: int = 0,
+        mask_token: bool = False,
         qkv_bias: bool = True,
         qk_scale: float | None = None,
         layer_scale: float | None = None,
@@ -70,6 +71,7 @@ class VisionTransformer(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
+        drop_path_schedule: Literal["linear", "uniform"] = "linear",
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         _validate(arguments)
@@ -93,11 +95,14 @@ class VisionTransformer(nn.Module):
         else:
             self.pos_embed = nn.Parameter(sinusoidal_pos_embs(count, width), requires_grad=False)
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
+        self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
         self.pos_drop = nn.Dropout(dropout)
         block: dict[str, Any] = {"width": width, "heads": heads, "mlp_ratio": mlp_ratio, "mlp": mlp}
         block |= {"qkv_bias": qkv_bias, "qk_scale": qk_scale, "layer_scale": layer_scale}
         block |= {"norm_eps": norm_eps, "dropout": dropout, "attention_dropout": attention_dropout}
         rates = [drop_path * index / max(depth - 1, 1) for index in range(depth)]
+        if drop_path_schedule == "uniform":
+            rates = [drop_path] * depth
         self.blocks = nn.ModuleList(Block(**block, drop_path=rate) for rate in rates)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
@@ -131,6 +136,21 @@ class VisionTransformer(nn.Module):
         for index, block in enumerate(self.blocks, start=1):
             tokens = self._run(block, tokens, CLS if index == self.depth else ALL)
         return self.norm(tokens)[:, 0]
+
+    def forward_masked(self, images: Tensor, hidden: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the CLS tokens (B, D) and the patches at `places` (M, D) after the final LayerNorm.
+
+        `hidden` (B, N) says which patches the mask token replaces. `places` are indices into the flattened
+        patches (B * N); the last block computes no other token.
+        """
+        tokens = self.embed(images, hidden)
+        count, length, patches = len(tokens), tokens.shape[1], tokens.shape[1] - 1 - self.registers
+        cls = torch.arange(0, count * length, length, device=places.device)
+        queries = torch.cat([cls, places // patches * length + places % patches + 1 + self.registers])
+        for index, block in enumerate(self.blocks, start=1):
+            tokens = self._run(block, tokens, queries if index == self.depth else ALL)
+        tokens = self.norm(tokens)
+        return tokens[:count], tokens[count:]
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first."""
@@ -168,14 +188,21 @@ class VisionTransformer(nn.Module):
                 tokens = block(tokens)
         return [taken[index] for index in wanted]
 
-    def embed(self, images: Tensor) -> Tensor:
-        """Turn images into the tokens that enter the first block, (B, 1 + R + N, D)."""
+    def embed(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Turn images into the tokens that enter the first block, (B, 1 + R + N, D).
+
+        The mask token replaces the patches that are hidden (B, N).
+        """
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise ValueError(
                 f"expected images (batch, {self.channels}, height, width), but got {tuple(images.shape)}"
             )
         positions = self.interpolate_pos_embs(self.grid_of(*images.shape[-2:]))
-        patches = self.patch_embed(images) + positions[:, 1:]
+        patches = self.patch_embed(images)
+        if hidden is not None:
+            assert self.mask_token is not None, "hidden patches need VisionTransformer(mask_token=True)"
+            patches = torch.where(hidden[..., None], self.mask_token.to(patches.dtype), patches)
+        patches = patches + positions[:, 1:]
         count = images.shape[0]  # len() would fix the batch size of an exported graph
         parts = [(self.cls_token + positions[:, :1]).expand(count, -1, -1).to(patches.dtype), patches]
         if self.register_tokens is not None:
@@ -197,7 +224,7 @@ class VisionTransformer(nn.Module):
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def _run(self, block: nn.Module, tokens: Tensor, queries: slice = ALL) -> Tensor:
+    def _run(self, block: nn.Module, tokens: Tensor, queries: Queries = ALL) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
             return checkpoint(block, tokens, queries, use_reentrant=False)
@@ -234,6 +261,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "stem": ("conv", "unfold", "hybrid"),
     "positions": ("learned", "sinusoidal"),
     "position_mode": get_args(PositionMode),
+    "drop_path_schedule": ("linear", "uniform"),
 }
 
 

@@ -80,7 +80,8 @@ class LoadedTeacher:
         check_finite(tensors, str(path))
         center = tensors.pop(CENTER, None)
         with torch.device("meta"):
-            self.head = DINOHead(in_dim=self.backbone.width, **known["config"]["head"])
+            sizes = {name: value for name, value in known["config"]["head"].items() if name != "shared"}
+            self.head = DINOHead(in_dim=self.backbone.width, **sizes)
         try:
             self.head.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()}, assign=True)
         except RuntimeError as error:

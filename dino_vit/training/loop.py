@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, synchronise
 from dino_vit.core.signals import Interruption
 from dino_vit.core.storage import StorageError
-from dino_vit.method.koleo import koleo_loss
-from dino_vit.method.loss import dino_loss, loss_statistics
+from dino_vit.method.objective import measure
 from dino_vit.method.optim import (
     clip_gradients,
     ema_update,
@@ -32,7 +30,6 @@ from dino_vit.method.optim import (
     set_rates,
     step_if_finite,
 )
-from dino_vit.models.student_teacher import embedding_std, first_rows
 from dino_vit.training.plan import Rates
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up
@@ -119,7 +116,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
-    parts = [student.backbone, student.head]
+    parts = list(student.children())
     norm = clip_gradients(parts, mode=config.optim.clip_mode, max_norm=config.optim.clip)
     freeze(state)
     loss, finite = reduce_loss(loss, norm)
@@ -129,7 +126,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
     ema_update(state.teacher, student, rates.momentum)
-    state.center.update()
+    state.objective.update()
 
     state.step += 1
     state.interval.add(loss, norm, finite, state.plan.global_batch)
@@ -140,65 +137,28 @@ def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: 
     accumulate = state.config.optim.accumulate
     # Processes exchange gradients once per step, in its last pass.
     with contextlib.nullcontext() if last else state.accelerator.no_sync(state.wrapped):
-        out = forward(state, batch, rates)
+        with state.autocast():
+            out = state.objective(
+                state.wrapped,
+                state.teacher,
+                state.views_of(batch),
+                state.masks_of(batch),
+                images=len(batch.samples),
+                teacher_temperature=rates.teacher_temp,
+            )
         torch.autograd.backward(state.scaler.scale(out.loss / accumulate))
     cross_entropy = out.cross_entropy.detach()
     if last and state.plan.is_logged(state.step + 1):
-        statistics = loss_statistics(
-            cross_entropy, out.teacher_logits, out.center, teacher_temperature=rates.teacher_temp
-        )
-        std = all_reduce_mean(embedding_std(out.teacher_cls))
-        state.outputs = {**statistics._asdict(), "embedding_std": std}
-        if out.koleo is not None:
-            state.outputs["koleo"] = out.koleo.detach()
-    state.center.accumulate(out.teacher_logits)
+        state.outputs = measure(out, rates.teacher_temp)
+    state.objective.accumulate(out)
     return cross_entropy / accumulate
-
-
-class Forward(NamedTuple):
-    """A forward pass."""
-
-    loss: Tensor
-    cross_entropy: Tensor  # of student and teacher
-    koleo: Tensor | None
-    teacher_cls: Tensor
-    teacher_logits: Tensor
-    center: Tensor
-
-
-def forward(state: TrainingState, batch: Batch, rates: Rates) -> Forward:
-    """Return the loss of a pass, and the teacher's part in it."""
-    config, globals_ = state.config, state.config.views.global_count
-    views = state.views_of(batch)
-    with state.autocast():
-        with torch.no_grad():
-            teacher_out = state.teacher(first_rows(views, globals_ * len(batch.samples)))
-            teacher_cls, teacher_logits = teacher_out.cls, teacher_out.logits()
-            center = state.center(teacher_logits, rates.teacher_temp)
-            del teacher_out  # its prototypes are as large as the student's, which needs the memory now
-        student_out = state.wrapped(views)
-        cross_entropy = dino_loss(
-            student_out.features,
-            student_out.prototypes,
-            teacher_logits,
-            center,
-            views=globals_ + config.views.local_count,
-            global_views=globals_,
-            student_temperature=config.loss.student_temp,
-            teacher_temperature=rates.teacher_temp,
-        )
-        loss, koleo = cross_entropy, None
-        if weight := config.loss.koleo_weight:
-            views_cls = student_out.cls.split(len(batch.samples))[:globals_]
-            koleo = torch.stack([koleo_loss(cls) for cls in views_cls]).sum()
-            loss = loss + weight * koleo
-    return Forward(loss, cross_entropy, koleo, teacher_cls, teacher_logits, center)
 
 
 def freeze(state: TrainingState) -> None:
     """Drop the gradients of what does not learn yet: prototypes, or a trained backbone before its heads."""
     if state.step < state.plan.freeze_steps:
-        freeze_last_layer(state.student.head.last_layer)
+        for head in state.student.heads:
+            freeze_last_layer(head.last_layer)
     if state.step < state.plan.head_steps:
         for parameter in state.student.backbone.parameters():
             parameter.grad = None

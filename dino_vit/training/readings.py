@@ -46,6 +46,11 @@ class Reading:
     data_wait: Number  # share of the time
     nonfinite_steps: Count  # since the start of the run
     koleo: Number | None = None  # at this step, summed over the global views
+    patch_loss: Number | None = None  # at this step, like the entropies of the teacher's masked patches
+    patch_mean_output_entropy: Number | None = None
+    patch_output_entropy: Number | None = None
+    patch_entropy_gap: Number | None = None
+    patch_prototypes_in_use: Count | None = None
     knn: float | None = None  # percent, where the step was evaluated and there are labels
     rankme: float | None = None  # where the step was evaluated
     best_features: str | None = None  # the tokens whose k-NN accuracy was the best, and that accuracy
@@ -82,6 +87,11 @@ class Reading:
             "speed/data_wait": self.data_wait,
             "run/epoch": self.epoch,
             "loss/koleo": self.koleo,
+            "loss/patch": self.patch_loss,
+            "teacher/patch_gap": self.patch_entropy_gap,
+            "teacher/patch_mean_output_entropy": self.patch_mean_output_entropy,
+            "teacher/patch_output_entropy": self.patch_output_entropy,
+            "teacher/patch_prototypes_in_use": self.patch_prototypes_in_use,
             "eval/knn": self.knn,
             "eval/rankme": self.rankme,
             "eval/best_knn": self.best_knn,

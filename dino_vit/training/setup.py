@@ -17,7 +17,7 @@ from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.splits import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
-from dino_vit.method.centring import build_center
+from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
@@ -61,6 +61,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
             trained_size=config.init.trained_size,
             image_size=config.views.global_shape,
             channels=config.data.channels,
+            mask_token=bool(config.loss.patch_weight),
             **overrides,
         )
         architecture = trained.architecture
@@ -122,10 +123,18 @@ def build_untrained(
         "depth": depth,
         "heads": heads,
         "registers": config.model.registers,
+        "layer_scale": config.model.layer_scale,
     }
     keywords = dict(architecture or from_settings)
     keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
-    return build_networks(backbone=keywords, drop_path=config.model.drop_path, head=config.head.model_dump())
+    keywords["drop_path_schedule"] = config.model.drop_path_schedule
+    keywords["mask_token"] = bool(config.loss.patch_weight)
+    return build_networks(
+        backbone=keywords,
+        drop_path=config.model.drop_path,
+        head=config.head.model_dump(exclude={"shared"}),
+        patch_head=bool(config.loss.patch_weight) and not config.head.shared,
+    )
 
 
 def _build_state(
@@ -141,7 +150,13 @@ def _build_state(
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
     _to_device(student, teacher, config, device, processes)
     precision = choose_precision(config.run.precision, device)
-    groups = parameter_groups(student.backbone, student.head, layer_decay=config.optim.layer_decay)
+    groups = parameter_groups(
+        student.backbone,
+        *student.heads,
+        layer_decay=config.optim.layer_decay,
+        patch_embed_lr=config.optim.patch_embed_lr,
+        head_weight_decay=config.optim.head_weight_decay,
+    )
     loader = build_loader(
         config,
         facts.source,
@@ -169,9 +184,7 @@ def _build_state(
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 else student,
         teacher=teacher,
-        center=build_center(
-            config.loss.centring, prototypes=config.head.prototypes, momentum=config.loss.center_momentum
-        ).to(device),
+        objective=Objective(config, device),
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
@@ -194,6 +207,8 @@ def _to_device(
         if synchronised:
             convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
             network.head = convert(network.head)  # type: ignore[no-untyped-call]
+            if network.patch_head:
+                network.patch_head = convert(network.patch_head)  # type: ignore[no-untyped-call]
         network.to(device)
         if config.run.compile:
             network.compile(dynamic=False)  # a graph of its own for each size of the views

@@ -20,7 +20,8 @@ from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import Figures, OnlineEvaluation
-from dino_vit.method.centring import Center
+from dino_vit.method.objective import Objective
+from dino_vit.models.masks import Masks
 from dino_vit.models.student_teacher import Network
 from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
@@ -85,7 +86,7 @@ class TrainingState:
     student: Network
     wrapped: nn.Module  # the student, wrapped for distributed training
     teacher: Network
-    center: Center
+    objective: Objective
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     evaluation: OnlineEvaluation
@@ -124,6 +125,15 @@ class TrainingState:
         if not batch.photometry:  # the loader's workers did it
             return list(on_device.values())
         return [self.augment(views, batch.photometry[size]) for size, views in on_device.items()]
+
+    def masks_of(self, batch: Batch) -> Masks | None:
+        """Return a batch's masks on the device."""
+        if batch.masks is None or self.loader.masking is None:
+            return None
+        masks = batch.masks
+        if self.config.run.compile:  # which wants the same shapes in all steps
+            masks = masks.padded(self.loader.masking.most(len(batch.samples)))
+        return masks.to(self.device)
 
     def evaluate(self) -> Figures:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
@@ -254,4 +264,4 @@ class TrainingState:
         self.refit()
 
     def _modules(self) -> dict[str, nn.Module]:
-        return {"student": self.student, "teacher": self.teacher, "loss": self.center}
+        return {"student": self.student, "teacher": self.teacher, **self.objective.modules()}

@@ -6,7 +6,7 @@ speaks for it makes a run "learning".
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.progress import plural
@@ -24,7 +24,8 @@ SMALL_SET = 50_000
 MOST_STEPS = 2.0**53  # in an epoch; files of readings may hold anything
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
 
-REMEDY = "Try loss.centring=sinkhorn, loss.koleo_weight=0.1, a lower optim.lr, or recipe=auto."
+REMEDIES = "loss.centring=sinkhorn", "loss.koleo_weight=0.1", "a lower optim.lr", "recipe=auto"
+REMEDY = f"Try {', '.join(REMEDIES[:-1])}, or {REMEDIES[-1]}."
 TOO_EARLY = Diagnosis("too early to say")
 NOT_EVALUATED = Diagnosis("not evaluated")
 LEARNING = Diagnosis("learning")
@@ -70,6 +71,7 @@ class Circumstances:
     images: int = 0
     from_scratch: bool = True
     length: str = "budget.epochs"  # the setting of the length of the run
+    remedy: str = REMEDY  # what the run does not have yet
 
 
 def circumstances(
@@ -87,11 +89,24 @@ def circumstances(
         images=images,
         from_scratch=config.init is None,
         length=f"budget.{config.budget.unit}",
+        remedy=_remedy(config),
     )
 
 
+def _remedy(config: PretrainConfig) -> str:
+    """Return the remedies that a run does not have yet."""
+    has = config.loss.centring == "sinkhorn", config.loss.koleo_weight > 0, False, config.recipe == "auto"
+    *most, last = [remedy for remedy, present in zip(REMEDIES, has, strict=True) if not present]
+    return f"Try {', '.join(most)}, or {last}." if most else f"Try {last}."
+
+
 def diagnose(readings: Sequence[Reading], run: Circumstances) -> Diagnosis:
-    """Return the state of a run from its readings so far."""
+    """Return the state of a run from its readings so far, with the advice that fits its settings."""
+    found = _judge(readings, run)
+    return replace(found, advice=found.advice.replace(REMEDY, run.remedy))
+
+
+def _judge(readings: Sequence[Reading], run: Circumstances) -> Diagnosis:
     if not readings:
         return TOO_EARLY
     evaluations = _evaluations(readings)
@@ -190,7 +205,8 @@ def _next_steps(readings: Sequence[Reading], run: Circumstances, state: Diagnosi
     """Return what the curve and the number of images suggest."""
     steps = []
     trend = _trend(_evaluations(readings), run.baseline)
-    if trend and state in (LEARNING, BELOW_PIXELS, NO_BETTER, LOSING_RANK):
+    hopeful = (LEARNING, BELOW_PIXELS, NO_BETTER, LOSING_RANK)
+    if trend and state.state in {one.state for one in hopeful}:
         rise, margin = trend
         steps.append(
             f"k-NN rose by {rise:.1f} in the last two thirds: a larger {run.length} should bring more."

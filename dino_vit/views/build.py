@@ -13,6 +13,7 @@ from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.source import Source
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
+from dino_vit.views.masks import Masking
 from dino_vit.views.photometry import Augment, ViewPhotometry
 from dino_vit.views.preparation import Preparation
 from dino_vit.views.sampler import BatchSpec, Sampler
@@ -65,6 +66,19 @@ def build_preparation(config: PretrainConfig) -> Preparation:
     return Preparation(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
+def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
+    """Return how the patches of global views are masked."""
+    height, width = config.views.global_shape
+    return Masking(
+        seed=config.seed,
+        grid=(height // config.model.patch_size, width // config.model.patch_size),
+        views=config.views.global_count,
+        batch=global_batch,
+        probability=config.masks.probability,
+        ratio=config.masks.ratio,
+    )
+
+
 def choose_workers(config: PretrainConfig, processes: int) -> int:
     """Return the loader processes of each process: its share of the cores, less the one it needs itself."""
     if config.data.workers is not None:
@@ -99,6 +113,7 @@ def build_loader(
         pixels=build_pixels(config),
         in_step=True,
         augment=build_augment(config) if config.data.photometry == "worker" else None,
+        masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         workers=choose_workers(config, world_size),
         pin=pin,
     )

@@ -27,7 +27,9 @@ from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.open import Source
+from dino_vit.models.masks import Masks
 from dino_vit.views.geometry import View, choose_boxes, crop_views, draw_tries, interleave
+from dino_vit.views.masks import Masking
 from dino_vit.views.photometry import Augment, draw_photometry
 from dino_vit.views.sampler import BatchSpec, Sampler
 
@@ -47,6 +49,7 @@ class Batch:
     views: dict[Size, Tensor]  # (views · images, C, h, w): uint8, or float32 if deeper or augmented
     photometry: dict[Size, Tensor]  # float32 (views · images, columns); empty if already applied
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
+    masks: Masks | None = None  # of the global views, view by view
     failure: str | None = None  # why an image could not be replaced, and is blank
 
     def pin_memory(self) -> "Batch":
@@ -55,6 +58,7 @@ class Batch:
             self,
             views={size: tensor.pin_memory() for size, tensor in self.views.items()},
             photometry={size: tensor.pin_memory() for size, tensor in self.photometry.items()},
+            masks=self.masks and self.masks.pin_memory(),
         )
 
 
@@ -72,13 +76,14 @@ class Loader:
         sampler: Sampler,
         pixels: Pixels = RGB,
         augment: Augment | None = None,
+        masking: Masking | None = None,
         in_step: bool = False,
         workers: int = 0,
         pin: bool = False,
     ) -> None:
         assert len(source) == sampler.length, (len(source), sampler.length)
-        self.dataset = _Steps(source, tuple(views), pixels, augment, sampler)
-        self.sampler, self.in_step = sampler, in_step
+        self.dataset = _Steps(source, tuple(views), pixels, augment, masking, sampler)
+        self.sampler, self.masking, self.in_step = sampler, masking, in_step
         self.workers, self.pin = workers, pin
         self.lost_worker = False  # whether a loader process was killed
         if workers and SHARED.exists():
@@ -207,10 +212,11 @@ class _Steps(Dataset[Batch | ValueError]):
         views: tuple[View, ...],
         pixels: Pixels,
         augment: Augment | None,
+        masking: Masking | None,
         sampler: Sampler,
     ) -> None:
         self.source, self.views, self.pixels, self.augment = source, views, pixels, augment
-        self.sampler = sampler
+        self.masking, self.sampler = masking, sampler
         self.by_size: dict[Size, list[int]] = {}
         for index, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(index)
@@ -272,7 +278,13 @@ class _Steps(Dataset[Batch | ValueError]):
             photometry=photometry if self.augment is None else {},
             unreadable=tuple(unreadable),
             failure=failure,
+            masks=self._masks(spec),
         )
+
+    def _masks(self, spec: BatchSpec) -> Masks | None:
+        if self.masking is None:
+            return None
+        return self.masking.draw(spec.epoch, spec.step, spec.first, len(spec.samples))
 
     def _read(self, sample: int, unreadable: list[UnreadableImage]) -> tuple[int, Tensor] | None:
         """Return the index and the pixels of a sample, or of its first readable replacement."""

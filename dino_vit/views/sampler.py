@@ -16,6 +16,7 @@ class BatchSpec(NamedTuple):
     epoch: int
     step: int  # within the epoch
     samples: NDArray[np.int64]
+    first: int = 0  # the place of the first one in the batch of the step, over all processes and passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,9 @@ class Sampler:
             order = self.order(epoch)
             for step in range(first, self.steps_per_epoch):
                 for micro in range(self.accumulate):
-                    start = step * self.batch_size + (micro * self.world_size + self.rank) * self.share
-                    yield BatchSpec(epoch, step, order[start : start + self.share])
+                    first = (micro * self.world_size + self.rank) * self.share
+                    start = step * self.batch_size + first
+                    yield BatchSpec(epoch, step, order[start : start + self.share], first)
             epoch, first = epoch + 1, 0
 
 

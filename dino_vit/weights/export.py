@@ -164,9 +164,10 @@ def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
         for name in [name for name in tensors if ".attn.qkv." in name]:
             for third, rows in zip("qkv", tensors.pop(name).chunk(3), strict=True):
                 tensors[name.replace("qkv", third)] = rows.clone()
-    renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
+    mask_token = tensors.pop("mask_token", torch.zeros(1, model.width))  # read by masked training only
     if layout.format == "huggingface" and layout is not layouts.HF_VIT:
-        renamed["embeddings.mask_token"] = torch.zeros(1, model.width)  # read by masked training only
+        tensors["mask_token"] = mask_token
+    renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
     if model.architecture["mlp"] == "swiglu":
         for plain, gated in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
             renamed = {name.replace(plain, gated): tensor for name, tensor in renamed.items()}

@@ -50,6 +50,7 @@ def _translate(name: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 DINO_HEADS = {r"(dino_head|ibot_head|projection_head|prototypes|head\.(mlp|last_layer))\..*": "DINO head"}
+MASK_TOKEN = {r"mask_token": "mask token"}
 CLASSIFIER = {r"head\.(weight|bias)": "classifier"}
 
 OURS = Layout("dino-vit", "hf", dropped=CLASSIFIER)
@@ -58,7 +59,7 @@ DINOV2 = Layout(
     "dinov2",
     "dinov2",
     pairs=(("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2")),
-    dropped={**DINO_HEADS, r"mask_token": "mask token"},
+    dropped={**DINO_HEADS, **MASK_TOKEN},
     removed=r"(?<=^blocks\.)\d+\.(?=\d+\.)",  # training stores blocks in chunks: blocks.{chunk}.{i}
 )
 DINOV2_REGISTERS = replace(DINOV2, position_mode="timm")
@@ -89,6 +90,7 @@ TORCHVISION = Layout(
 
 _HF_SHARED = (
     ("embeddings.cls_token", "cls_token"),
+    ("embeddings.mask_token", "mask_token"),
     ("embeddings.position_embeddings", "pos_embed"),
     ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
     ("layernorm", "norm"),
@@ -117,7 +119,7 @@ HF_VIT = Layout(
         ("layers.{i}.mlp.fc1", "blocks.{i}.mlp.fc1"),
         ("layers.{i}.mlp.fc2", "blocks.{i}.mlp.fc2"),
     ),
-    dropped={r"pooler\..*": "pooler", r"embeddings\.mask_token": "mask token", **CLASSIFIER},
+    dropped={r"pooler\..*": "pooler", **MASK_TOKEN, **CLASSIFIER},
     norm_eps=1e-12,
     normalisation=None,
     removed=r"^(vit|dinov2|dinov2_with_registers)\.",  # classifiers keep their backbone under its name

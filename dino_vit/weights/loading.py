@@ -59,7 +59,8 @@ def read_backbone(
     raw = read_weights(source, network)
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))
-    tensors, notes = _translate(raw, layout, keep_classifier)
+    asked = {"num_classes": "classifier", "mask_token": "mask token"}
+    tensors, notes = _translate(raw, layout, {part for key, part in asked.items() if overrides.get(key)})
     stored = _infer_architecture(tensors, layout, raw, trained_size, overrides)
     wanted = {**stored, **overrides}
     if not keep_classifier:
@@ -108,6 +109,11 @@ def _adapt(
         mode = wanted["position_mode"]
         adapted["pos_embed"] = interpolate_pos_embs(adapted["pos_embed"], new, trained_grid=old, mode=mode)
         notes.append(f"resampled positions from {old[0]} × {old[1]} to {new[0]} × {new[1]} (mode {mode})")
+    if not wanted.get("mask_token"):
+        adapted.pop("mask_token", None)
+    elif "mask_token" not in adapted:
+        adapted["mask_token"] = torch.zeros(1, wanted["width"])
+        notes.append("added a mask token of zeros")
     before, channels = stored["channels"], wanted["channels"]
     if before != channels and stored["stem"] == "conv":
         # Every channel gets the mean kernel, scaled so that equal channels give the same output as before.
@@ -142,7 +148,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Pr
     )
 
 
-def _translate(raw: RawWeights, layout: Layout, keep_classifier: bool) -> tuple[dict[str, Tensor], list[str]]:
+def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors under our names, and notes on what was dropped or merged."""
     dropped: Counter[str] = Counter()
     kept: dict[str, Tensor] = {}
@@ -151,7 +157,7 @@ def _translate(raw: RawWeights, layout: Layout, keep_classifier: bool) -> tuple[
         if name in kept:
             raise WeightsError(f"{raw.source} holds {name} twice, the second time as {theirs}")
         part = next((part for pattern, part in layout.dropped.items() if re.fullmatch(pattern, name)), None)
-        if part is None or (part == "classifier" and keep_classifier):
+        if part is None or part in asked:
             kept[name] = tensor
         else:
             dropped[part] += 1

@@ -98,7 +98,7 @@ def test_a_typo_leads_back_to_its_key(kind: str) -> None:
         ("weights", ["data.weights", "init.weights"]),
         ("teacher.temp", ["loss.teacher_temp"]),
         ("out_dim", ["head.prototypes"]),
-        ("scale", ["views.global_scale", "views.local_scale"]),
+        ("scale", ["model.layer_scale", "views.global_scale", "views.local_scale"]),
         ("batch_size_per_gpu", ["data.batch_size"]),
         ("local_crops_number", ["views.local_count"]),
         ("batch-size", ["data.batch_size"]),

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,9 @@ import pytest
 from dino_vit.config.checks import scaled_lr
 from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load, replace
-from dino_vit.config.pretrain import ALSO_KNOWN_AS, PretrainConfig
+from dino_vit.config.pretrain import ALSO_KNOWN_AS, METHODS, PretrainConfig
 from dino_vit.config.sections import Arch
-from dino_vit.config.settings import ConfigError, settings_of, values
+from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
 from dino_vit.core.sizes import VIT_SIZES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
@@ -47,9 +48,39 @@ def test_the_configs_load_and_round_trip(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_named_configs_are_there() -> None:
-    names = ["cifar10", "cifar10_cpu", "vitb16", "vits16", "vits16_300", "vits8"]
+    names = ["cifar10", "cifar10_cpu", "vitb16", "vitl16_dinov2", "vitl16_dinov3", "vits14_dinov2"]
+    names += ["vits16", "vits16_300", "vits8"]
     assert [file.stem for file in CONFIGS] == names
-    assert values(load(PretrainConfig, CONFIGS[3])) == values(PretrainConfig(output="runs/vits16"))
+    published = CONFIGS[names.index("vits16")]
+    assert values(load(PretrainConfig, published)) == values(PretrainConfig(output="runs/vits16"))
+
+
+def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Path) -> None:
+    config = load(PretrainConfig, None, ["method=dinov2", "optim.layer_decay=0.8"])
+    for key, value in METHODS["dinov2"].items():
+        assert values(config)[key] == (0.8 if key == "optim.layer_decay" else value)
+        assert values(PretrainConfig())[key] != value, "as in method=dino: superfluous"
+    assert given_keys(config) == {"method", "optim.layer_decay"}
+    changed = replace(config, {"seed": 1, "loss.koleo_weight": 0.0})
+    assert (changed.loss.koleo_weight, changed.loss.patch_weight) == (0.0, 1.0)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert values(load(PretrainConfig, file)) == values(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("head.shared=false", "is a head for masked patches, but loss.patch_weight=0 masks none"),
+        ("masks.ratio=[0.5, 0.1]", "masks.ratio=[0.5, 0.1] must go from low to high; try [0.1, 0.5]"),
+        ("masks.probability=0", "masks.probability=0 masks no view; use 0.5"),
+        ("masks.ratio=[0.001, 0.1]", "of 196 patches may mask none; start it at 0.01 or more"),
+    ],
+)
+def test_masks_that_hide_nothing_are_refused(given: str, said: str) -> None:
+    weight = "loss.patch_weight=" + ("0" if given == "head.shared=false" else "1")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(PretrainConfig, None, [given, weight])
 
 
 @pytest.mark.parametrize(

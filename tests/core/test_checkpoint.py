@@ -4,6 +4,7 @@ import torch
 from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, restore
 from dino_vit.core.storage import StorageError, write_tensors
 from dino_vit.method.centring import Center
+from dino_vit.method.cross_entropy import logits_of
 from dino_vit.method.optim import build_optimizer, parameter_groups, set_rates, step_if_finite
 from dino_vit.models.student_teacher import build_networks
 
@@ -119,10 +120,10 @@ def train(modules, optimizer, steps):
     for step in range(steps):
         images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(step))
         set_rates(optimizer, lr=0.1, weight_decay=0.04)
-        student([images]).logits().pow(2).sum().backward()
+        logits_of(*student([images]).projection).pow(2).sum().backward()
         step_if_finite(optimizer, torch.tensor(True))
         optimizer.zero_grad()
-        center.accumulate(teacher([images]).logits().detach())
+        center.accumulate([logits_of(*teacher([images]).projection).detach()])
         center.update()
 
 

@@ -31,7 +31,7 @@ def test_two_processes_agree(tmp_path):
     features = logits.clone().requires_grad_()
     koleo = koleo_loss(features)
     (gradient,) = torch.autograd.grad(koleo, features)
-    of_one = sinkhorn_center(logits, 0.1), koleo.detach(), gradient
+    of_one = sinkhorn_center([logits], 0.1), koleo.detach(), gradient
     arguments = f"file://{tmp_path / 'rendezvous'}", logits, of_one
     mp.spawn(_check_in_process, args=arguments, nprocs=2)
     assert sorted(os.listdir(tmp_path))[:2] == ["done0", "done1"]
@@ -73,7 +73,7 @@ def _check_gather(number):
 def _check_terms(number, logits, center, koleo, koleo_gradient):
     """Compare with what one process computes of all rows."""
     part = logits.chunk(2)[number].clone().requires_grad_()
-    torch.testing.assert_close(sinkhorn_center(part, 0.1), center)
+    torch.testing.assert_close(sinkhorn_center([part], 0.1), center)
     value = koleo_loss(part)
     (gradient,) = torch.autograd.grad(value, part)
     torch.testing.assert_close(value.detach(), koleo)
@@ -82,7 +82,7 @@ def _check_terms(number, logits, center, koleo, koleo_gradient):
 
 def _check_center(number, logits):
     center = Center(prototypes=5)
-    center.accumulate(logits.chunk(2)[number])
+    center.accumulate([logits.chunk(2)[number]])
     center.update()
     torch.testing.assert_close(center.center, 0.1 * logits.mean(0, keepdim=True))
 
@@ -90,7 +90,7 @@ def _check_center(number, logits):
 def _check_statistics(number, logits):
     center = torch.zeros(1, 5)
     of_half = loss_statistics(
-        torch.tensor([3.0, 5.0])[number], logits.chunk(2)[number], center, teacher_temperature=0.5
+        torch.tensor([3.0, 5.0])[number], [logits.chunk(2)[number]], center, teacher_temperature=0.5
     )
     targets = (logits / 0.5).softmax(-1)
     entropy = -(targets * targets.log()).sum(-1).mean()

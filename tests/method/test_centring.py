@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit.method.centring import Center, SinkhornCenter, build_center, sinkhorn_center
-from dino_vit.method.loss import teacher_targets
+from dino_vit.method.cross_entropy import teacher_targets
 
 
 def test_the_center_is_the_same_in_one_or_many_pieces():
@@ -13,11 +13,11 @@ def test_the_center_is_the_same_in_one_or_many_pieces():
     expected = torch.zeros(1, 7)
     for _ in range(3):
         logits = torch.randn(64, 7)
-        whole.accumulate(logits)
+        whole.accumulate([logits])
         whole.update()
         for piece in logits.split([16, 16, 30, 2]):
             torch.testing.assert_close(pieces.center, expected)  # the one from before the step
-            pieces.accumulate(piece)
+            pieces.accumulate([piece])
         pieces.update()
         expected = expected * 0.9 + logits.mean(0) * 0.1
         torch.testing.assert_close(whole.center, expected)
@@ -26,13 +26,13 @@ def test_the_center_is_the_same_in_one_or_many_pieces():
 
 def test_the_center_is_kept_from_what_is_not_finite():
     center = Center(prototypes=3)
-    center.accumulate(torch.ones(4, 3))
+    center.accumulate([torch.ones(4, 3)])
     center.update()
     before = center.center.clone()
-    center.accumulate(torch.tensor([[1.0, float("nan"), 1.0]]))
+    center.accumulate([torch.tensor([[1.0, float("nan"), 1.0]])])
     center.update()
     assert torch.equal(center.center, before)
-    center.accumulate(torch.ones(4, 3))
+    center.accumulate([torch.ones(4, 3)])
     center.update()
     torch.testing.assert_close(center.center, before * 0.9 + 0.1)
 
@@ -56,7 +56,7 @@ def sinkhorn_knopp(logits, temperature, iterations):
 @pytest.mark.parametrize("iterations", [1, 3, 30])
 def test_targets_with_the_sinkhorn_center_are_the_assignment(iterations):
     logits = F.normalize(torch.randn(24, 8), dim=1) @ F.normalize(torch.randn(8, 11), dim=0)
-    center = sinkhorn_center(logits, 0.04, iterations)
+    center = sinkhorn_center([logits], 0.04, iterations)
     expected = sinkhorn_knopp(logits, 0.04, iterations).float()
     torch.testing.assert_close(teacher_targets(logits, center, 0.04), expected, atol=1e-5, rtol=1e-4)
     if iterations == 30:
@@ -65,7 +65,7 @@ def test_targets_with_the_sinkhorn_center_are_the_assignment(iterations):
 
 def test_the_sinkhorn_center_survives_logits_whose_exponential_overflows():
     logits = 100 * torch.randn(6, 5)
-    targets = teacher_targets(logits, sinkhorn_center(logits, 0.01), 0.01)
+    targets = teacher_targets(logits, sinkhorn_center([logits], 0.01), 0.01)
     torch.testing.assert_close(targets.sum(1), torch.ones(6))
 
 
@@ -73,11 +73,11 @@ def test_the_sinkhorn_center_is_of_the_pass_alone_and_the_last_finite_one_is_sav
     center = build_center("sinkhorn", prototypes=5, momentum=0.9)
     assert isinstance(center, SinkhornCenter)
     first, second = torch.randn(4, 5), torch.randn(4, 5)
-    center(first, 0.04)
-    center.accumulate(first)
+    center([first], 0.04)
+    center.accumulate([first])
     center.update()
-    now = center(second, 0.04)
-    assert torch.equal(now, sinkhorn_center(second, 0.04))
+    now = center([second], 0.04)
+    assert torch.equal(now, sinkhorn_center([second], 0.04))
     assert torch.equal(center.state_dict()["center"], now)
-    assert center(second * math.nan, 0.04).isnan().all()
+    assert center([second * math.nan], 0.04).isnan().all()
     assert torch.equal(center.center, now)

@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.method.loss import dino_loss, loss_statistics, teacher_targets
+from dino_vit.method.cross_entropy import teacher_targets
+from dino_vit.method.loss import dino_loss, loss_statistics
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 VIEWS = [(g, g + local) for g, local in product([1, 2, 3], [0, 1, 6]) if g + local > 1]
@@ -160,7 +161,7 @@ def test_statistics_take_the_loss_apart():
     batch = make_batch(2, 5, images=4)
     _, _, teacher_logits, center = batch
     loss = double_loop(*batch, views=5, global_views=2)
-    statistics = loss_statistics(loss, teacher_logits, center, teacher_temperature=0.04)
+    statistics = loss_statistics(loss, [teacher_logits], center, teacher_temperature=0.04)
     targets = F.softmax((teacher_logits - center) / 0.04, dim=-1)
     mean = targets.mean(0)
     entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in targets.tolist()]
@@ -191,7 +192,7 @@ def test_statistics_of_a_collapse(collapse):
     logits = torch.zeros(6, 10)
     if collapse == "one prototype":
         logits[:, 4] = 50.0
-    statistics = loss_statistics(torch.tensor(3.0), logits, torch.zeros(1, 10), teacher_temperature=0.04)
+    statistics = loss_statistics(torch.tensor(3.0), [logits], torch.zeros(1, 10), teacher_temperature=0.04)
     assert statistics.entropy_gap.item() == pytest.approx(0, abs=1e-6)
     assert statistics.prototypes_in_use == 1
     assert statistics.output_entropy.item() == pytest.approx(math.log(10) if collapse == "uniform" else 0)

@@ -43,12 +43,12 @@ def make_gradients(*modules, size=1.0):
 
 
 def described(groups, *modules):
-    """Return {name: (decayed, lr_scale)}; every trainable parameter must be there exactly once."""
+    """Return {name: (decay_scale, lr_scale)}; every trainable parameter must be there exactly once."""
     names = {parameter: name for module in modules for name, parameter in module.named_parameters()}
     listed = [parameter for group in groups for parameter in group["params"]]
     assert len(listed) == len(set(listed))
     return {
-        names[parameter]: (group["decayed"], group["lr_scale"])
+        names[parameter]: (group["decay_scale"], group["lr_scale"])
         for group in groups
         for parameter in group["params"]
     }
@@ -100,7 +100,7 @@ def test_rates_reach_their_groups():
     set_rates(optimizer, lr=8.0, weight_decay=0.3)
     for group in optimizer.param_groups:
         assert group["lr"] == 8.0 * group["lr_scale"]
-        assert group["weight_decay"] == (0.3 if group["decayed"] else 0.0)
+        assert group["weight_decay"] == 0.3 * group["decay_scale"]
 
 
 def naive_adamw(parameter, gradients, lr, weight_decay):

@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 import pytest
 import torch
 
+import dino_vit.method.objective
 import dino_vit.training.loop
 import dino_vit.training.setup
 from benchmarks.step import Reference
@@ -50,7 +51,7 @@ def lose(monkeypatch):
 
     def lose(first, last, times):
         left = {step: times for step in range(first, last + 1)}
-        take, loss = dino_vit.training.loop.forward_backward, dino_vit.training.loop.dino_loss
+        take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.objective.dino_loss
         now = None
 
         def forward_backward(state, *arguments, **keywords):
@@ -66,7 +67,7 @@ def lose(monkeypatch):
             return value * math.nan
 
         monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
-        monkeypatch.setattr(dino_vit.training.loop, "dino_loss", dino_loss)
+        monkeypatch.setattr(dino_vit.method.objective, "dino_loss", dino_loss)
 
     return lose
 
@@ -98,7 +99,7 @@ def test_steps_are_those_of_the_reference(tmp_path):
         assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
         direction = theirs.head.last_layer.parametrizations.weight.original1
         torch.testing.assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(taken.center.center, other.loss.center, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(taken.objective.center.center, other.loss.center, atol=1e-6, rtol=1e-5)
 
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
@@ -118,8 +119,9 @@ def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
     settings = {"model.drop_path": 0, "budget.steps": 6, "optim.name": "sgd"}
     whole = trained(tmp_path / "whole", {**settings, "data.batch_size": 16})
     parts = trained(tmp_path / "parts", {**settings, "data.batch_size": 4, "optim.accumulate": 4})
-    for name in ("student", "teacher", "center"):
-        ours, theirs = tensors_of(getattr(parts, name)), tensors_of(getattr(whole, name))
+    modules = [{"student": s.student, "teacher": s.teacher, **s.objective.modules()} for s in (parts, whole)]
+    for name in ("student", "teacher", "loss"):
+        ours, theirs = (tensors_of(of_run[name]) for of_run in modules)
         assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
     ours, theirs = ([line["loss"] for line in readings(tmp_path / name)] for name in ("parts", "whole"))
     assert ours == pytest.approx(theirs, abs=1e-5)

@@ -106,3 +106,13 @@ def test_without_readings_nothing_is_claimed():
     _, run = recorded("flowers-good")
     assert diagnose([], run).state == EARLY
     assert summarise([], run).startswith("too early to say.")
+
+
+def test_what_a_run_has_already_is_not_advised():
+    readings, run = recorded("flowers-always-grey")
+    config = load(PretrainConfig, None, ["recipe=auto", "loss.centring=sinkhorn", "loss.koleo_weight=0.03"])
+    remedy = circumstances(config, readings, None, images=3586).remedy
+    assert diagnose(readings, replace(run, remedy=remedy)).advice.endswith(". Try a lower optim.lr.")
+    config = load(PretrainConfig, None, ["recipe=auto"])
+    remedy = circumstances(config, readings, None, images=3586).remedy
+    assert remedy == "Try loss.centring=sinkhorn, loss.koleo_weight=0.1, or a lower optim.lr."

@@ -1,0 +1,142 @@
+"""The cross-entropy of student and teacher over many prototypes, in chunks of rows.
+
+All logits of the student together would take most of the memory of a step (`benchmarks/step.py`). So they are
+computed for a few rows at a time, and the gradients in the same pass.
+
+k prototypes, d bottleneck features
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 2**25  # of a chunk's logits in float32; about three times that memory is needed
+Index = Any  # of a tensor
+
+# Given the index of a chunk, the student's log-probabilities (rows, k) and a factor, return the loss summed
+# over the chunk. Unless the factor is None, overwrite them by the gradient of the logits times the factor.
+ChunkLoss = Callable[[Index, Tensor, float | None], Tensor]
+
+
+def teacher_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
+    """Return the centred and sharpened probabilities of the teacher, in the dtype of the centre."""
+    return F.softmax((teacher_logits - center) / temperature, dim=-1)
+
+
+@dataclass(frozen=True)
+class LazyLogits:
+    """Logits (n, k) that are computed a few rows at a time, since all together would not fit into memory."""
+
+    features: Tensor  # (n, d)
+    prototypes: Tensor  # (k, d)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return logits_of(self.features[rows], self.prototypes)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[rows] for rows in self.chunks())
+
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
+        """Yield the rows of each chunk."""
+        size = max(1, chunk_bytes // (4 * len(self.prototypes)))
+        return (slice(start, start + size) for start in range(0, max(1, len(self)), size))
+
+    def sum(self) -> Tensor:
+        """Return the sum of all rows, (1, k): the logits of the sum of their features."""
+        return logits_of(self.features.sum(0, keepdim=True), self.prototypes)
+
+
+Logits = Sequence[Tensor] | LazyLogits  # (n, k), in chunks of rows
+
+
+def logits_of(features: Tensor, prototypes: Tensor) -> Tensor:
+    """Return the logits (n, k) of features (n, d), in float32 under autocast too."""
+    # Divided by a teacher temperature of 0.04, bfloat16's rounding of a logit near 1 would become 0.05.
+    with torch.autocast(features.device.type, enabled=False):
+        return F.linear(features, prototypes)
+
+
+def chunked_cross_entropy(
+    features: Tensor,  # (..., d)
+    prototype_weight: Tensor,  # (k, d)
+    chunks: Iterable[Index],  # of the features, which they cover
+    chunk_loss: ChunkLoss,
+    *,
+    temperature: float,
+    terms: int,  # by which the sum is divided
+    terms_at_once: int,  # of a prototype in a chunk
+) -> Tensor:
+    """Return the loss of all chunks; its gradients reach the features and the prototypes."""
+    device = features.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else features.dtype  # of the products
+    accurate = torch.promote_types(features.dtype, torch.float32)  # of everything else
+    lift = _float16_lift(terms_at_once) if dtype == torch.float16 else 1.0
+    needs_features = torch.is_grad_enabled() and features.requires_grad
+    needs_weight = torch.is_grad_enabled() and prototype_weight.requires_grad
+
+    total = features.new_zeros((), dtype=accurate)
+    grad_features = torch.empty_like(features, dtype=accurate) if needs_features else None
+    grad_weight: Tensor | None = None
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        weight = prototype_weight.to(dtype)
+        for index in chunks:
+            shape = features[index].shape
+            chunk = features[index].flatten(0, -2)
+            scaled = (chunk / temperature).to(dtype)
+            logits = F.log_softmax(_matmul(scaled, weight.T, accurate), dim=-1)
+            if not (needs_features or needs_weight):
+                total += chunk_loss(index, logits, None)
+                continue
+            total += chunk_loss(index, logits, lift)
+            gradient = logits.to(dtype)  # the backward products use the autocast dtype too
+            del logits
+            if grad_features is not None:
+                grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
+            if needs_weight:
+                grad_chunk = _matmul(gradient.T, chunk.to(dtype), accurate)
+                grad_weight = grad_chunk if grad_weight is None else grad_weight.add_(grad_chunk)
+    if needs_weight and grad_weight is None:
+        grad_weight = torch.zeros_like(prototype_weight, dtype=accurate)
+    factor = 1 / (lift * terms * temperature)
+    return _Loss.apply(features, prototype_weight, total / terms, grad_features, grad_weight, factor)
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients with respect to its first two inputs are known up to a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _, _, loss, grad_features, grad_weight, ctx.factor = inputs
+        ctx.save_for_backward(grad_features, grad_weight)
+        result: Tensor = loss.clone()
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # In place, because the weight's gradient is large; so a second backward pass raises an error.
+        factor = grad_loss * ctx.factor
+        grads = (None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors)
+        return (*grads, None, None, None, None)
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in `dtype`; except on CUDA, the product is rounded to the dtype of the inputs first."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
+def _float16_lift(largest_sum: int) -> float:
+    """Return the power of two that keeps tiny gradients from underflow and their sums from overflow."""
+    return 2.0 ** math.floor(math.log2(2**13 / largest_sum))

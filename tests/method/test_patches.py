@@ -1,0 +1,133 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_vit.method.centring import Center, sinkhorn_center
+from dino_vit.method.cross_entropy import LazyLogits, logits_of
+from dino_vit.method.loss import loss_statistics
+from dino_vit.method.patches import patch_loss
+
+TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
+OF_VIEW = torch.tensor([0, 0, 0, 1, 2, 2])  # the view of each masked patch; a fourth view has none
+VIEWS = 4
+
+
+def units(generator, rows, dim=8, dtype=torch.float64):
+    return F.normalize(torch.randn(rows, dim, generator=generator, dtype=dtype), dim=1)
+
+
+def make_batch(prototypes=40, dtype=torch.float64):
+    """Return student features, its prototypes, the teacher's logits, the centre and the weights."""
+    generator = torch.Generator().manual_seed(0)
+    features, weight = units(generator, 6, dtype=dtype), units(generator, prototypes, dtype=dtype)
+    teacher = LazyLogits(units(generator, 6, dtype=dtype), units(generator, prototypes, dtype=dtype))
+    center = 0.1 * torch.randn(1, prototypes, generator=generator, dtype=dtype)
+    weights = (1 / OF_VIEW.bincount().to(dtype))[OF_VIEW]
+    return features.requires_grad_(), weight.requires_grad_(), teacher, center, weights
+
+
+def patch_by_patch(features, weight, teacher, center):
+    """The loss as DINOv2's paper has it: a mean for each view, their sum divided by the number of views."""
+    total = 0.0
+    for view in range(VIEWS):
+        own = [
+            -(
+                F.softmax((teacher.features[i] @ teacher.prototypes.T - center[0]) / 0.04, dim=0)
+                * F.log_softmax(features[i] @ weight.T / 0.1, dim=0)
+            ).sum()
+            for i in range(len(features))
+            if OF_VIEW[i] == view
+        ]
+        total += sum(own) / len(own) if own else 0.0
+    return total / VIEWS
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4, 6])
+def test_value_and_gradients_are_those_of_the_loop(rows_at_once):
+    features, weight, teacher, center, weights = make_batch()
+    expected = patch_by_patch(features, weight, teacher, center)
+    gradients = torch.autograd.grad(3 * expected, (features, weight))
+    loss = patch_loss(
+        features,
+        weight,
+        teacher,
+        center,
+        weights,
+        views=VIEWS,
+        chunk_bytes=4 * 40 * rows_at_once,
+        **TEMPERATURES,
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    found = torch.autograd.grad(3 * loss, (features, weight))
+    torch.testing.assert_close(found, gradients, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_autocast_is_as_close_as_its_dtype(dtype, tolerance):
+    features, weight, teacher, center, weights = make_batch(prototypes=20000, dtype=torch.float32)
+    expected = patch_by_patch(features, weight, teacher, center)
+    gradients = torch.autograd.grad(expected, (features, weight))
+    with torch.autocast("cpu", dtype):
+        loss = patch_loss(features, weight, teacher, center, weights, views=VIEWS, **TEMPERATURES)
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for mine, exact in zip(torch.autograd.grad(1024 * loss, (features, weight)), gradients, strict=True):
+        assert (mine / 1024 - exact).norm() < tolerance * exact.norm()
+
+
+def test_a_process_without_masked_patches_has_no_loss_and_zero_gradients():
+    features, weight, teacher, center, weights = make_batch()
+    teacher = LazyLogits(teacher.features[:0], teacher.prototypes)
+    loss = patch_loss(features[:0], weight, teacher, center, weights[:0], views=VIEWS, **TEMPERATURES)
+    assert loss == 0
+    of_features, of_weight = torch.autograd.grad(loss, (features, weight))
+    assert not of_features.any()
+    assert not of_weight.any()
+
+
+def test_the_logits_never_exist_as_a_whole():
+    """The largest tensor that is allocated is one of the prototypes, or of a chunk."""
+    patches, prototypes, dim = 300, 4096, 8
+    generator = torch.Generator().manual_seed(0)
+    features = units(generator, patches, dim, torch.float32).requires_grad_()
+    weight = units(generator, prototypes, dim, torch.float32).requires_grad_()
+    teacher = LazyLogits(features.detach(), weight.detach())
+    rows = 10
+    with torch.profiler.profile(profile_memory=True) as profile:
+        loss = patch_loss(
+            features,
+            weight,
+            teacher,
+            torch.zeros(1, prototypes),
+            torch.full((patches,), 1 / patches),
+            views=1,
+            chunk_bytes=4 * prototypes * rows,
+            **TEMPERATURES,
+        )
+        loss.backward()
+    allocated = [event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty"]
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert max(largest, *allocated) < 4 * patches * prototypes / 4
+
+
+def test_lazy_logits_are_the_logits():
+    generator = torch.Generator().manual_seed(0)
+    features, prototypes = units(generator, 7), units(generator, 5)
+    lazy, whole = LazyLogits(features, prototypes), logits_of(features, prototypes)
+    assert [rows.stop - rows.start for rows in lazy.chunks(chunk_bytes=4 * 5 * 3)] == [3, 3, 3]
+    torch.testing.assert_close(torch.cat([lazy[rows] for rows in lazy.chunks(60)]), whole)
+    torch.testing.assert_close(lazy.sum(), whole.sum(0, keepdim=True))
+    center, of_whole = Center(prototypes=5), Center(prototypes=5)
+    center.accumulate(LazyLogits(features.float(), prototypes.float()))
+    of_whole.accumulate([whole.float()])
+    center.update()
+    of_whole.update()
+    torch.testing.assert_close(center.center, of_whole.center)
+
+
+def test_chunks_of_logits_are_balanced_and_measured_as_one():
+    logits = torch.randn(9, 5)
+    torch.testing.assert_close(sinkhorn_center(logits.split(4), 0.1), sinkhorn_center([logits], 0.1))
+    center, loss = torch.randn(1, 5), torch.tensor(2.0)
+    of_one = loss_statistics(loss, [logits], center, teacher_temperature=0.1)
+    of_chunks = loss_statistics(loss, logits.split(4), center, teacher_temperature=0.1)
+    torch.testing.assert_close(of_chunks, of_one)

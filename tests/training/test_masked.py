@@ -1,0 +1,139 @@
+"""Runs that learn from masked patches too, with and without the other terms of DINOv2's loss."""
+
+import copy
+import signal
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from dino_vit.training.loop import take_step
+from tests.support.processes import finish, pair, srun_environs
+from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.training import moved, opened, tensors_of, trained
+
+PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "model.drop_path": 0}
+ALL_TERMS = {**PATCHES, "loss.koleo_weight": 0.1, "loss.centring": "sinkhorn", "head.shared": "false"}
+
+
+def softmaxes(tokens, head, temperature, center=0):
+    logits = F.normalize(head.mlp(tokens), dim=-1) @ head.last_layer.weight().T
+    return ((logits - center) / temperature).log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_step_is_that_of_the_formulas(tmp_path, shared):
+    """View by view and patch by patch, every token computed; its gradients are those of one pass."""
+    settings = {**PATCHES, "head.shared": str(shared).lower(), "views.local_count": 1}
+    state = opened(tmp_path, {**settings, "loss.patch_weight": 0.7}).state
+    state.student.train()
+    torch.nn.init.normal_(state.student.backbone.mask_token)
+    with torch.no_grad():
+        for parameter in state.teacher.parameters():  # another network than the student
+            parameter.add_(0.02 * torch.randn_like(parameter))
+        for center in state.objective.modules().values():
+            center.center.normal_(std=0.1)
+    student, teacher = copy.deepcopy(state.student), state.teacher
+    batch = next(iter(state.loader.batches()))
+    rates = state.plan.rates(0)
+    views = state.views_of(batch)
+    out = state.objective(
+        state.student, teacher, views, batch.masks, images=8, teacher_temperature=rates.teacher_temp
+    )
+    out.loss.backward()
+
+    globals_, locals_ = views
+    hidden = batch.masks.hidden
+    assert hidden.any(1).sum() == 8, "half of 16 views"
+    heads = [(net.head, net.patch_head or net.head) for net in (student, teacher)]
+    embedded = [student.backbone.embed(globals_, hidden), teacher.backbone.embed(globals_)]
+    tokens = []
+    for net, parts in zip((student, teacher), embedded, strict=True):
+        for block in net.backbone.blocks:
+            parts = block(parts)
+        tokens.append(net.backbone.norm(parts))
+    temperatures = 0.1, rates.teacher_temp
+    of_student = [
+        *softmaxes(tokens[0][:, 0], heads[0][0], temperatures[0]).chunk(2),
+        softmaxes(student.backbone(locals_), heads[0][0], temperatures[0]),
+    ]
+    of_teacher = (
+        softmaxes(tokens[1][:, 0], heads[1][0], temperatures[1], state.objective.center.center).exp().chunk(2)
+    )
+    pairs = [(t, s) for t in range(2) for s in range(3) if s != t]
+    cls = sum(-(of_teacher[t] * of_student[s]).sum(1).mean() for t, s in pairs) / len(pairs)
+    patch = 0.0
+    for view in range(16):
+        places = hidden[view].nonzero()[:, 0]
+        if len(places):
+            mine = softmaxes(tokens[0][view, 1 + places], heads[0][1], temperatures[0])
+            center = state.objective.patch_center.center
+            theirs = softmaxes(tokens[1][view, 1 + places], heads[1][1], temperatures[1], center).exp()
+            patch = patch - (theirs * mine).sum(1).mean() / 16
+    assert_close(out.cross_entropy, cls, atol=1e-5, rtol=1e-5)
+    assert_close(out.patch, patch, atol=1e-5, rtol=1e-5)
+    assert_close(out.loss, cls + 0.7 * patch, atol=1e-5, rtol=1e-5)
+    (cls + 0.7 * patch).backward()
+    for name, parameter in state.student.named_parameters():
+        if parameter.requires_grad:
+            assert_close(parameter.grad, student.get_parameter(name).grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_the_passes_of_a_step_are_one(tmp_path):
+    whole = trained(tmp_path / "whole", {**PATCHES, "budget.steps": 10})
+    parts = trained(
+        tmp_path / "parts", {**PATCHES, "budget.steps": 10, "data.batch_size": 2, "optim.accumulate": 4}
+    )
+    found, expected = ([line["loss"] for line in readings(tmp_path / name)] for name in ("parts", "whole"))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert_close(
+        parts.objective.patch_center.center, whole.objective.patch_center.center, atol=1e-6, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("terms", [PATCHES, ALL_TERMS], ids=["patches", "all"])
+def test_two_processes_follow_one(tmp_path, terms):
+    settings = {**terms, "budget.steps": 8}
+    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
+    finish(pair(tmp_path / "run", {**settings, "data.batch_size": 8}, srun_environs()))
+    for key in ("loss", "patch_loss", "gradient_norm", "patch_entropy_gap", "patch_output_entropy"):
+        ours, theirs = ([line[key] for line in readings(tmp_path / name)] for name in ("run", "alone"))
+        assert ours == pytest.approx(theirs, abs=2e-4, rel=1e-4), key
+    centers = [tensors(tmp_path / name, 8)["patch_loss.center"] for name in ("run", "alone")]
+    assert_close(*centers, atol=1e-4, rtol=1e-3)
+
+
+def test_interrupted_and_resumed_is_bit_for_bit_the_same(tmp_path):
+    settings = {**ALL_TERMS, "model.drop_path": 0.1, "data.workers": 2}
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings)
+    assert steps(tmp_path / "run")[-1] == 20
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_that_should_learn_learns(tmp_path, compiled):
+    settings = {**ALL_TERMS, "run.compile": str(compiled).lower(), "optim.freeze_last_layer_epochs": 0.125}
+    settings |= {"optim.warmup_epochs": 0}
+    state = opened(tmp_path, {**settings, "loss.centring": "ema"}).state
+    before = tensors_of(state.student)
+    batches = state.loader.batches()
+    take_step(state, batches)
+    frozen = {"head.last_layer.weight_v", "patch_head.last_layer.weight_v"}
+    fixed = {"head.last_layer.weight_g", "patch_head.last_layer.weight_g"}
+    assert before.keys() - moved(before, tensors_of(state.student)) == frozen | fixed
+    assert "backbone.mask_token" in before
+    assert state.objective.patch_center.center.any()
+    for _ in islice(range(2), 2):
+        take_step(state, batches)
+    assert before.keys() - moved(before, tensors_of(state.student)) == fixed
+
+
+def test_dino_has_nothing_of_it(tmp_path):
+    state = opened(tmp_path, {}).state
+    assert state.objective.patch_center is None
+    assert not [name for name in state.student.state_dict() if "patch_head" in name or "mask" in name]

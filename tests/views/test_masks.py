@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+
+from dino_vit.views.masks import Masking
+
+GRID = 14, 14
+PATCHES = 14 * 14
+
+
+def masking(**changes):
+    settings = {"seed": 0, "grid": GRID, "views": 2, "batch": 32, "probability": 0.5, "ratio": (0.1, 0.5)}
+    return Masking(**{**settings, **changes})
+
+
+def drawn(masking, step=0):
+    return masking.hidden(0, step, np.arange(masking.batch))
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("views", [1, 2, 3])
+def test_exactly_the_share_of_views_is_masked(views, probability):
+    for step in range(5):
+        hidden = drawn(masking(views=views, probability=probability), step)
+        assert hidden.shape == (views, 32, *GRID)
+        assert hidden.any((2, 3)).sum() == round(probability * views * 32)
+
+
+def test_which_views_and_patches_are_masked_is_random_and_balanced():
+    steps = [drawn(masking(), step) for step in range(300)]
+    of_views = np.mean([hidden.any((2, 3)) for hidden in steps], axis=0)  # 64 views of 300 steps
+    assert abs(of_views - 0.5).max() < 5 * 0.5 / np.sqrt(300)
+    of_patches = np.mean([hidden.mean((0, 1)) for hidden in steps], axis=0)
+    middle = of_patches[4:-4, 4:-4]
+    assert abs(middle / middle.mean() - 1).max() < 0.1  # a border patch is in fewer rectangles
+    assert not np.array_equal(steps[0], steps[1])
+    assert not np.array_equal(steps[0], drawn(masking(seed=1)))
+    assert not np.array_equal(steps[0], masking().hidden(1, 0, np.arange(32)))
+
+
+def test_ratios_are_one_from_each_part_of_their_range():
+    counts = np.sort(drawn(masking()).sum((2, 3)).ravel())[32:]
+    bounds = PATCHES * (0.1 + 0.4 * np.arange(33) / 32)
+    assert (counts <= bounds[1:]).all()
+    # Rectangles rarely fit exactly, so that a view may stay a few patches below.
+    assert (counts >= bounds[:-1] - 6).all()
+    assert counts.mean() / PATCHES == pytest.approx(0.3, abs=0.01)
+
+
+def test_masks_are_rectangles_of_all_shapes():
+    """Of a view with few masked patches; some are a single rectangle."""
+    shapes = []
+    for step in range(60):
+        for mask in drawn(masking(ratio=(0.03, 0.15)), step).reshape(-1, *GRID):
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            if mask.any() and mask.sum() == (height := np.ptp(rows) + 1) * (width := np.ptp(columns) + 1):
+                shapes.append(np.log(height / width))
+    assert len(shapes) > 30
+    assert min(shapes) < -0.7
+    assert max(shapes) > 0.7
+    assert abs(np.mean(shapes)) < 0.25
+
+
+@pytest.mark.parametrize("share", [1, 4, 16])
+def test_masks_do_not_depend_on_processes_and_passes(share):
+    whole, pieces = masking(), masking()
+    parts = [pieces.hidden(3, 7, np.arange(first, first + share)) for first in range(0, 32, share)]
+    assert np.array_equal(np.concatenate(parts, axis=1), whole.hidden(3, 7, np.arange(32)))
+
+
+@pytest.mark.parametrize("images", [1, 5, 32])
+def test_no_pass_masks_more_patches_than_the_plan_says(images):
+    plan = masking()
+    most = max(plan.draw(0, step, 0, images).masked for step in range(60))
+    assert most <= plan.most(images)
+    if images == 32:
+        assert most > 0.95 * plan.most(images)
+
+
+def test_tiny_grids_end():
+    for grid in ((1, 1), (2, 2), (1, 9), (3, 2)):
+        hidden = drawn(masking(grid=grid, ratio=(0.5, 1.0)))
+        assert not hidden.all((2, 3)).any()  # a rectangle is smaller than the grid on both sides
