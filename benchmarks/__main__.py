@@ -24,7 +24,7 @@ from benchmarks import measure
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
-NO_PROGRAMS = ("__main__", "measure", "peer", "reference")
+NO_PROGRAMS = ("__main__", "measure", "peer", "reference", "small_peer")
 LONG = ("cifar10", "small", "soak")
 HEAD = """# Results
 

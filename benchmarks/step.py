@@ -32,6 +32,7 @@ from dino_vit.training.loop import take_step
 from dino_vit.training.plan import Rates
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
+from dino_vit.views.build import build_masking
 from dino_vit.views.loader import Batch
 from dino_vit.views.photometry import Augment
 
@@ -151,6 +152,7 @@ def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
     both = {views.global_shape: views.global_count, views.local_shape: views.local_count}
     counts = {size: count for size, count in both.items() if count}
     images = config.data.batch_size
+    masks = build_masking(config, images).draw(0, 0, 0, images) if config.loss.patch_weight else None
     return Batch(
         epoch=0,
         step=0,
@@ -162,6 +164,7 @@ def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
         },
         photometry={size: torch.empty(0) for size in counts},
         unreadable=(),
+        masks=masks,
     )
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dino_vit.models.onednn import linear
+
 CHUNK_BYTES = 2**25  # of a chunk's logits in float32; about three times that memory is needed
 Index = Any  # of a tensor
 
@@ -40,7 +42,8 @@ class LazyLogits:
         return len(self.features)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        return logits_of(self.features[rows], self.prototypes)
+        with torch.autocast(self.features.device.type, enabled=False):
+            return linear(self.features[rows], self.prototypes)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[rows] for rows in self.chunks())

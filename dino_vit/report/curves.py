@@ -70,6 +70,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         "of each output, on average": "output_entropy",
         "gap": "entropy_gap",
     }
+    of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     rank = record.baseline_levels("rankme")
     accuracies = {"k-NN": "knn", "k-NN of the best features": "best_knn"}
@@ -78,6 +79,8 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
+        ("patch_loss", "Loss of masked patches", PATCH_LOSS, {"loss": "patch_loss"}, uniform),
+        ("patch_entropies", "Teacher entropies of masked patches", PATCHES, of_patches, uniform),
         ("knn", "k-NN accuracy", _knn(readings, knn), accuracies, knn),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),
         *((name, title, text, {title.lower(): name}, {}) for name, (title, text) in small.items()),
@@ -130,6 +133,16 @@ def _entropies(last: Reading) -> str:
     )
 
 
+PATCH_LOSS = (
+    "The cross-entropy of student and teacher: the mean over the masked patches of a view, summed over the "
+    "views and divided by the number of all global views, of which only a share is masked."
+)
+PATCHES = (
+    "As above, for patches that the student does not see. A gap of 0 means that the teacher says the same of "
+    "every patch: the term of the patches has collapsed, whatever the images do."
+)
+
+
 def _knn(readings: Sequence[Reading], levels: dict[str, float]) -> str:
     points = [(reading.step, value) for reading in readings if (value := finite(reading.knn)) is not None]
     if not points:
@@ -170,6 +183,11 @@ def _small_charts(readings: Sequence[Reading]) -> dict[str, tuple[str, str]]:
         "prototypes_in_use": (
             "Prototypes in use",
             f"{last.prototypes_in_use} for the {last.rows} teacher outputs of a batch.",
+        ),
+        "koleo": (
+            "KoLeo",
+            "Minus the mean logarithm of the distance of an image to the nearest other, summed over the "
+            "global views: lower is wider apart.",
         ),
         "gradient_norm": (
             "Gradient norm",

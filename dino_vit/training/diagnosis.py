@@ -59,7 +59,13 @@ STUCK_AT_LN = Diagnosis(
     "optim.lr first: far below the recipe's 5e-4 nothing is learned, far above it diverges. Then lengthen "
     "optim.warmup_epochs, lower loss.teacher_temp, or use fewer head.prototypes.",
 )
-COLLAPSES = NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN
+PATCHES_ALIKE = Diagnosis(
+    "all patches alike",
+    "The teacher gives every masked patch the same output, so patches learn nothing, while images may. Use "
+    "loss.centring=sinkhorn, a head of their own (head.shared=false) or a lower loss.patch_weight; then what "
+    "helps images: a lower optim.lr, a longer optim.warmup_epochs, a lower loss.teacher_temp.",
+)
+COLLAPSES = NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN, PATCHES_ALIKE
 
 
 def collapse(readings: Sequence[Reading], *, settled_step: int) -> Diagnosis | None:
@@ -115,4 +121,7 @@ def _symptom(reading: Reading) -> Diagnosis | None:
         return ONE_PROTOTYPE
     if reading.entropy_gap < ALIKE * min(most, math.log(reading.rows)):
         return UNIFORM if reading.output_entropy > MAXIMAL * most else IMAGES_ALIKE
-    return STUCK_AT_LN if reading.excess > -STUCK * most else None
+    if reading.excess > -STUCK * most:
+        return STUCK_AT_LN
+    patch_gap = reading.patch_entropy_gap
+    return PATCHES_ALIKE if patch_gap is not None and patch_gap < ALIKE * most else None

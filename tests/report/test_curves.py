@@ -67,3 +67,16 @@ def test_a_collapse_is_named_with_advice(tmp_path):
     assert "loss" not in by_id
     assert "entropies" in by_id
     json.dumps(data, allow_nan=False)
+
+
+def test_masked_patches_have_charts_of_their_own(tmp_path):
+    patches = {"mean_output_entropy": 7.0, "output_entropy": 5.0, "entropy_gap": 2.0}
+    last = replace(HEALTHY, patch_loss=4.5, koleo=1.2, **{f"patch_{k}": v for k, v in patches.items()})
+    drawn = {chart["id"]: chart for chart in charts(record_of(tmp_path, [(last, "learning")], {}))}
+    assert drawn["patch_loss"]["series"] == {"loss": [(10_000, 4.5)]}
+    assert [points[0][1] for points in drawn["patch_entropies"]["series"].values()] == [7.0, 5.0, 2.0]
+    assert drawn["koleo"]["series"] == {"koleo": [(10_000, 1.2)]}
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    drawn = {chart["id"] for chart in charts(record_of(plain, [(HEALTHY, "learning")], {}))}
+    assert not drawn & {"patch_loss", "patch_entropies", "koleo"}
