@@ -25,6 +25,7 @@ from dino_vit.data.sources.archives import ARCHIVES, ArchiveSource, compressed_m
 from dino_vit.data.sources.arrays import ArraySource
 from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, plain
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
+from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.data.splits import HELD_OUT, TRAIN
@@ -70,12 +71,14 @@ def _open(spec: str) -> Source:
 
 def _open_synthetic(spec: str, rest: str) -> SyntheticSource:
     arguments = rest.split(":") if rest else []
+    kind = SceneSource if arguments[:1] == ["scenes"] else SyntheticSource
+    arguments = arguments[kind is SceneSource :]
     if len(arguments) > 2 or not all(re.fullmatch(r"\d{1,18}", argument) for argument in arguments):
         raise ValueError(
             f"{spec!r:.200} is not valid: write synthetic, synthetic:LENGTH or synthetic:LENGTH:SIZE, "
-            f"for example synthetic:20000:32."
+            f"for example synthetic:20000:32, or the same with synthetic:scenes."
         )
-    return SyntheticSource(**dict(zip(("length", "size"), map(int, arguments), strict=False)))
+    return kind(**dict(zip(("length", "size"), map(int, arguments), strict=False)))
 
 
 def _open_folder(root: str) -> Source:

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.scenes import SceneSource
+
+SCENES = SceneSource(length=300, size=64)
+
+
+def test_an_image_and_its_mask_have_two_to_five_classes_of_free_shape():
+    counts = [len(SCENES.mask(index).unique()) for index in range(300)]
+    assert set(counts) == {2, 3, 4, 5}
+    image, mask = SCENES.read(0), SCENES.mask(0)
+    assert (image.shape, image.dtype) == ((3, 64, 64), torch.uint8)
+    assert (mask.shape, mask.dtype) == ((64, 64), torch.uint8)
+    assert mask.max() < len(SCENES.classes)
+    borders = [(m[:, 1:] != m[:, :-1]).float().mean() for m in map(SCENES.mask, range(100))]
+    assert 0.01 < np.mean(borders) < 0.1  # a few borders a row, no noise
+
+
+def test_every_class_covers_about_as_much():
+    covered = torch.stack([SCENES.mask(i).flatten().bincount(minlength=10) for i in range(300)]).sum(0)
+    share = covered / covered.sum()
+    assert share.min() > 0.06
+    assert share.max() < 0.15
+
+
+def test_the_label_is_the_largest_region():
+    for index in range(20):
+        counts = SCENES.mask(index).flatten().bincount()
+        assert SCENES.label(index) == int(counts.argmax())
+
+
+def test_borders_are_soft_and_regions_are_not():
+    """Each pixel belongs to one region but near a border, where the shares of two meet."""
+    _, shares = SCENES._regions(3)
+    assert np.allclose(shares.sum(0), 1, atol=1e-5)
+    pure = (shares.max(0) > 0.95).mean()
+    assert 0.6 < pure < 0.98
+
+
+def test_no_class_is_brighter_than_another():
+    sums, counts = torch.zeros(10), torch.zeros(10)
+    for index in range(300):
+        image, mask = SCENES.read(index)[0].float(), SCENES.mask(index).long()
+        sums.index_add_(0, mask.flatten(), image.flatten())
+        counts += mask.flatten().bincount(minlength=10)
+    means = sums / counts
+    assert means.max() - means.min() < 20
+
+
+def test_scenes_are_a_function_of_seed_and_index():
+    again = SceneSource(length=5, size=64)
+    assert torch.equal(again.read(4), SCENES.read(4))
+    assert torch.equal(again.mask(-1), SCENES.mask(4))
+    other = SceneSource(length=5, size=64, seed=1)
+    assert not torch.equal(other.read(4), SCENES.read(4))
+    with pytest.raises(IndexError):
+        again.mask(5)
+
+
+def test_they_open_by_name():
+    opened = open_source("synthetic:scenes:7:48")
+    assert len(opened) == 7
+    assert opened.read(0).shape == (3, 48, 48)
+    assert opened.fingerprint != open_source("synthetic:7:48").fingerprint
+    assert len(open_source("synthetic:scenes")) == 20_000
+    with pytest.raises(ValueError, match="is not valid: write synthetic"):
+        open_source("synthetic:scenes:big")
