@@ -70,8 +70,13 @@ COMMANDS = {
         ),
         resumes=True,
     ),
+    "dense": Command(
+        "classify the pixels of images that have masks",
+        "commands.maps.dense:DenseConfig",
+        examples=("dense synthetic:scenes:1000 weights=runs/pretrain",),
+    ),
     "attention": Command(
-        "draw the attention of the CLS token to the patches", "commands.attention:AttentionConfig"
+        "draw the attention of the CLS token to the patches", "commands.maps.attention:AttentionConfig"
     ),
     "embed": Command(
         "write the embeddings of images to a file",

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dino_vit.commands import attention, report
+from dino_vit.commands import report
+from dino_vit.commands.maps import attention
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, Seed, Settings, setting

@@ -22,7 +22,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.splits import splits_of
 from dino_vit.data.statistics import ImageInfo, ImageSummary, inspect_images
-from dino_vit.eval.pictures import Panel, as_picture, write_sheet
+from dino_vit.eval.maps.pictures import Panel, as_picture, write_sheet
 from dino_vit.views.build import build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text

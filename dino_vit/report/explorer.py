@@ -28,10 +28,10 @@ from dino_vit.core.sizes import Size
 from dino_vit.core.text import brief
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.attention import cls_attention, pad
 from dino_vit.eval.features.extraction import evaluating, in_batches
+from dino_vit.eval.maps.attention import cls_attention, pad
+from dino_vit.eval.maps.pictures import as_picture, resize, shorten
 from dino_vit.eval.neighbours import nearest
-from dino_vit.eval.pictures import as_picture, resize, shorten
 from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import fit, preparation_of

@@ -50,6 +50,13 @@ class Preparation:
         image = read_image(source, index, self.pixels)
         return fit(image, self.size) if self.fit == "crop" else squeeze(image, self.size)
 
+    def place_mask(self, mask: Tensor) -> Tensor:
+        """Resize and crop the classes of pixels (H, W) as their image is, each pixel that of the nearest."""
+        height, width = mask.shape
+        resized, top, left = _placement(height, width, self.size) if self.fit == "crop" else (self.size, 0, 0)
+        nearest = F.interpolate(mask[None, None].float(), size=resized, mode="nearest-exact")[0, 0]
+        return nearest.to(mask.dtype)[top : top + self.size[0], left : left + self.size[1]]
+
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that normalises images from `read` on a device."""
         mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
@@ -84,15 +91,20 @@ def fit(image: Tensor, size: Size) -> Tensor:
     the crop keeps its border: its limiting side is resized to the crop itself.
     """
     (_, height, width), (h, w) = image.shape, size
+    resized, top, left = _placement(height, width, size)
+    return squeeze(image, resized)[:, top : top + h, left : left + w]
+
+
+def _placement(height: int, width: int, size: Size) -> tuple[Size, int, int]:
+    """Return the size that an image is resized to, and the top left corner of the crop."""
+    h, w = size
     if height * w <= width * h:
         target = round(h * 256 / 224) if height > h else h
         resized = target, target * width // height
     else:
         target = round(w * 256 / 224) if width > w else w
         resized = target * height // width, target
-    image = squeeze(image, resized)
-    top, left = round((resized[0] - h) / 2), round((resized[1] - w) / 2)
-    return image[:, top : top + h, left : left + w]
+    return resized, round((resized[0] - h) / 2), round((resized[1] - w) / 2)
 
 
 def squeeze(image: Tensor, size: Size) -> Tensor:

@@ -7,7 +7,7 @@ from einops import rearrange
 from dino_vit.cli import main
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.pictures import heat
+from dino_vit.eval.maps.pictures import heat
 from dino_vit.report import sheets
 from dino_vit.report.explorer import LoadedTeacher, build_map, data_uri
 from dino_vit.report.record import read_run

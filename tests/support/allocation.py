@@ -11,7 +11,7 @@ def build_allocation(mebibytes: int) -> Callable[[], object]:
 
 
 def build_attention(function: str) -> Callable[[], object]:
-    from dino_vit.eval import attention
+    from dino_vit.eval.maps import attention
     from dino_vit.models.vit import VisionTransformer
 
     def work(size: int) -> object:

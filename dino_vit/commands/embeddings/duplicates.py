@@ -17,8 +17,8 @@ from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.eval.embeddings import Array, EmbeddedImages, Embeddings, read_image_embeddings
+from dino_vit.eval.maps.pictures import Panel, shorten, write_sheet
 from dino_vit.eval.neighbours import format_cosines, unit
-from dino_vit.eval.pictures import Panel, shorten, write_sheet
 
 PAIRS_PRINTED = 10
 PAIRS_PER_ROW = 3  # of the sheet

@@ -17,8 +17,8 @@ from dino_vit.data.sources.open import Source
 from dino_vit.eval.embeddings import EmbeddedImages, read_image_embeddings
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.eval.features.store import weights_digest
+from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.eval.neighbours import format_cosines, nearest
-from dino_vit.eval.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights import load_backbone
 

@@ -24,9 +24,16 @@ from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread
-from dino_vit.eval import pictures
-from dino_vit.eval.attention import cls_attention, mass_mask, pad, patch_tokens, principal_colours, rollout
-from dino_vit.eval.pictures import Panel, resize, write_png, write_sheet
+from dino_vit.eval.maps import pictures
+from dino_vit.eval.maps.attention import (
+    cls_attention,
+    mass_mask,
+    pad,
+    patch_tokens,
+    principal_colours,
+    rollout,
+)
+from dino_vit.eval.maps.pictures import Panel, resize, write_png, write_sheet
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval import attention
+from dino_vit.eval.maps import attention
 from tests.support.backbones import backbone
 from tests.support.naive import attention_weights
 
