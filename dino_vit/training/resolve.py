@@ -254,6 +254,14 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or run.resume=changed to resume anyway"
         )
+    parts, parts_before = ((bool(one.loss.patch_weight), one.head.shared) for one in (config, before))
+    if parts != parts_before:
+        raise ValueError(
+            f"{config.output} holds a run whose networks have other parts: loss.patch_weight adds a mask "
+            "token, head.shared=false a head, and neither can come or go halfway. Start another run from its "
+            "weights: "
+            f"another output and init.weights={config.output}"
+        )
 
 
 class Costs(NamedTuple):

@@ -137,3 +137,14 @@ def test_dino_has_nothing_of_it(tmp_path):
     state = opened(tmp_path, {}).state
     assert state.objective.patch_center is None
     assert not [name for name in state.student.state_dict() if "patch_head" in name or "mask" in name]
+
+
+def test_masked_patches_cannot_come_or_go_halfway(tmp_path):
+    run(tmp_path / "run", {"budget.steps": 10})
+    changed = {**PATCHES, "views.global_size": 32, "budget.steps": 20, "run.resume": "changed"}
+    said = run(tmp_path / "run", changed, code=2)
+    assert f"another output and init.weights={tmp_path / 'run'}" in said
+    started = {**changed, "init.weights": tmp_path / "run", "init.head_epochs": 0.5, "run.resume": "same"}
+    said = run(tmp_path / "other", started)
+    assert "added a mask token of zeros" in said
+    assert steps(tmp_path / "other")[-1] == 20
