@@ -27,6 +27,7 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.signals import Interruption
+from dino_vit.method.objective import Objective
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
@@ -92,7 +93,7 @@ def parts(state: TrainingState) -> Iterator[tuple[str, Any, str]]:
     """Name the functions of a step that are its work."""
     yield "loading", state.interval, "wait"
     yield "loading", state.augment, "forward"
-    yield "forward", dino_vit.training.loop, "forward"
+    yield "forward", Objective, "__call__"
     yield "backward", torch.autograd, "backward"
     for function in ("set_rates", "clip_gradients", "freeze", "reduce_loss", "step_if_finite", "ema_update"):
         yield "optimiser", dino_vit.training.loop, function
