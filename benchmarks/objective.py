@@ -10,7 +10,9 @@ two steps take on top of the imports.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -48,37 +50,41 @@ def build_run(name: str, case: Case, device: torch.device) -> Work:
     return run
 
 
+def measure(
+    images: int, precision: Precision, names: Sequence[str], repeats: int, changes: Mapping[str, Any]
+) -> tuple[Row, str]:
+    """Measure one row, and say what it comes to."""
+    device = here()
+    cases = {
+        name: Case(images, precision, {**changes, **({} if name == NAMES[1] else DINOV2)}) for name in names
+    }
+    works = {name: build(name, case, device) for name, case in cases.items()}
+    title = f"{LABELS[precision]}, {images} images"
+    row = compare(title, works, items=images, repeats=repeats, device=device.type)
+    del works  # the peak on CUDA is that of the process
+    for name, case in cases.items():
+        row.memory[name] = peak_memory(build_run, name, case, device, device=device.type)
+    ours, plain = (row.speed[name] for name in NAMES[:2])
+    said = f"{title}: DINOv2's step takes {plain / ours:.2f} times as long as DINO's"
+    peak, of_dino = (row.memory[name] for name in NAMES[:2])
+    if peak and of_dino:
+        said += f", and {peak / of_dino:.2f} times the memory"
+    if NAMES[2] in row.speed:
+        said += f"; it is {ours / row.speed[NAMES[2]]:.2f} times as fast as with lightly's modules"
+    return row, f"{said}."
+
+
 def run(*, repeats: int, threads: int, batch: int | None = None) -> list[Table]:
     """Measure all rows."""
     torch.set_num_threads(threads)
-    device = here()
-    images = batch or (64 if device.type == "cuda" else 8)
     names = NAMES if find_spec("lightly") else NAMES[:2]
     if len(names) < len(NAMES):
         print("lightly is not installed (pip install lightly): no column of it", file=sys.stderr)
-    precisions: tuple[Precision, ...] = ("bf16",) if device.type == "cuda" else ("bf16", "no")
-    rows: list[Row] = []
-    notes: list[str] = []
-    for precision in precisions:
-        cases = {name: Case(images, precision, {} if name == NAMES[1] else DINOV2) for name in names}
-        works = {name: build(name, case, device) for name, case in cases.items()}
-        title = f"{LABELS[precision]}, {images} images"
-        row = compare(title, works, items=images, repeats=repeats, device=device.type)
-        del works
-        memory = {
-            name: peak_memory(build_run, name, case, device, device=device.type)
-            for name, case in cases.items()
-        }
-        row.memory.update(memory)
-        rows.append(row)
-        ours, plain = (row.speed[name] for name in NAMES[:2])
-        said = f"{title}: DINOv2's step takes {plain / ours:.2f} times as long as DINO's"
-        peak, of_dino = (memory[name] for name in NAMES[:2])
-        if peak and of_dino:
-            said += f", and {peak / of_dino:.2f} times the memory"
-        if NAMES[2] in row.speed:
-            said += f"; it is {ours / row.speed[NAMES[2]]:.2f} times as fast as with lightly's modules"
-        notes.append(f"{said}.")
+    on_cuda = here().type == "cuda"
+    precisions: tuple[Precision, ...] = ("bf16",) if on_cuda else ("bf16", "no")
+    images = batch or (64 if on_cuda else 8)
+    measured = [measure(images, precision, names, repeats, {}) for precision in precisions]
+    rows, notes = [row for row, _ in measured], [said for _, said in measured]
     return [Table(f"DINOv2's loss, {where(threads)}", "images a second", rows, "\n".join(notes))]
 
 

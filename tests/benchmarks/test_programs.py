@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cifar10, compiled, end_to_end, knn, loop, operations, processes, scaling, soak, sources
+from benchmarks import (
+    cifar10,
+    compiled,
+    end_to_end,
+    knn,
+    loop,
+    objective,
+    operations,
+    processes,
+    scaling,
+    soak,
+    sources,
+)
 from benchmarks.input import Photos
 from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure, usual_cases
 from dino_vit.config.loading import load, replace
@@ -62,6 +74,22 @@ def test_a_row_has_speed_memory_and_what_they_come_to(monkeypatch: pytest.Monkey
     assert row.memory == {"dino_vit": 12, "reference": 12}
     assert "times the reference's speed" in said
     assert "TFLOP/s" in said
+
+
+def test_the_step_of_dinov2_is_compared_with_that_of_dino(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.objective.peak_memory", lambda *work, device: 12.0)
+    row, said = objective.measure(4, "bf16", objective.NAMES[:2], repeats=1, changes=TINY)
+    assert row.speed.keys() == row.memory.keys() == set(objective.NAMES[:2])
+    assert "times as long as DINO's, and 1.00 times the memory." in said
+    device = torch.device("cpu")
+    ours, plain = (
+        objective.build(name, Case(4, "no", {**TINY, **changes}), device)
+        for name, changes in zip(objective.NAMES, (objective.DINOV2, {}), strict=False)
+    )
+    assert isinstance(ours, Ours)
+    assert isinstance(plain, Ours)
+    assert ours.state.objective.patch_center is not None
+    assert plain.state.objective.patch_center is None
 
 
 def test_a_step_is_compared_with_itself_compiled() -> None:
