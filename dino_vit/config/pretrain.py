@@ -57,6 +57,7 @@ ALSO_KNOWN_AS = {
     "run.checkpoint_every": "saveckp_freq save_every",
     "run.trackers": "logger report_to",
     "init": "pretrained checkpoint",
+    "anchor": "gram",
 }
 
 # Defaults that differ from those of method=dino: DINOv2's "fast" setup of a ViT-L/16 on ImageNet-1k, of which
@@ -125,6 +126,7 @@ class PretrainConfig(Settings):
     teacher: sections.Teacher = sections.Teacher()
     budget: sections.Budget = sections.Budget()
     run: sections.Run = sections.Run()
+    anchor: sections.Anchor | None = setting(None, "set anchor.weights to hold patches to an earlier teacher")
     init: sections.Init | None = setting(None, "set init.weights to start from trained weights")
 
     also_known_as: ClassVar = ALSO_KNOWN_AS

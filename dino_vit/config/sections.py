@@ -183,6 +183,14 @@ class Loss(Settings):
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
 
 
+class Anchor(Settings):
+    """Hold the patches to the cosines that an earlier teacher sees between them, late in a run."""
+
+    weights: str = Field(description="weights of that teacher: a kept checkpoint, or another run or file")
+    weight: Positive = setting(1.0, "weight of the term; 2 in DINOv3's last phase")
+    scale: Literal[1, 2] = setting(1, "size of the views that the earlier teacher sees, in times of ours")
+
+
 class Masks(Settings):
     """The patches of global views that the student does not see, with loss.patch_weight."""
 

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centring import Center, build_center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
+from dino_vit.method.gram import gram_loss, resize_patches
 from dino_vit.method.koleo import koleo_loss
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.patches import patch_loss
 from dino_vit.models.masks import Masks
 from dino_vit.models.student_teacher import Network, embedding_std, first_rows
+from dino_vit.models.vit import VisionTransformer
 
 OF_PATCHES = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use"
 
@@ -39,6 +42,7 @@ class Forward(NamedTuple):
     cross_entropy: Tensor  # of the CLS tokens of student and teacher
     patch: Tensor | None  # the same of masked patches
     koleo: Tensor | None  # summed over the global views
+    gram: Tensor | None
     targets: Targets[list[Tensor]]
     patch_targets: Targets[LazyLogits] | None
     teacher_cls: Tensor
@@ -47,8 +51,11 @@ class Forward(NamedTuple):
 class Objective:
     """The terms of the loss with their weights, and the centres of the teacher's logits."""
 
-    def __init__(self, config: PretrainConfig, device: torch.device) -> None:
-        self.loss, self.views = config.loss, config.views
+    def __init__(
+        self, config: PretrainConfig, device: torch.device, earlier: VisionTransformer | None = None
+    ) -> None:
+        self.loss, self.views, self.anchor = config.loss, config.views, config.anchor
+        self.earlier = earlier and earlier.to(device).requires_grad_(False)
         centring: dict[str, Any] = {
             "method": config.loss.centring,
             "prototypes": config.head.prototypes,
@@ -73,7 +80,7 @@ class Objective:
         targets, patch_targets, teacher_cls = self._targets(
             teacher, first_rows(views, rows), masks, teacher_temperature
         )
-        out = student(views, masks, hide=True)
+        out = student(views, masks, hide=True, all_patches=self.anchor is not None)
         temperatures: dict[str, Any] = {
             "student_temperature": self.loss.student_temp,
             "teacher_temperature": teacher_temperature,
@@ -103,7 +110,22 @@ class Objective:
             of_views = out.cls.split(images)[:global_views]
             koleo = torch.stack([koleo_loss(cls) for cls in of_views]).sum()
             loss = loss + weight * koleo
-        return Forward(loss, cross_entropy, patch, koleo, targets, patch_targets, teacher_cls)
+        gram = None
+        if self.anchor and self.earlier:
+            gram = gram_loss(out.tokens[:rows], self._earlier_patches(views[0][:rows]))
+            loss = loss + self.anchor.weight * gram
+        return Forward(loss, cross_entropy, patch, koleo, gram, targets, patch_targets, teacher_cls)
+
+    @torch.no_grad()
+    def _earlier_patches(self, views: Tensor) -> Tensor:
+        """Return the patches (rows, N, width) of global views, as the earlier teacher sees them."""
+        assert self.anchor
+        assert self.earlier
+        earlier, (height, width) = self.earlier, views.shape[-2:]
+        size = self.anchor.scale * height, self.anchor.scale * width
+        enlarged = F.interpolate(views, size=size, mode="bicubic") if self.anchor.scale > 1 else views
+        patches = earlier.forward_features(enlarged)[:, 1 + earlier.registers :]
+        return resize_patches(patches, earlier.grid_of(*size), earlier.grid_of(height, width))
 
     @torch.no_grad()
     def _targets(
@@ -141,6 +163,8 @@ def measure(out: Forward, teacher_temperature: float) -> dict[str, Tensor]:
     found = {**statistics._asdict(), "embedding_std": all_reduce_mean(embedding_std(out.teacher_cls))}
     if out.koleo is not None:
         found["koleo"] = out.koleo.detach()
+    if out.gram is not None:
+        found["gram"] = all_reduce_mean(out.gram.detach())
     if out.patch is not None and out.patch_targets is not None:
         loss = out.patch.detach()
         of_patches = loss_statistics(loss, *out.patch_targets, teacher_temperature=teacher_temperature)

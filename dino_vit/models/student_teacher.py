@@ -28,6 +28,7 @@ class Output(NamedTuple):
     cls: Tensor  # (v·b, width)
     projection: Projection  # of cls
     patches: Projection | None = None  # of the masked patches
+    tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size
 
 
 class Network(nn.Module):
@@ -44,17 +45,34 @@ class Network(nn.Module):
         self.head = head
         self.patch_head = patch_head
 
-    def forward(self, views: Sequence[Tensor], masks: Masks | None = None, *, hide: bool = False) -> Output:
+    def forward(
+        self,
+        views: Sequence[Tensor],
+        masks: Masks | None = None,
+        *,
+        hide: bool = False,
+        all_patches: bool = False,
+    ) -> Output:
         """Compute the output for views by size, each (views of that size · b, C, h, w).
 
         The masks are of the first views of the first size, the global ones; with `hide` the mask token
         replaces their masked patches.
         """
-        if masks is None:
+        if masks is None and not all_patches:
             return self._output(torch.cat([self.backbone(view) for view in views]))
-        hidden = F.pad(masks.hidden, (0, 0, 0, len(views[0]) - len(masks.hidden))) if hide else None
-        cls, patches = self.backbone.forward_masked(views[0], hidden, masks.places)
-        output = self._output(torch.cat([cls, *(self.backbone(view) for view in views[1:])]))
+        hidden, tokens, patches = None, None, None
+        if masks is not None and hide:
+            hidden = F.pad(masks.hidden, (0, 0, 0, len(views[0]) - len(masks.hidden)))
+        if all_patches:
+            whole = self.backbone.forward_features(views[0], hidden)
+            cls, tokens = whole[:, 0], whole[:, 1 + self.backbone.registers :]
+            patches = None if masks is None else tokens.flatten(0, 1)[masks.places]
+        else:
+            assert masks is not None
+            cls, patches = self.backbone.forward_masked(views[0], hidden, masks.places)
+        output = self._output(torch.cat([cls, *(self.backbone(view) for view in views[1:])]), tokens)
+        if masks is None or patches is None:
+            return output
         head, prototypes = self.head, output.projection.prototypes
         if self.patch_head:
             head, prototypes = self.patch_head, self.patch_head.last_layer.weight()
@@ -66,9 +84,10 @@ class Network(nn.Module):
         """The head of the CLS token, and that of masked patches if it is another."""
         return [self.head, *([self.patch_head] if self.patch_head else [])]
 
-    def _output(self, cls: Tensor) -> Output:
+    def _output(self, cls: Tensor, tokens: Tensor | None = None) -> Output:
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        return Output(cls, Projection(self.head.project(cls), self.head.last_layer.weight()))
+        projection = Projection(self.head.project(cls), self.head.last_layer.weight())
+        return Output(cls, projection, tokens=tokens)
 
 
 def build_networks(

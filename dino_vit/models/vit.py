@@ -152,9 +152,12 @@ class VisionTransformer(nn.Module):
         tokens = self.norm(tokens)
         return tokens[:count], tokens[count:]
 
-    def forward_features(self, images: Tensor) -> Tensor:
-        """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first."""
-        tokens = self.embed(images)
+    def forward_features(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first.
+
+        The mask token replaces the patches that are hidden (B, N).
+        """
+        tokens = self.embed(images, hidden)
         for block in self.blocks:
             tokens = self._run(block, tokens)
         return self.norm(tokens)

@@ -189,6 +189,10 @@ def _small_charts(readings: Sequence[Reading]) -> dict[str, tuple[str, str]]:
             "Minus the mean logarithm of the distance of an image to the nearest other, summed over the "
             "global views: lower is wider apart.",
         ),
+        "gram": (
+            "Gram",
+            "The mean squared difference of the cosines between patches from those of the earlier teacher.",
+        ),
         "gradient_norm": (
             "Gradient norm",
             f"{last.gradient_norm:.3g}. Skipped non-finite steps: {last.nonfinite_steps:,}.",

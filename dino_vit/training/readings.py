@@ -46,6 +46,7 @@ class Reading:
     data_wait: Number  # share of the time
     nonfinite_steps: Count  # since the start of the run
     koleo: Number | None = None  # at this step, summed over the global views
+    gram: Number | None = None  # at this step
     patch_loss: Number | None = None  # at this step, like the entropies of the teacher's masked patches
     patch_mean_output_entropy: Number | None = None
     patch_output_entropy: Number | None = None
@@ -87,6 +88,7 @@ class Reading:
             "speed/data_wait": self.data_wait,
             "run/epoch": self.epoch,
             "loss/koleo": self.koleo,
+            "loss/gram": self.gram,
             "loss/patch": self.patch_loss,
             "teacher/patch_gap": self.patch_entropy_gap,
             "teacher/patch_mean_output_entropy": self.patch_mean_output_entropy,

@@ -184,13 +184,32 @@ def _build_state(
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 else student,
         teacher=teacher,
-        objective=Objective(config, device),
+        objective=Objective(config, device, _earlier_teacher(config, student.backbone)),
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
         checkpoints=checkpoints,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
+
+
+def _earlier_teacher(config: PretrainConfig, student: VisionTransformer) -> VisionTransformer | None:
+    """Load the network that `anchor` holds the patches to."""
+    if config.anchor is None:
+        return None
+    if Path(config.anchor.weights).resolve() == Path(config.output).resolve():
+        raise ValueError(
+            f"anchor.weights={config.anchor.weights} is the run itself, whose newest checkpoint changes; "
+            "give one of its checkpoints that is kept (run.keep_every)"
+        )
+    earlier = load_backbone(config.anchor.weights)
+    if earlier.patch_size != student.patch_size or earlier.channels != student.channels:
+        raise ValueError(
+            f"anchor.weights={config.anchor.weights} has patches of {earlier.patch_size} and "
+            f"{earlier.channels} channels, the run {student.patch_size} and {student.channels}; they must be "
+            "the same"
+        )
+    return earlier
 
 
 def _to_device(

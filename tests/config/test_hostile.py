@@ -26,7 +26,8 @@ def refusals(command: str, key: str, value: str) -> list[str]:
     cls = config_class(command)
     given = {name: "x" for name, info in settings_of(cls).items() if info.required and "." not in name}
     given |= NEEDED.get(command, {})
-    given |= {"init.weights": "x"} if key.startswith("init.") else {}
+    section = key.partition(".")[0]
+    given |= {f"{section}.weights": "x"} if section in ("init", "anchor") and "." in key else {}
     try:
         load(cls, None, [f"{name}={text}" for name, text in {**given, key: value}.items()])
     except ConfigError as error:

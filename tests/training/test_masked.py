@@ -1,6 +1,7 @@
 """Runs that learn from masked patches too, with and without the other terms of DINOv2's loss."""
 
 import copy
+import shutil
 import signal
 from functools import partial
 from itertools import islice
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from dino_vit.training.loop import take_step
+from dino_vit.weights import load_backbone
 from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
@@ -148,3 +150,45 @@ def test_masked_patches_cannot_come_or_go_halfway(tmp_path):
     said = run(tmp_path / "other", started)
     assert "added a mask token of zeros" in said
     assert steps(tmp_path / "other")[-1] == 20
+
+
+@pytest.mark.parametrize(
+    "terms", [{"views.global_size": 48, "model.drop_path": 0}, PATCHES], ids=["dino", "patches"]
+)
+@pytest.mark.parametrize("scale", [1, 2])
+def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
+    """Begun from a kept checkpoint of the run itself; the term is that of the formula."""
+    run(tmp_path / "run", {**terms, "budget.steps": 10})
+    kept = tmp_path / "earlier.safetensors"
+    shutil.copy(max((tmp_path / "run" / "checkpoints").iterdir()), kept)
+    settings = {**terms, "budget.steps": 14, "run.resume": "changed"}
+    settings |= {"anchor.weights": kept, "anchor.weight": 2, "anchor.scale": scale}
+    state = opened(tmp_path / "run", settings).state
+    batch, rates = next(iter(state.loader.batches(10))), state.plan.rates(10)
+    views = state.views_of(batch)
+    out = state.objective(
+        state.student, state.teacher, views, batch.masks, images=8, teacher_temperature=rates.teacher_temp
+    )
+    earlier = load_backbone(kept)
+    seen = F.interpolate(views[0], scale_factor=scale, mode="bicubic") if scale > 1 else views[0]
+    theirs = earlier.forward_features(seen)[:, 1:].unflatten(1, (6 * scale, 6 * scale)).permute(0, 3, 1, 2)
+    if scale > 1:
+        theirs = F.interpolate(theirs, size=(6, 6), mode="bicubic", antialias=True)
+    hidden = batch.masks.hidden if batch.masks else None
+    ours = state.student.backbone.forward_features(views[0], hidden)[:, 1:]
+    ours, theirs = F.normalize(ours, dim=2), F.normalize(theirs.flatten(2).mT, dim=2)
+    gram = ((ours @ ours.mT - theirs @ theirs.mT) ** 2).mean()
+    assert_close(out.gram, gram)
+    parts = out.cross_entropy + (0 if out.patch is None else out.patch)
+    assert_close(out.loss, parts + 2 * gram)
+    run(tmp_path / "run", settings)
+    found = [line["gram"] for line in readings(tmp_path / "run")]
+    assert found[:10] == [None] * 10
+    assert all(value > 0 for value in found[10:])
+
+
+def test_the_run_itself_is_no_earlier_teacher(tmp_path):
+    run(tmp_path / "run", {"budget.steps": 5, "optim.warmup_epochs": 0.25})
+    changed = {"budget.steps": 10, "anchor.weights": tmp_path / "run", "run.resume": "changed"}
+    said = run(tmp_path / "run", changed, code=2)
+    assert "is the run itself, whose newest checkpoint changes; " in said
