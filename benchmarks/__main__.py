@@ -24,8 +24,8 @@ from benchmarks import measure
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 CUDA = measure.here().type == "cuda"
-NO_PROGRAMS = ("__main__", "measure", "peer", "reference", "small_peer")
-LONG = ("cifar10", "small", "soak")
+NO_PROGRAMS = ("__main__", "measure", "peer", "reference")
+LONG = ("cifar10", "small", "small_peer", "soak")
 HEAD = """# Results
 
 Written by `python -m benchmarks`, or by `make bench` for all but the longest; nothing here is typed by hand.

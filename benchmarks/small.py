@@ -4,8 +4,9 @@
 
 FOLDER holds flowers/train.parquet, flowers/test.parquet and the same of cifar10; the textures are generated,
 and the grey flowers are made of the coloured ones. Each run has a core to itself, and as many run at a time
-as there are cores. A run that has ended is judged as it is, so the program goes on where it was. Judged on
-the test images by k-NN (k = 20) and a logistic regression; no run has seen a label of any image.
+as there are cores; with --peer, lightly-train's DINO takes as long on the same core. A run that has ended is
+judged as it is, so the program goes on where it was. Judged on the test images by k-NN (k = 20) and a
+logistic regression; no run has seen a label of any image.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ TEXTURES = 20_000
 K = 20
 BANK, PENALTIES, ITERATIONS = 10_000, (1e-3, 1e-2, 1e-1, 1.0), 200
 QUERIES = 2000
+PEER = "lightly-train"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LIGHTLY_TRAIN_EVENTS_DISABLED": "1"}
 
 
 def main() -> None:
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="of a run (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each set (default %(default)s)")
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS), metavar="SET")
+    parser.add_argument("--peer", action="store_true", help="train lightly-train's DINO as long, beside")
     parser.add_argument("--runs", type=Path, default=Path("runs/small"), help="their folders go here")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="to try another recipe")
     options = parser.parse_intermixed_args()
@@ -69,7 +73,7 @@ def main() -> None:
         for seed, name in product(range(options.seeds), options.sets)
     }
     folders = {"grey": grey, "flowers": options.folder / "flowers", "cifar10": options.folder / "cifar10"}
-    train(runs, folders, options.minutes, options.settings)
+    train(runs, folders, options.minutes, options.settings, options.peer)
     found = {
         name: [judge(runs[name, s], name, folders) for s in range(options.seeds)] for name in options.sets
     }
@@ -101,7 +105,11 @@ def write_grey(source: Path, target: Path) -> None:
 
 
 def train(
-    runs: dict[tuple[str, int], Path], folders: dict[str, Path], minutes: float, settings: Sequence[str]
+    runs: dict[tuple[str, int], Path],
+    folders: dict[str, Path],
+    minutes: float,
+    settings: Sequence[str],
+    peer: bool,
 ) -> None:
     """Train all that have not ended, each on a core of its own."""
     cores: Queue[int] = Queue()
@@ -117,16 +125,26 @@ def train(
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.with_suffix(".log").open("a") as log:
-                command = [sys.executable, "-m", "dino_vit", "pretrain", *images, *auto, *settings]
-                environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                commands = [["dino_vit", "pretrain", *images, *auto, *settings]]
+                if peer and not (peer_of(output) / "weights.pth").exists():
+                    budget = [f"--minutes={minutes}", f"--seed={seed}"]
+                    commands.append(["benchmarks.small_peer", str(output), str(peer_of(output)), *budget])
+                environ = {**os.environ, **ENVIRONMENT}
                 pin: Callable[[], None] = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
-                subprocess.run(command, env=environ, stderr=log, check=True, preexec_fn=pin)
+                for command in commands:
+                    whole = [sys.executable, "-m", *command]
+                    subprocess.run(whole, env=environ, stdout=log, stderr=log, check=True, preexec_fn=pin)
             print(f"{output}: {said(output)}", file=sys.stderr, flush=True)
         finally:
             cores.put(core)
 
     with ThreadPoolExecutor(cores.qsize()) as pool:
         list(pool.map(one, runs))
+
+
+def peer_of(output: Path) -> Path:
+    """Return the folder of lightly-train's run beside ours."""
+    return output.with_name(f"{output.name}-peer")
 
 
 def said(output: Path) -> str:
@@ -172,6 +190,12 @@ def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[s
             "effective rank": rankme(bank[:QUERIES, cls]),
         }
     pixels = [pixel_features(s, places, preparation=preparation).values for s, places in sets]
+    if (weights := peer_of(output) / "weights.pth").exists():
+        model = load_backbone(weights, format="timm", heads=record.config.model.shape[2])
+        bank, queries = features(model)
+        readings = (FeatureSpec().columns_in(spec, model.width), slice(-model.width, None))
+        scores = [knn(bank[:, part], targets[0], queries[:, part], targets[1]) for part in readings]
+        found[PEER] = {"k-NN": max(scores)}  # of CLS or of the mean patch, which it trains
     found["raw pixels"] = {"k-NN": knn(pixels[0], targets[0], pixels[1], targets[1])}
     return found
 
