@@ -108,13 +108,11 @@ def auto_choices(
     images: int,
     channels: int,
     global_batch: int,
-    batch_norm: bool = True,
     steps: int | None = None,
 ) -> list[Choice]:
     """Return the choices of `recipe=auto`; `image_size` is the shorter side of a typical image.
 
-    `batch_norm=False` where its statistics cannot be taken over all processes; `steps` are those that fit
-    into `budget.minutes`.
+    `steps` are those that fit into `budget.minutes`.
     """
     if config.recipe != "auto":
         return []
@@ -125,7 +123,7 @@ def auto_choices(
     reason = f"a power of two near {images:,} images / 20, as ImageNet's 65536; at least 256"
     choices.choose("head.prototypes", min(max(prototypes, 256), 65536), reason)
     steps = _choose_length(choices, images, global_batch, steps)
-    _choose_head(choices, steps, batch_norm)
+    _choose_head(choices, steps)
     _choose_rates(choices, steps, global_batch)
     return choices.made
 
@@ -191,7 +189,7 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
     return steps
 
 
-def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
+def _choose_head(choices: _Choices, steps: int) -> None:
     """Make the head of a narrow network narrow too, and keep that of a short run from the uniform state."""
     narrow = min(1.0, choices.config.model.shape[0] / PUBLISHED_WIDTH)
     for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
@@ -202,9 +200,7 @@ def _choose_head(choices: _Choices, steps: int, batch_norm: bool) -> None:
         choices.choose("loss.centring", "sinkhorn", reason)
         choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank; see docs/small-sets.md")
         reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
-        if not batch_norm:
-            reason = f"in several processes BatchNorm needs CUDA; {reason}"
-        choices.choose("head.batch_norm", batch_norm, reason)
+        choices.choose("head.batch_norm", True, reason)
         for key, value in GENTLE.items():
             if get(choices.config, key) != value:
                 choices.choose(key, value, f"DINO's, for a run of fewer than {SHORT:,} steps")

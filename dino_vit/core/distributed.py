@@ -54,6 +54,15 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
     return total / world_size()
 
 
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Return the sum over all processes, with gradient."""
+    if world_size() == 1:
+        return tensor
+    from torch.distributed.nn.functional import all_reduce  # PyTorch may be built without it
+
+    return all_reduce(tensor)  # type: ignore[no-untyped-call]
+
+
 def all_reduce_logsumexp(tensor: Tensor) -> Tensor:
     """Return the logarithm of the sum of exponentials over all processes, without gradient."""
     if world_size() == 1:

@@ -96,13 +96,13 @@ def chunked_cross_entropy(
             shape = features[index].shape
             chunk = features[index].flatten(0, -2)
             scaled = (chunk / temperature).to(dtype)
-            logits = F.log_softmax(_matmul(scaled, weight.T, accurate), dim=-1)
+            log_probs = F.log_softmax(_matmul(scaled, weight.T, accurate), dim=-1)
             if not (needs_features or needs_weight):
-                total += chunk_loss(index, logits, None)
+                total += chunk_loss(index, log_probs, None)
                 continue
-            total += chunk_loss(index, logits, lift)
-            gradient = logits.to(dtype)  # the backward products use the autocast dtype too
-            del logits
+            total += chunk_loss(index, log_probs, lift)
+            gradient = log_probs.to(dtype)  # the backward products use the autocast dtype too
+            del log_probs
             if grad_features is not None:
                 grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
             if needs_weight:

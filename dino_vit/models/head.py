@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dino_vit.core.distributed import all_reduce_sum, world_size
+
 
 class Prototypes(nn.Module):
     """A linear layer without bias and with weight normalisation: direction `weight_v`, length `weight_g`."""
@@ -25,6 +27,25 @@ class Prototypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight())
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """BatchNorm with the statistics of the rows of all processes, on CPUs too, unlike nn.SyncBatchNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or world_size() == 1:
+            return super().forward(x)
+        values = x.float()
+        rows = all_reduce_sum(values.new_tensor(float(len(values))))
+        mean = all_reduce_sum(values.sum(0)) / rows
+        centred = values - mean
+        variance = all_reduce_sum(centred.square().sum(0)) / rows
+        share = self.momentum or 0.0
+        unbiased = variance.detach() * rows / (rows - 1)
+        self.get_buffer("running_mean").lerp_(mean.detach(), share)
+        self.get_buffer("running_var").lerp_(unbiased, share)
+        self.get_buffer("num_batches_tracked").add_(1)
+        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).to(x.dtype)
 
 
 class DINOHead(nn.Module):
@@ -47,7 +68,7 @@ class DINOHead(nn.Module):
         for width, next_width in pairwise(widths):
             mlp.append(nn.Linear(width, next_width))
             if batch_norm:
-                mlp.append(nn.BatchNorm1d(next_width))
+                mlp.append(BatchNorm(next_width))
             mlp.append(nn.GELU())
         bottleneck = nn.Linear(widths[-1], bottleneck_dim)
         self.mlp = nn.Sequential(*mlp, bottleneck) if mlp else bottleneck

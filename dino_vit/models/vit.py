@@ -84,10 +84,8 @@ class VisionTransformer(nn.Module):
         self.registers, self.position_mode = registers, position_mode
         self.trained_grid = self.grid_of(*self.image_size)
 
-        shape: dict[str, Any] = {"patch_size": self.patch_size, "channels": channels, "width": width}
-        if stem == "hybrid":
-            shape |= {"layers": resnet_layers, "base_width": resnet_width}
-        self.patch_embed = STEMS[stem](**shape)
+        hybrid = {"layers": resnet_layers, "base_width": resnet_width} if stem == "hybrid" else {}
+        self.patch_embed = STEMS[stem](patch_size=self.patch_size, channels=channels, width=width, **hybrid)
         count = 1 + self.trained_grid[0] * self.trained_grid[1]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         if positions == "learned":
@@ -100,9 +98,8 @@ class VisionTransformer(nn.Module):
         block: dict[str, Any] = {"width": width, "heads": heads, "mlp_ratio": mlp_ratio, "mlp": mlp}
         block |= {"qkv_bias": qkv_bias, "qk_scale": qk_scale, "layer_scale": layer_scale}
         block |= {"norm_eps": norm_eps, "dropout": dropout, "attention_dropout": attention_dropout}
-        rates = [drop_path * index / max(depth - 1, 1) for index in range(depth)]
-        if drop_path_schedule == "uniform":
-            rates = [drop_path] * depth
+        uniform = drop_path_schedule == "uniform"
+        rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(**block, drop_path=rate) for rate in rates)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()

@@ -174,8 +174,6 @@ def _image_choices(
         channels=images.channels,
         global_batch=resumed.metadata["global_batch"] if resumed else batch,
         steps=steps,
-        # Only CUDA has the collectives for its statistics over several processes.
-        batch_norm=facts.device.type == "cuda" or processes == 1,
     )
 
 

@@ -148,7 +148,7 @@ def _build_state(
     plan = make_plan(config, len(facts.source), processes, steps)
     student, teacher = build_untrained(config, facts.trained)
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
-    _to_device(student, teacher, config, device, processes)
+    _to_device(student, teacher, config, device)
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(
         student.backbone,
@@ -212,22 +212,9 @@ def _earlier_teacher(config: PretrainConfig, student: VisionTransformer) -> Visi
     return earlier
 
 
-def _to_device(
-    student: Network, teacher: Network, config: PretrainConfig, device: torch.device, processes: int
-) -> None:
-    """Move both networks to the device, with synchronised BatchNorm and compiled where configured."""
-    synchronised = config.head.batch_norm and processes > 1
-    if synchronised and device.type != "cuda":
-        raise ValueError(
-            "head.batch_norm=true over several processes needs GPUs: elsewhere torch cannot compute its "
-            "statistics over all processes. Use one process, or head.batch_norm=false"
-        )
+def _to_device(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
+    """Move both networks to the device, compiled where configured."""
     for network in (student, teacher):
-        if synchronised:
-            convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
-            network.head = convert(network.head)  # type: ignore[no-untyped-call]
-            if network.patch_head:
-                network.patch_head = convert(network.patch_head)  # type: ignore[no-untyped-call]
         network.to(device)
         if config.run.compile:
             network.compile(dynamic=False)  # a graph of its own for each size of the views

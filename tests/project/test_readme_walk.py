@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from dino_vit import VisionTransformer, export_backbone
 from dino_vit.cli import main
@@ -36,7 +37,11 @@ WALKED = [parts for parts in commands(README) if parts[0] not in ("make", "sbatc
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("walk")
     for number in range(32):
-        write_synthetic(folder / "photos" / ("sky", "grass")[number % 2] / f"{number}.png", number, size=48)
+        name = f"{('sky', 'grass')[number % 2]}/{number}.png"
+        write_synthetic(folder / "photos" / name, number, size=48)
+        (folder / "masks" / name).parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(folder / "photos" / name) as picture:
+            picture.convert("L").point(lambda value: value // 128).save(folder / "masks" / name)
     shutil.copy(folder / "photos" / "sky" / "0.png", folder / "query.jpg")
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")

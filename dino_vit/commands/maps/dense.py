@@ -1,35 +1,39 @@
-"""Evaluate the patch features of a frozen backbone by masks: neighbours of patches, and a linear layer."""
+"""Evaluate the patches of a frozen backbone by masks: their neighbours, a linear layer, the attention."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from einops import rearrange
+from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
-from dino_vit.core.progress import progress
-from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.eval.accuracy import results_path, write_results
-from dino_vit.eval.features.extraction import Extraction, FeatureSpec, in_batches
-from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.linear import LinearHeads, sweep
-from dino_vit.eval.maps.dense import Overlaps, mean_iou, patch_classes, pixel_accuracy, upsample
+from dino_vit.eval.features.frozen import BackboneConfig, FrozenBackbone, frozen_backbone
+from dino_vit.eval.maps.dense import (
+    Overlaps,
+    best_head_overlap,
+    mean_iou,
+    mean_over_images,
+    pixel_accuracy,
+)
+from dino_vit.eval.maps.patches import Judge, patch_bank, read_patches
 from dino_vit.eval.maps.pictures import Panel, as_picture, colour_classes, write_sheet
 
 JUDGES = {"k-NN of patches": "knn", "linear layer": "linear"}
-MOST_ITERATIONS = 200  # of the linear layer
+Value = Annotated[int, Field(ge=0, le=255)]  # of a pixel of a mask
 
 
-class DenseConfig(EvaluationConfig):
+class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
+    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
+    class_names: str | None = setting(None, "text file with the name of each class, a line each")
+    ignore_value: Value = setting(IGNORED, "value of pixels that belong to no class")
+    background: Value | None = setting(None, "class that is no object, for the measure of attention")
     train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
     k: Few = setting(20, "neighbours of a patch")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
@@ -42,153 +46,85 @@ class DenseConfig(EvaluationConfig):
     )
 
 
-class Batch(NamedTuple):
-    """Patches of some images, and the class of each pixel."""
+class Judged(NamedTuple):
+    """What the judges found in the images of all processes."""
 
-    features: Tensor  # (images, h, w, width)
-    masks: Tensor  # uint8 (images, H, W)
-    indices: list[int]
-
-
-class Bank(NamedTuple):
-    """Patches to learn from."""
-
-    features: Tensor  # (patches, width)
-    classes: Tensor
+    overlaps: dict[str, Overlaps]
+    attention: Tensor  # overlap of the best head with the object in each image
+    rows: list[list[Tensor]]  # pictures of the first images
 
 
 def run(config: DenseConfig) -> int:
     """Learn from the patches of some images, judge the pixels of others, write JSON and a picture."""
     with frozen_backbone(config) as frozen:
-        queries = open_masks(config.source)
-        places: Sequence[int] = range(len(queries))
-        if config.train is None:
-            learned, learned_places, places = queries, places[::2], places[1::2]
-        else:
-            learned = open_masks(config.train)
-            learned_places = range(len(learned))
-        if not places or not learned_places:
-            raise ValueError(f"{config.source} has {len(queries)} image, which leaves none to judge")
-        classes = list(queries.classes)
-        bank = _bank(config, frozen, learned, learned_places, len(classes))
-        layer, c = _linear_layer(bank, config.cs, len(classes))
-        overlaps, rows = _judge(config, frozen, queries, places, bank, layer)
+        learned, learned_places, queries, places = _open(config)
+        bank = patch_bank(frozen, learned, learned_places, patches=config.patches)
+        judge = Judge(bank, k=config.k, temperature=config.temperature, cs=config.cs)
+        judged = _judge(config, frozen, queries, places, judge)
         path = results_path("dense", weights=config.weights, output=config.output)
-        true = overlaps["knn"].true.sum(0)
+        classes = queries.classes
+        true = judged.overlaps["knn"].true.sum(0)
+        if not true.sum():
+            raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
         results = {
             "weights": frozen.describe_weights(),
             "settings": config.model_dump(mode="json"),
-            "images": len(overlaps["knn"].true),
+            "images": len(judged.attention),
             "bank": len(bank.features),
-            "c": c,
-            "classes": classes,
+            "c": judge.c,
+            "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
             "largest_class": {
                 "name": classes[int(true.argmax())],
                 "percent": float(100 * true.max() / true.sum()),
             },
-            **{name: _figures(of_judge, classes) for name, of_judge in overlaps.items()},
+            "attention": mean_over_images(judged.attention)._asdict(),
+            **{name: _figures(overlaps, classes) for name, overlaps in judged.overlaps.items()},
         }
         if is_main_process():
             write_results(path, results)
             written = [str(path)]
-            if rows:
+            if judged.rows:
                 picture = path.with_suffix(".png")
                 titles = ["image", "mask", *JUDGES]
-                write_sheet([[Panel(one) for one in row] for row in rows], picture, titles=titles)
+                write_sheet([[Panel(one) for one in row] for row in judged.rows], picture, titles=titles)
                 written.append(str(picture))
             print("\n\n".join([_table(results), "\n".join(written)]))
     return 0
 
 
-def _read(frozen: FrozenBackbone, source: MaskedSource, places: Sequence[int], title: str) -> Iterator[Batch]:
-    """Yield batches of images in order, their masks cropped as the images are."""
-    preparation, device = frozen.preparation, frozen.device
-    grid = frozen.model.grid_of(*preparation.size)
-    extraction = Extraction(
-        frozen.model,
-        source,
-        preparation=preparation,
-        spec=FeatureSpec(tokens="patches"),
-        autocast=frozen.autocast,
-        threads=frozen.config.readers,
-    )
-    with progress(title, len(places)) as advance:
-        for found in extraction(in_batches(places, frozen.config.batch_size)):
-            indices = found.indices.tolist()
-            if indices:
-                masks = torch.stack([preparation.place_mask(source.mask(index)) for index in indices])
-                features = rearrange(found.values, "b (h w) d -> b h w d", h=grid[0])
-                yield Batch(features, masks.to(device), indices)
-            advance(len(indices) + len(found.unreadable))
+def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
+    """Return the images to learn from and those to judge."""
 
+    def with_masks(spec: str) -> MaskedSource:
+        names, value = config.class_names, config.ignore_value
+        return open_masks(spec, config.masks, class_names=names, ignore_value=value)
 
-def _bank(
-    config: DenseConfig, frozen: FrozenBackbone, source: MaskedSource, places: Sequence[int], classes: int
-) -> Bank:
-    """Return patches with a class: as many of each image, drawn at random."""
-    each = max(1, config.patches // len(places))
-    grid = frozen.model.grid_of(*frozen.preparation.size)
-    features, kinds = [], []
-    for batch in _read(frozen, source, places, "patches to learn from"):
-        of_patches = patch_classes(batch.masks, grid, classes).flatten(1)
-        count = of_patches.shape[1]
-        keys = np.array(batch.indices)[:, None], np.arange(count)
-        order = torch.from_numpy(np.argsort(random_bits(0, RngPurpose.EVALUATION, *keys), axis=1))
-        chosen = order[:, :each].to(frozen.device)
-        rows = batch.features.flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, frozen.model.width))
-        known = of_patches.gather(1, chosen)
-        features.append(rows[known != IGNORED])
-        kinds.append(known[known != IGNORED])
-    bank = Bank(torch.cat(features), torch.cat(kinds).long())
-    if not len(bank.features):
-        raise ValueError("no patch to learn from has a class: check the masks, of which 255 means none")
-    return bank
-
-
-def _linear_layer(bank: Bank, cs: Sequence[float], classes: int) -> tuple[LinearHeads, float]:
-    """Return the linear layer whose penalty is the best for a fifth of the patches, those of other images."""
-    held = len(bank.features) // 5
-    features = F.normalize(bank.features, dim=1)
-    fits = sweep(features[held:], bank.classes[held:], cs=cs, classes=classes, max_iterations=MOST_ITERATIONS)
-
-    def right(head: LinearHeads) -> int:
-        best = head.scores(features[:held])[:, 0].argmax(1)
-        return int((best == bank.classes[:held]).sum())
-
-    best = max(fits, key=lambda fit: right(fit.head))
-    return best.head, best.c
+    queries = with_masks(config.source)
+    if config.train is None:
+        if len(queries) < 2:
+            raise ValueError(f"{config.source} has one image with a mask, which leaves none to judge")
+        return queries, range(0, len(queries), 2), queries, range(1, len(queries), 2)
+    learned = with_masks(config.train)
+    if list(learned.classes) != list(queries.classes):
+        raise ValueError(f"{config.train} has other classes than {config.source}")
+    return learned, range(len(learned)), queries, range(len(queries))
 
 
 def _judge(
-    config: DenseConfig,
-    frozen: FrozenBackbone,
-    source: MaskedSource,
-    places: Sequence[int],
-    bank: Bank,
-    layer: LinearHeads,
-) -> tuple[dict[str, Overlaps], list[list[Tensor]]]:
-    """Return the overlaps of all images with each judge, and rows of pictures of the first ones."""
+    config: DenseConfig, frozen: FrozenBackbone, source: MaskedSource, places: Sequence[int], judge: Judge
+) -> Judged:
+    """Return what the judges and the attention come to, and rows of pictures of the first images."""
     classes = len(source.classes)
-    counted: dict[str, list[Overlaps]] = {name: [] for name in JUDGES.values()}
+    none = Overlaps(*(torch.zeros(0, classes, dtype=torch.long, device=frozen.device) for _ in range(3)))
+    counted = {name: [none] for name in JUDGES.values()}  # a process may have no image
+    shares = [torch.zeros(0, device=frozen.device)]
     rows: list[list[Tensor]] = []
-    mine = share(range(len(places)))
-    for batch in _read(frozen, source, places[mine.start : mine.stop], "images to judge"):
-        size = batch.masks.shape[1], batch.masks.shape[2]
-        flat = batch.features.flatten(0, 2)
-        ranked = weighted_knn(
-            bank.features, bank.classes, flat, k=[config.k], temperature=config.temperature
-        )[config.k][:, 0]
-        scores = {
-            "knn": F.one_hot(ranked.to(flat.device), classes).float(),
-            "linear": layer.scores(flat)[:, 0],
-        }
-        shape = dict(zip("bhw", batch.features.shape[:3], strict=True))
-        predicted = {
-            name: upsample(rearrange(score, "(b h w) c -> b c h w", **shape), size)
-            for name, score in scores.items()
-        }
+    for batch in read_patches(frozen, source, share(places), "images to judge"):
+        height, width = batch.masks.shape[1:]
+        predicted = judge.predict(batch.features, (height, width))
         for name, kinds in predicted.items():
             counted[name].append(Overlaps.of(kinds, batch.masks, classes))
+        shares.append(best_head_overlap(batch.attention, batch.masks, config.background))
         for row, index in list(enumerate(batch.indices))[: max(0, config.pictures - len(rows))]:
             maps = [batch.masks[row], *(kinds[row] for kinds in predicted.values())]
             image = as_picture(frozen.preparation.read(source, index))
@@ -197,7 +133,7 @@ def _judge(
         name: Overlaps(*(all_gather(torch.cat(parts)) for parts in zip(*of_judge, strict=True)))
         for name, of_judge in counted.items()
     }
-    return joined, rows
+    return Judged(joined, all_gather(torch.cat(shares)), rows)
 
 
 def _figures(overlaps: Overlaps, classes: Sequence[str]) -> dict[str, Any]:
@@ -219,7 +155,8 @@ def _table(results: dict[str, Any]) -> str:
     largest = results["largest_class"]
     head = f"pixels of {results['images']:,} images, learned from {results['bank']:,} patches of others"
     note = f"{largest['name']}, the largest class, has {largest['percent']:.1f} % of the pixels"
-    return f"{head}\n\n{format_table(['', 'mIoU %', 'pixels %'], rows)}\n{note}"
+    heads = f"attention: the best head overlaps the object by {_cell(results['attention'])} %"
+    return f"{head}\n\n{format_table(['', 'mIoU %', 'pixels %'], rows)}\n{note}\n{heads}"
 
 
 def _cell(one: dict[str, float]) -> str:

@@ -23,11 +23,10 @@ from dino_vit.views.preparation import Fit, Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
 
-class EvaluationConfig(Settings):
-    """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
+class BackboneConfig(Settings):
+    """Send images through a frozen backbone."""
 
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     weights: str = Field(description="run folder or weights file")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
@@ -35,16 +34,22 @@ class EvaluationConfig(Settings):
     batch_size: Dimension = setting(128, "images per process and forward pass")
     readers: Few | None = setting(None, "threads that read images; null: one per core, at most 16")
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
-    cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
     positional: ClassVar = ("source",)
+
+
+class EvaluationConfig(BackboneConfig):
+    """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
+
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+    cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBackbone:
     """A backbone on this process's device, and how images are prepared for it."""
 
-    config: EvaluationConfig
+    config: BackboneConfig
     model: VisionTransformer
     preparation: Preparation
     autocast: torch.dtype | None
@@ -59,6 +64,17 @@ class FrozenBackbone:
         assert known is not None, "load_backbone sets the provenance"
         return {name: getattr(known, name) for name in ("source", "sha256", "network", "step")}
 
+    def extraction(self, source: Source, spec: FeatureSpec) -> Extraction:
+        """Return what computes features of a source with the settings of the config."""
+        return Extraction(
+            self.model,
+            source,
+            preparation=self.preparation,
+            spec=spec,
+            autocast=self.autocast,
+            threads=self.config.readers or min(cores_of_a_process(world_size()), 16),
+        )
+
     def features(
         self,
         source: Source,
@@ -69,19 +85,11 @@ class FrozenBackbone:
         title: str = "features",
     ) -> StoredFeatures:
         """Return the features of a source or of some of its images; all processes must call it."""
-        config = self.config
-        extraction = Extraction(
-            self.model,
-            source,
-            preparation=self.preparation,
-            spec=spec,
-            autocast=self.autocast,
-            threads=config.readers or min(cores_of_a_process(world_size()), 16),
-        )
+        cache = self.config.cache if isinstance(self.config, EvaluationConfig) else None
         return stored_features(
-            extraction,
-            folder=Path(config.cache) if config.cache else cache_folder() / "features",
-            batch_size=config.batch_size,
+            self.extraction(source, spec),
+            folder=Path(cache) if cache else cache_folder() / "features",
+            batch_size=self.config.batch_size,
             indices=indices,
             dtype=dtype,
             title=title,
@@ -89,7 +97,7 @@ class FrozenBackbone:
 
 
 @contextmanager
-def frozen_backbone(config: EvaluationConfig) -> Iterator[FrozenBackbone]:
+def frozen_backbone(config: BackboneConfig) -> Iterator[FrozenBackbone]:
     """Join the processes of the launch, and load the backbone of the config in each."""
     accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)

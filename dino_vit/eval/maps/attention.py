@@ -32,6 +32,19 @@ def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> 
     return _patch_grid(model, images, weights[:, :, 0])
 
 
+def attended_patches(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the patch tokens (b, n, d) and the attention of the CLS token in the last block (b, h, n)."""
+    tokens = model.embed(images)
+    for block in model.blocks[:-1]:
+        tokens = block(tokens)
+    last = model.blocks[-1]
+    assert isinstance(last, Block)
+    q, k, _ = last.attn.split(last.norm1(tokens))
+    attention = last.attn.softmax(q[:, :, :1], k)[:, :, 0]
+    first = 1 + model.registers
+    return model.norm(last(tokens))[:, first:], attention[..., first:]
+
+
 def rollout(model: VisionTransformer, images: Tensor) -> Tensor:
     """Return how much of each patch reaches the CLS token through all blocks, (b, y, x).
 

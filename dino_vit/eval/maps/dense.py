@@ -3,7 +3,7 @@
 n images, (H, W) pixels, (h, w) patches, C classes
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_vit.data.sources.masks import IGNORED
+from dino_vit.eval.maps.attention import mass_mask
 from dino_vit.models.positions import Grid
 
-Figure = Callable[[Tensor, Tensor, Tensor], Tensor]  # of the three counts of `Overlaps`, (..., C) each
-
+MASS = 0.6  # of the attention, in the mask of a head
 RESAMPLES = 1000  # of the images, for a confidence interval
 
 
@@ -34,7 +34,8 @@ def patch_classes(masks: Tensor, grid: Grid, classes: int) -> Tensor:
 
 def upsample(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the class (n, H, W) of every pixel by logits of patches (n, C, h, w), bilinearly resized."""
-    return F.interpolate(logits, size=size, mode="bilinear", align_corners=False).argmax(dim=1)
+    parts = torch.split(logits, 8)  # of all classes and pixels, many images would not fit in memory
+    return torch.cat([F.interpolate(part, size=size, mode="bilinear").argmax(dim=1) for part in parts])
 
 
 class Overlaps(NamedTuple):
@@ -52,15 +53,37 @@ class Overlaps(NamedTuple):
         values = (masks, predicted, masks)
         return cls(*(_count(value, part, classes) for value, part in zip(values, parts, strict=True)))
 
-    def append(self, other: "Overlaps") -> "Overlaps":
-        """Return the overlaps of these images and of others."""
-        return Overlaps(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
-
 
 def _count(classes_of: Tensor, chosen: Tensor, classes: int) -> Tensor:
     kinds = classes_of.long().masked_fill(~chosen, classes).flatten(1)
     counts = torch.zeros(len(kinds), classes + 1, dtype=torch.long, device=kinds.device)
     return counts.scatter_add_(1, kinds, torch.ones_like(kinds))[:, :classes]
+
+
+def best_head_overlap(attention: Tensor, masks: Tensor, background: int | None = None) -> Tensor:
+    """Return Jaccard's index of the object in each image and the best head's mask of attention, (n,).
+
+    A head's mask holds the fewest patches with 60 % of the attention (n, heads, h, w) of the CLS token. The
+    object is all that is not background; without `background`, each class of the image is one, and the mean
+    over them is taken. An image without an object has NaN. As in the paper (its figure 4), where on PASCAL
+    VOC a ViT-S/16 of DINO reaches 45.9 %, a supervised one 27.3 % and an untrained one 22.0 %.
+    """
+    heads = F.interpolate(mass_mask(attention, MASS).float(), size=masks.shape[1:]).bool()
+    found = []
+    for mask, marked in zip(masks, heads, strict=True):
+        known = mask != IGNORED
+        if background is None:
+            objects = [mask == kind for kind in mask[known].unique()]
+        else:
+            objects = [known & (mask != background)]
+        of_heads = [
+            (marked & thing).sum((1, 2)) / (marked & known | thing).sum((1, 2))
+            for thing in objects
+            if thing.any()
+        ]
+        best = [shares.max() for shares in of_heads]
+        found.append(torch.stack(best).mean() if best else masks.new_tensor(torch.nan, dtype=torch.float))
+    return torch.stack(found)
 
 
 class Interval(NamedTuple):
@@ -95,14 +118,21 @@ def pixel_accuracy(overlaps: Overlaps) -> Interval:
     )
 
 
-def _with_confidence(overlaps: Overlaps, figure: Figure) -> Interval:
+def mean_over_images(shares: Tensor) -> Interval:
+    """Return the mean of a share that each image has, without those that have NaN."""
+    shares = shares[~shares.isnan()]
+    parts = (shares, torch.ones_like(shares))
+    return _with_confidence([part[:, None] for part in parts], lambda total, count: (total / count)[..., 0])
+
+
+def _with_confidence(counted: Sequence[Tensor], figure: Callable[..., Tensor]) -> Interval:
     """Return a figure of sums over images, and its quantiles over images drawn with replacement."""
-    images = len(overlaps.true)
+    images = len(counted[0])
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(images, (RESAMPLES, images), generator=generator)
     weights = torch.zeros(RESAMPLES, images, dtype=torch.double)
     weights.scatter_add_(1, drawn, torch.ones_like(weights))
-    whole = [part.double().cpu() for part in overlaps]
+    whole = [part.double().cpu() for part in counted]
     resampled = figure(*(weights @ part for part in whole))
     low, high = (float(100 * resampled.quantile(q)) for q in (0.025, 0.975))
     return Interval(float(100 * figure(*(part.sum(0) for part in whole))), low, high)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_vit.commands.maps.dense import Bank, _linear_layer
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
+from dino_vit.eval.maps.patches import Bank, linear_layer
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 from tests.support.processes import command_in_two
@@ -44,6 +44,11 @@ def patches_of(weights, index):
     return F.normalize(found.values[0].double(), dim=1), classes
 
 
+def kinds_of(indices):
+    """Classes that the masks of some scenes have."""
+    return {int(kind) for index in indices for kind in SCENES.mask(index).unique()}
+
+
 def test_neighbours_are_those_of_a_loop(tmp_path, weights):
     output = tmp_path / "dense.json"
     said = command(tmp_path / "log", *arguments(weights, output))
@@ -62,11 +67,20 @@ def test_neighbours_are_those_of_a_loop(tmp_path, weights):
         right += int((predicted == SCENES.mask(index)).sum())
         pixels += 256
     assert found["knn"]["pixel_accuracy"]["percent"] == pytest.approx(100 * right / pixels, abs=0.2)
-    assert (found["images"], found["bank"], len(found["classes"])) == (6, 96, 10)
+    assert (found["images"], found["bank"]) == (6, 96)
+    assert found["classes"] == [SCENES.classes[kind] for kind in sorted(kinds_of(range(1, 12, 2)))]
     assert "k-NN of patches" in said
     assert "the largest class, has" in said
     with Image.open(tmp_path / "dense.png") as picture:
         assert picture.height > picture.width  # six rows of four pictures
+
+
+def test_the_linear_layer_reads_the_features_that_it_was_fitted_on(tmp_path, weights):
+    """Judged on the images that it has learned from, it knows them better than a guess."""
+    output = tmp_path / "dense.json"
+    command(tmp_path / "log", *arguments(weights, output, "train=synthetic:scenes:12:16", "cs=[100000]"))
+    found = json.loads(output.read_text())
+    assert found["linear"]["pixel_accuracy"]["percent"] > 1.5 * found["largest_class"]["percent"]
 
 
 def test_two_processes_count_as_one(tmp_path, weights):
@@ -75,6 +89,100 @@ def test_two_processes_count_as_one(tmp_path, weights):
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     for judge in ("knn", "linear"):
         assert two[judge]["pixel_accuracy"] == pytest.approx(one[judge]["pixel_accuracy"])
+    assert (two["bank"], two["attention"]) == (one["bank"], pytest.approx(one["attention"]))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Scenes 0 to 11 as files: their masks have a palette and the classes 3 to 12, one image has no mask."""
+    for name in ("photos/sub", "masks/sub"):
+        (tmp_path / name).mkdir(parents=True)
+    for index in range(12):
+        picture = Image.fromarray(SCENES.read(index).permute(1, 2, 0).numpy())
+        picture.save(tmp_path / "photos" / "sub" / f"{index:02d}.png")
+        mask = Image.fromarray(SCENES.mask(index).numpy() + 3, "P")
+        mask.putpalette(bytes(range(256)) * 3)
+        mask.save(tmp_path / "masks" / "sub" / f"{index:02d}.png")
+    Image.new("RGB", (16, 16)).save(tmp_path / "photos" / "no_mask.png")
+    return tmp_path
+
+
+def of_folders(folders, weights, *more, code=0):
+    output = folders / "dense.json"
+    settings = [f"weights={weights}", f"output={output}", "precision=no", "k=3", *more]
+    said = command(folders / "log", "dense", folders / "photos", *settings, code=code)
+    return said, json.loads(output.read_text()) if output.exists() else None
+
+
+def test_folders_of_photos_and_masks_are_as_good_as_scenes(folders, weights):
+    command(folders / "log", *arguments(weights, folders / "scenes.json"))
+    names = [f"none {value}" for value in range(3)] + list(SCENES.classes)
+    (folders / "names.txt").write_text("\n".join(names) + "\n")
+    said, found = of_folders(folders, weights, f"class_names={folders / 'names.txt'}")
+    expected = json.loads((folders / "scenes.json").read_text())
+    assert "1 image of" in said
+    assert "have no mask in" in said
+    for key in ("classes", "images", "bank", "knn", "linear", "attention", "largest_class"):
+        assert found[key] == expected[key], key
+
+
+def test_values_are_the_names_of_classes_that_have_none_and_one_value_may_be_ignored(folders, weights):
+    _, found = of_folders(folders, weights)
+    kinds = kinds_of(range(1, 12, 2))
+    assert found["classes"] == sorted((str(kind + 3) for kind in kinds), key=int)
+    ignored = min(kinds)
+    _, found = of_folders(folders, weights, f"ignore_value={ignored + 3}")
+    assert str(ignored + 3) not in found["classes"]
+
+
+def damaged(folders):
+    (folders / "masks" / "sub" / "03.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+
+
+def coloured(folders):
+    Image.new("RGB", (16, 16)).save(folders / "masks" / "sub" / "03.png")
+
+
+def larger(folders):
+    Image.new("L", (20, 16)).save(folders / "masks" / "sub" / "03.png")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (damaged, "sub/03.png: the mask cannot be read"),
+        (coloured, "it must be a PNG with a palette, or grey with 8 bits, but is PNG RGB"),
+        (larger, "the mask has 20 × 16 pixels, its image 16 × 16"),
+    ],
+)
+def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights, spoil, reason):
+    spoil(folders)
+    said, found = of_folders(folders, weights)
+    assert reason in said
+    assert found["images"] == 5
+
+
+def test_a_mask_fits_the_upright_image(folders, weights):
+    (folders / "photos" / "sub" / "03.png").unlink()
+    lying = Image.new("RGB", (20, 16))
+    lying.getexif()[274] = 6  # a quarter turn
+    lying.save(folders / "photos" / "sub" / "03.jpg", exif=lying.getexif())
+    Image.new("L", (16, 20)).save(folders / "masks" / "sub" / "03.png")
+    _, found = of_folders(folders, weights)
+    assert found["images"] == 6
+
+
+def test_masks_that_do_not_fit_are_refused(folders, weights):
+    (folders / "names.txt").write_text("a\nb\n")
+    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
+    assert "but there are 2 classes, from 0" in said
+    (folders / "masks").rename(folders / "others")
+    said, _ = of_folders(folders, weights, code=2)
+    assert f"{folders / 'masks'} does not exist. Give masks=FOLDER" in said
+    _, found = of_folders(folders, weights, f"masks={folders / 'others'}")
+    assert found["images"] == 6
+    said, _ = of_folders(folders, weights, f"masks={folders / 'photos' / 'sub'}", code=2)
+    assert "no image of" in said
 
 
 def test_a_set_to_learn_from_and_few_patches_of_it(tmp_path, weights):
@@ -88,14 +196,15 @@ def test_a_set_to_learn_from_and_few_patches_of_it(tmp_path, weights):
 
 def test_images_without_masks_are_refused(tmp_path, weights):
     said = command(tmp_path / "log", "dense", "synthetic:12:16", f"weights={weights}", code=2)
-    assert "synthetic:12:16 has no masks; generated scenes have: synthetic:scenes" in said
+    assert "synthetic:12:16 has no masks" in said
+    assert "synthetic:scenes has masks" in said
 
 
 def test_the_linear_layer_learns_what_is_linear():
     generator = torch.Generator().manual_seed(0)
     classes = torch.arange(3).repeat(200)
     features = F.one_hot(classes, 8).float() + 0.1 * torch.randn(600, 8, generator=generator)
-    head, _ = _linear_layer(Bank(features, classes), (0.01, 1.0, 100.0), 3)
+    head, _ = linear_layer(Bank(features, classes, torch.arange(3)), (0.01, 1.0, 100.0))
     assert (head.scores(features)[:, 0].argmax(1) == classes).float().mean() > 0.99
 
 

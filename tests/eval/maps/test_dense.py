@@ -3,7 +3,16 @@ import pytest
 import torch
 
 from dino_vit.data.sources.masks import IGNORED
-from dino_vit.eval.maps.dense import Overlaps, mean_iou, patch_classes, pixel_accuracy, upsample
+from dino_vit.eval.maps.attention import mass_mask
+from dino_vit.eval.maps.dense import (
+    Overlaps,
+    best_head_overlap,
+    mean_iou,
+    mean_over_images,
+    patch_classes,
+    pixel_accuracy,
+    upsample,
+)
 
 
 def random_masks(images=6, size=12, classes=4, ignored=0.1):
@@ -44,8 +53,31 @@ def test_figures_are_those_of_pixel_by_pixel_counting():
     overlaps = Overlaps.of(predicted, masks, 4)
     assert pixel_accuracy(overlaps).percent == pytest.approx(100 * right / known)
     assert mean_iou(overlaps).percent == pytest.approx(100 * np.mean(inside / outside))
-    pieces = Overlaps.of(predicted[:2], masks[:2], 4).append(Overlaps.of(predicted[2:], masks[2:], 4))
-    assert mean_iou(pieces) == mean_iou(overlaps)
+
+
+@pytest.mark.parametrize("background", [None, 2])
+def test_the_best_head_is_found_pixel_by_pixel(background):
+    _, masks = random_masks()
+    masks[5] = 2 if background == 2 else IGNORED  # without an object
+    attention = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    found = best_head_overlap(attention, masks, background)
+    for image in range(5):
+        known = {(y, x): int(masks[image, y, x]) for y in range(12) for x in range(12)}
+        known = {place: kind for place, kind in known.items() if kind != IGNORED}
+        kinds = set(known.values())
+        objects = [{kind} for kind in kinds] if background is None else [kinds - {background}]
+        best = []
+        for thing in objects:
+            pixels = {place for place, kind in known.items() if kind in thing}
+            shares = []
+            for head in range(3):
+                marked = mass_mask(attention[image, head], 0.6)
+                inside = {(y, x) for y, x in known if marked[y // 3, x // 3]}
+                shares.append(len(inside & pixels) / len(inside | pixels))
+            best.append(max(shares))
+        assert found[image].item() == pytest.approx(np.mean(best))
+    assert found[5].isnan()
+    assert mean_over_images(found).percent == pytest.approx(100 * found[:5].mean().item(), abs=1e-4)
 
 
 def test_classes_that_no_mask_has_do_not_count():
