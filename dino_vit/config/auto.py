@@ -98,7 +98,7 @@ class _Choices:
 
     def override(self, key: str, value: object, reason: str) -> None:
         """Choose a value even if the user gave one."""
-        self.made.append(Choice(key, value, reason))
+        self.made = [*(choice for choice in self.made if choice.key != key), Choice(key, value, reason)]
 
 
 def auto_choices(
@@ -180,7 +180,8 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
         if choices.config.init is None and key == "init.head_epochs":
             continue
         value = cast(float, get(choices.config, key))
-        if (key in choices.given or key == "init.head_epochs") and value >= length:
+        chosen = key.startswith("optim.") and key not in choices.given
+        if value >= length and not chosen:
             fitting = int(length / 10) if key.startswith("loss.") else _round(length / 10)
             choices.override(key, fitting, f"{value:g} does not fit {length:.3g} epochs: a tenth of them")
     interval = _round(min(10.0, length / EVALUATIONS))

@@ -141,6 +141,10 @@ def check_masks(loss: Loss, masks: Masks, head: Head, views: Views, patch: int) 
         text = f"loss.patch_weight={loss.patch_weight} needs masks, but masks.probability=0 masks no view"
         yield Problem(f"{text}; use 0.5, or loss.patch_weight=0", ("masks.probability", "loss.patch_weight"))
     patches = prod(side // patch for side in views.global_shape)
+    if min(views.global_shape) // patch < 2:
+        text = f"views.global_size={views.global_size} has one row of patches of {patch}"
+        advice = "masks are rectangles smaller than a view: use smaller patches, or loss.patch_weight=0"
+        yield Problem(f"{text}; {advice}", ("views.global_size", "model.patch_size", "loss.patch_weight"))
     if int(low * patches) < 1:
         text = f"masks.ratio={list(masks.ratio)} of {plural(patches, 'patch', 'patches')} may mask none"
         advice = f"start it at {ceil(100 / max(patches, 1)) / 100:g} or more, or use smaller patches"

@@ -56,11 +56,22 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Return the sum over all processes, with gradient."""
-    if world_size() == 1:
-        return tensor
-    from torch.distributed.nn.functional import all_reduce  # PyTorch may be built without it
+    total: Tensor = _Sum.apply(tensor) if world_size() > 1 else tensor
+    return total
 
-    return all_reduce(tensor)  # type: ignore[no-untyped-call]
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes of a tensor, and of the gradients of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _Sum.forward(ctx, gradient)
 
 
 def all_reduce_logsumexp(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dino_vit.core.distributed import all_reduce_mean
+from dino_vit.core.distributed import all_reduce_mean, world_size
 from dino_vit.method.cross_entropy import CHUNK_BYTES, Index, Logits, chunked_cross_entropy, teacher_targets
 
 
@@ -75,6 +75,7 @@ class LossStatistics(NamedTuple):
     entropy_gap: Tensor  # the first minus the second, the information about the image; 0 is a collapse
     student_divergence: Tensor  # KL(teacher || student), the part of the loss that the student can lower
     prototypes_in_use: Tensor  # number of prototypes that are the largest of some target
+    rows: Tensor  # number of targets
 
 
 @torch.no_grad()
@@ -99,6 +100,7 @@ def loss_statistics(
         entropy_gap=mean_output_entropy - output_entropy,
         student_divergence=loss - output_entropy,
         prototypes_in_use=(used > 0).sum(),
+        rows=(rows * world_size()).round().long(),
     )
 
 

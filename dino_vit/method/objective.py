@@ -19,10 +19,10 @@ from dino_vit.method.koleo import koleo_loss
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.patches import patch_loss
 from dino_vit.models.masks import Masks
-from dino_vit.models.student_teacher import Network, embedding_std, first_rows
+from dino_vit.models.student_teacher import Network, embedding_std
 from dino_vit.models.vit import VisionTransformer
 
-OF_PATCHES = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use"
+OF_PATCHES = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 
 
 L = TypeVar("L", list[Tensor], LazyLogits)
@@ -78,7 +78,7 @@ class Objective:
         global_views = self.views.global_count
         rows = global_views * images
         targets, patch_targets, teacher_cls = self._targets(
-            teacher, first_rows(views, rows), masks, teacher_temperature
+            teacher, [views[0][:rows]], masks, teacher_temperature
         )
         out = student(views, masks, hide=True, all_patches=self.anchor is not None)
         temperatures: dict[str, Any] = {

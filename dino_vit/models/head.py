@@ -36,12 +36,13 @@ class BatchNorm(nn.BatchNorm1d):
         if not self.training or world_size() == 1:
             return super().forward(x)
         values = x.float()
-        rows = all_reduce_sum(values.new_tensor(float(len(values))))
-        mean = all_reduce_sum(values.sum(0)) / rows
+        sums = all_reduce_sum(torch.cat([values.sum(0), values.new_full((1,), len(values))]))
+        rows = sums[-1].clamp(min=1)  # a pass may have no masked patch
+        mean = sums[:-1] / rows
         centred = values - mean
         variance = all_reduce_sum(centred.square().sum(0)) / rows
-        share = self.momentum or 0.0
-        unbiased = variance.detach() * rows / (rows - 1)
+        share = (self.momentum or 0.0) * (rows > 1)
+        unbiased = variance.detach() * rows / (rows - 1).clamp(min=1)
         self.get_buffer("running_mean").lerp_(mean.detach(), share)
         self.get_buffer("running_var").lerp_(unbiased, share)
         self.get_buffer("num_batches_tracked").add_(1)

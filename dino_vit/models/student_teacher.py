@@ -58,36 +58,44 @@ class Network(nn.Module):
         The masks are of the first views of the first size, the global ones; with `hide` the mask token
         replaces their masked patches.
         """
-        if masks is None and not all_patches:
-            return self._output(torch.cat([self.backbone(view) for view in views]))
-        hidden, tokens, patches = None, None, None
+        hidden = None
         if masks is not None and hide:
             hidden = F.pad(masks.hidden, (0, 0, 0, len(views[0]) - len(masks.hidden)))
+        places = None if masks is None else masks.places
+        cls, patches, tokens = self.features(views, hidden, places, all_patches)
+        # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
+        projection = Projection(self.head.project(cls), self.head.last_layer.weight())
+        output = Output(cls, projection, tokens=tokens)
+        if masks is None or patches is None:
+            return output
+        head, prototypes = self.head, projection.prototypes
+        if self.patch_head:
+            head, prototypes = self.patch_head, self.patch_head.last_layer.weight()
+        # Without the padding of the places, which have a fixed number for the compiled `features`.
+        return output._replace(patches=Projection(head.project(patches[: masks.masked]), prototypes))
+
+    def features(
+        self, views: Sequence[Tensor], hidden: Tensor | None, places: Tensor | None, all_patches: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the CLS tokens of all views, the patches at some places, and all patches of the first size.
+
+        This is what `run.compile` compiles: the shapes are the same in each step.
+        """
+        patches = tokens = None
         if all_patches:
             whole = self.backbone.forward_features(views[0], hidden)
             cls, tokens = whole[:, 0], whole[:, 1 + self.backbone.registers :]
-            patches = None if masks is None else tokens.flatten(0, 1)[masks.places]
+            patches = None if places is None else tokens.flatten(0, 1)[places]
+        elif places is None:
+            cls = self.backbone(views[0])
         else:
-            assert masks is not None
-            cls, patches = self.backbone.forward_masked(views[0], hidden, masks.places)
-        output = self._output(torch.cat([cls, *(self.backbone(view) for view in views[1:])]), tokens)
-        if masks is None or patches is None:
-            return output
-        head, prototypes = self.head, output.projection.prototypes
-        if self.patch_head:
-            head, prototypes = self.patch_head, self.patch_head.last_layer.weight()
-        # Without the padding of the places, which have a fixed number for a compiled backbone.
-        return output._replace(patches=Projection(head.project(patches[: masks.masked]), prototypes))
+            cls, patches = self.backbone.forward_masked(views[0], hidden, places)
+        return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), patches, tokens
 
     @property
     def heads(self) -> list[DINOHead]:
         """The head of the CLS token, and that of masked patches if it is another."""
         return [self.head, *([self.patch_head] if self.patch_head else [])]
-
-    def _output(self, cls: Tensor, tokens: Tensor | None = None) -> Output:
-        # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        projection = Projection(self.head.project(cls), self.head.last_layer.weight())
-        return Output(cls, projection, tokens=tokens)
 
 
 def build_networks(
@@ -104,11 +112,6 @@ def build_networks(
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     return student, teacher
-
-
-def first_rows(views: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Return the first rows of the first size, that is of the global views."""
-    return [views[0][:rows]]
 
 
 def embedding_std(cls: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         return []
     last = readings[-1]
     uniform = {f"ln({last.prototypes})": math.log(last.prototypes)}
+    share = record.config.masks.probability  # of the global views, by which the loss of patches is divided
+    uniform_patches = {f"{share:g} · ln({last.prototypes})": share * math.log(last.prototypes)}
     entropies = {
         "of the mean output": "mean_output_entropy",
         "of each output, on average": "output_entropy",
@@ -79,7 +81,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
-        ("patch_loss", "Loss of masked patches", PATCH_LOSS, {"loss": "patch_loss"}, uniform),
+        ("patch_loss", "Loss of masked patches", PATCH_LOSS, {"loss": "patch_loss"}, uniform_patches),
         ("patch_entropies", "Teacher entropies of masked patches", PATCHES, of_patches, uniform),
         ("knn", "k-NN accuracy", _knn(readings, knn), accuracies, knn),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),

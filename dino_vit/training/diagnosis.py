@@ -38,13 +38,13 @@ NONFINITE = Diagnosis(
 UNIFORM = Diagnosis(
     "uniform collapse",
     "The teacher gives every image the same flat output. Lower optim.lr or lengthen optim.warmup_epochs; "
-    "sharpen more with a lower loss.teacher_temp (0.04 is safe); centre less with "
+    "sharpen more with a lower loss.teacher_temp (0.04 is safe); with loss.centring=ema, centre less by "
     "loss.center_momentum=0.99.",
 )
 ONE_PROTOTYPE = Diagnosis(
     "one prototype",
-    "One prototype takes every image: the teacher is sharpened more than it is centred. Move the centre "
-    "faster with loss.center_momentum=0.9, warm loss.teacher_temp up towards 0.07, lower optim.lr, keep "
+    "One prototype takes every image: the teacher is sharpened more than it is centred. Use "
+    "loss.centring=sinkhorn if the run has ema, warm loss.teacher_temp up towards 0.07, lower optim.lr, keep "
     "head.norm_last_layer=true and raise optim.freeze_last_layer_epochs, or use a larger data.batch_size.",
 )
 IMAGES_ALIKE = Diagnosis(
@@ -62,8 +62,9 @@ STUCK_AT_LN = Diagnosis(
 PATCHES_ALIKE = Diagnosis(
     "all patches alike",
     "The teacher gives every masked patch the same output, so patches learn nothing, while images may. Use "
-    "loss.centring=sinkhorn, a head of their own (head.shared=false) or a lower loss.patch_weight; then what "
-    "helps images: a lower optim.lr, a longer optim.warmup_epochs, a lower loss.teacher_temp.",
+    "what the run does not have yet of loss.centring=sinkhorn, a head of their own (head.shared=false) and a "
+    "lower loss.patch_weight; then what helps images: a lower optim.lr or loss.teacher_temp, a longer "
+    "optim.warmup_epochs.",
 )
 COLLAPSES = NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN, PATCHES_ALIKE
 
@@ -123,5 +124,7 @@ def _symptom(reading: Reading) -> Diagnosis | None:
         return UNIFORM if reading.output_entropy > MAXIMAL * most else IMAGES_ALIKE
     if reading.excess > -STUCK * most:
         return STUCK_AT_LN
-    patch_gap = reading.patch_entropy_gap
-    return PATCHES_ALIKE if patch_gap is not None and patch_gap < ALIKE * most else None
+    patch_gap, patches = reading.patch_entropy_gap, reading.patch_rows or 0
+    if patch_gap is None or patches < FEW_ROWS:
+        return None
+    return PATCHES_ALIKE if patch_gap < ALIKE * min(most, math.log(patches)) else None

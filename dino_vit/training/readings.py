@@ -52,6 +52,7 @@ class Reading:
     patch_output_entropy: Number | None = None
     patch_entropy_gap: Number | None = None
     patch_prototypes_in_use: Count | None = None
+    patch_rows: Count | None = None
     knn: float | None = None  # percent, where the step was evaluated and there are labels
     rankme: float | None = None  # where the step was evaluated
     best_features: str | None = None  # the tokens whose k-NN accuracy was the best, and that accuracy
@@ -70,7 +71,7 @@ class Reading:
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, in groups."""
         named = {
-            "loss/total": self.loss,
+            "loss/cls": self.loss,
             "loss/excess": self.excess,
             "loss/student_divergence": self.student_divergence,
             "teacher/gap": self.entropy_gap,

@@ -138,10 +138,10 @@ class Reporter:
 
 
 def parameter_counts(run: ReadyRun) -> ParameterCounts:
-    """Return the number of parameters of backbone and head."""
-    parts = run.state.student.backbone, run.state.student.head
-    backbone, head = (sum(p.numel() for p in part.parameters()) for part in parts)
-    return ParameterCounts(backbone=backbone, head=head)
+    """Return the number of parameters of the backbone and of its heads."""
+    student = run.state.student
+    whole, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
+    return ParameterCounts(backbone=backbone, head=whole - backbone)
 
 
 def start_record(run: ReadyRun) -> Start:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -203,12 +204,16 @@ def _earlier_teacher(config: PretrainConfig, student: VisionTransformer) -> Visi
             "give one of its checkpoints that is kept (run.keep_every)"
         )
     earlier = load_backbone(config.anchor.weights)
-    if earlier.patch_size != student.patch_size or earlier.channels != student.channels:
-        raise ValueError(
-            f"anchor.weights={config.anchor.weights} has patches of {earlier.patch_size} and "
-            f"{earlier.channels} channels, the run {student.patch_size} and {student.channels}; they must be "
-            "the same"
-        )
+    known = earlier.provenance
+    for what, theirs, ours in (
+        ("patches", earlier.patch_size, student.patch_size),
+        ("channels", earlier.channels, student.channels),
+        ("data.mean", known and known.mean, config.data.mean),
+        ("data.std", known and known.std, config.data.std),
+    ):
+        if theirs and ours and not np.allclose(theirs, ours):
+            text = f"anchor.weights={config.anchor.weights} has {what} of {theirs}, the run of {ours}"
+            raise ValueError(f"{text}; they must be the same")
     return earlier
 
 
@@ -217,4 +222,5 @@ def _to_device(student: Network, teacher: Network, config: PretrainConfig, devic
     for network in (student, teacher):
         network.to(device)
         if config.run.compile:
-            network.compile(dynamic=False)  # a graph of its own for each size of the views
+            # A graph of its own for each size of the views.
+            network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]

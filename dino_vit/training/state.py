@@ -189,7 +189,6 @@ class TrainingState:
             total_steps=self.plan.total_steps,
             epoch=self.step / self.plan.steps_per_epoch,
             prototypes=self.config.head.prototypes,
-            rows=self.plan.global_batch // self.config.optim.accumulate * self.config.views.global_count,
             loss=interval.loss,
             gradient_norm=interval.gradient_norm,
             images_per_second=interval.images_per_second,

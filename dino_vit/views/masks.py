@@ -31,6 +31,18 @@ class Masking:
     probability: float
     ratio: tuple[float, float]
 
+    def __post_init__(self) -> None:
+        if not self.masked:
+            raise ValueError(
+                f"masks.probability={self.probability} masks none of the {self.views * self.batch} views "
+                "of a step; raise it, or take larger batches"
+            )
+
+    @property
+    def masked(self) -> int:
+        """Return how many views of a batch are masked."""
+        return round(self.probability * self.views * self.batch)
+
     def draw(self, epoch: int, step: int, first: int, images: int) -> Masks:
         """Draw the masks of so many images, from a place in the global batch on."""
         hidden = self.hidden(epoch, step, np.arange(first, first + images))
@@ -39,8 +51,7 @@ class Masking:
     def hidden(self, epoch: int, step: int, images: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Draw the hidden patches (views, images, h, w) of the images at these places of the batch."""
         keys = self.seed, RngPurpose.MASKS, epoch, step
-        total = self.views * self.batch
-        masked = round(self.probability * total)
+        total, masked = self.views * self.batch, self.masked
         ranks = np.empty(total, dtype=np.int64)
         ranks[np.argsort(random_bits(*keys, np.arange(total)))] = np.arange(total)
         own = (np.arange(self.views)[:, None] * self.batch + images).ravel()
@@ -78,12 +89,15 @@ class Masking:
             left[active[fits]] -= new[fits]
             failures[active] = np.where(fits, 0, failures[active] + 1)
             trial += 1
+        # Where no rectangle fits, as on a few patches, single ones are masked, so that no view has none.
+        bare = np.flatnonzero((counts > 0) & ~hidden.any((1, 2)))
+        ranks = random_bits(*keys, own[bare, None], trial, np.arange(height * width)).argsort(1).argsort(1)
+        hidden[bare] = (ranks < counts[bare, None]).reshape(-1, height, width)
         return hidden
 
     def most(self, images: int) -> int:
         """Return how many patches of so many images of a batch may be masked together at most."""
-        masked = round(self.probability * self.views * self.batch)
-        parts = np.arange(max(0, masked - self.views * images), masked) + 1
+        parts = np.arange(max(0, self.masked - self.views * images), self.masked) + 1
         low, high = self.ratio
-        share = low + (high - low) * parts / max(masked, 1)
+        share = low + (high - low) * parts / self.masked
         return int((share * self.grid[0] * self.grid[1]).astype(np.int64).sum())

@@ -65,6 +65,15 @@ def test_a_given_warm_up_of_the_temperature_is_kept() -> None:
     assert "loss.teacher_temp" not in choices
 
 
+@pytest.mark.parametrize("given", [["budget.epochs=25"], [], ["loss.warmup_teacher_temp=0.03"]], ids=str)
+@pytest.mark.parametrize("images", [1_281_167, 100_000_000])
+def test_the_phases_of_dinov2_fit_too(given: list[str], images: int) -> None:
+    config, choices = auto("method=dinov2", *given, **IMAGENET | {"images": images})
+    assert config.loss.warmup_teacher_temp_epochs < (config.budget.epochs or 0)
+    if given == ["budget.epochs=25"]:
+        assert "30 does not fit 25 epochs" in choices["loss.warmup_teacher_temp_epochs"].reason
+
+
 def test_cifar_gets_tens_of_epochs() -> None:
     config, _ = auto(**CIFAR)
     assert (config.model.patch_size, config.views.global_size, config.views.local_size) == (4, 32, 16)

@@ -74,6 +74,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         ("head.shared=false", "is a head for masked patches, but loss.patch_weight=0 masks none"),
         ("masks.ratio=[0.5, 0.1]", "masks.ratio=[0.5, 0.1] must go from low to high; try [0.1, 0.5]"),
         ("masks.probability=0", "masks.probability=0 masks no view; use 0.5"),
+        ("views.global_size=[16, 224]", "views.global_size=(16, 224) has one row of patches of 16"),
         ("masks.ratio=[0.001, 0.1]", "of 196 patches may mask none; start it at 0.01 or more"),
     ],
 )

@@ -17,6 +17,7 @@ from dino_vit.method.centring import Center, sinkhorn_center
 from dino_vit.method.koleo import koleo_loss
 from dino_vit.method.loss import loss_statistics
 from dino_vit.method.optim import reduce_loss
+from dino_vit.models.head import BatchNorm
 
 
 def test_a_single_process_needs_no_group():
@@ -49,6 +50,8 @@ def _check_in_process(number, rendezvous, logits, of_one):
         assert lost_process(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"))
         assert not lost_process(FileNotFoundError("/data/gloomy does not exist"))
         _check_gather(number)
+        torch.manual_seed(0)
+        _check_batch_norm(number)
         _check_center(number, logits)
         _check_statistics(number, logits)
         _check_terms(number, logits, *of_one)
@@ -68,6 +71,27 @@ def _check_gather(number):
         assert torch.equal(gathered, of_all)
         assert not gathered.requires_grad
     assert all_gather(torch.full((1,), number)).tolist() == [0, 1]
+
+
+def _check_batch_norm(number):
+    """Over rows of which process 1 has more, and over none; beside PyTorch's on all of them."""
+    rows = torch.randn(9, 4) * 3 + 5
+    ours, theirs = BatchNorm(4), torch.nn.BatchNorm1d(4)
+    for layer in (ours, theirs):
+        torch.nn.init.uniform_(layer.weight, generator=torch.Generator().manual_seed(0))
+    shared, whole = rows.split((3, 6))[number].clone().requires_grad_(), rows.clone().requires_grad_()
+    factor = torch.arange(36.0).view(9, 4)
+    (ours(shared) * factor.split((3, 6))[number]).sum().backward()
+    (expected := theirs(whole)).mul(factor).sum().backward()
+    torch.testing.assert_close(ours(shared), expected.split((3, 6))[number])
+    torch.testing.assert_close(shared.grad, whole.grad.split((3, 6))[number])
+    theirs(whole)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(ours.get_buffer(name), theirs.get_buffer(name))
+    ours(rows[:0])
+    ours(rows[:number])  # one row over all processes
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
 
 
 def _check_terms(number, logits, center, koleo, koleo_gradient):

@@ -2,6 +2,8 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
+
 from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
@@ -74,6 +76,10 @@ def test_masked_patches_have_charts_of_their_own(tmp_path):
     last = replace(HEALTHY, patch_loss=4.5, koleo=1.2, **{f"patch_{k}": v for k, v in patches.items()})
     drawn = {chart["id"]: chart for chart in charts(record_of(tmp_path, [(last, "learning")], {}))}
     assert drawn["patch_loss"]["series"] == {"loss": [(10_000, 4.5)]}
+    # A student that gives every masked patch the same flat output: half of the views have one.
+    assert drawn["patch_loss"]["levels"] == {
+        f"0.5 · ln({last.prototypes})": pytest.approx(math.log(last.prototypes) / 2)
+    }
     assert [points[0][1] for points in drawn["patch_entropies"]["series"].values()] == [7.0, 5.0, 2.0]
     assert drawn["koleo"]["series"] == {"koleo": [(10_000, 1.2)]}
     plain = tmp_path / "plain"

@@ -121,8 +121,9 @@ STUCK = {"loss": FLAT + 0.01}
         ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, None),
         ({**UNIFORM, "entropy_gap": 0.02, "loss": FLAT - 0.03}, None),  # hardly, but on its way
         ({**ALIKE, "rows": 8}, None),  # too few to tell
-        ({"patch_entropy_gap": 0.001}, "all patches alike"),
-        ({"patch_entropy_gap": 0.5}, None),
+        ({"patch_entropy_gap": 0.001, "patch_rows": 900}, "all patches alike"),
+        ({"patch_entropy_gap": 0.001, "patch_rows": 1}, None),  # too few to tell
+        ({"patch_entropy_gap": 0.5, "patch_rows": 900}, None),
     ],
 )
 def test_several_readings_in_a_row_make_a_collapse(changes, state):

@@ -9,8 +9,10 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
+from dino_vit.models.student_teacher import Network
 from dino_vit.training.loop import take_step
 from dino_vit.weights import load_backbone
 from tests.support.processes import finish, pair, srun_environs
@@ -133,6 +135,31 @@ def test_all_that_should_learn_learns(tmp_path, compiled):
     for _ in islice(range(2), 2):
         take_step(state, batches)
     assert before.keys() - moved(before, tensors_of(state.student)) == fixed
+
+
+def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
+    """Though each step has another number of masked patches."""
+    state = opened(tmp_path, {**ALL_TERMS, "run.compile": "true"}).state
+    counters = CompileCounter(), CompileCounter()
+    for network, counter in zip((state.student, state.teacher), counters, strict=True):
+        features = Network.features.__get__(network)  # which is compiled without the time of a real backend
+        network.features = torch.compile(features, backend=counter, dynamic=False)
+    masked = set()
+    for step, batch in enumerate(islice(state.loader.batches(), 6)):
+        views, rates = state.views_of(batch), state.plan.rates(step)
+        arguments = state.student, state.teacher, views, state.masks_of(batch)
+        state.objective(*arguments, images=8, teacher_temperature=rates.teacher_temp).loss.backward()
+        masked.add(batch.masks.masked)
+    assert len(masked) > 1
+    assert [counter.frame_count for counter in counters] == [1, 1]
+
+
+def test_an_anchor_with_other_pixels_is_refused(tmp_path):
+    run(tmp_path / "run", {"budget.steps": 10, "views.global_size": 48})
+    settings = {"views.global_size": 48, "anchor.weights": tmp_path / "run", "data.mean": "[0.1, 0.1, 0.1]"}
+    said = run(tmp_path / "other", settings, code=2)
+    assert "has data.mean of" in said
+    assert "they must be the same" in said
 
 
 def test_dino_has_nothing_of_it(tmp_path):

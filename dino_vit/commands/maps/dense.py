@@ -1,6 +1,6 @@
 """Evaluate the patches of a frozen backbone by masks: their neighbours, a linear layer, the attention."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, setting
+from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, Problem, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.eval.accuracy import results_path, write_results
@@ -31,6 +31,7 @@ class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
+    train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
     ignore_value: Value = setting(IGNORED, "value of pixels that belong to no class")
     background: Value | None = setting(None, "class that is no object, for the measure of attention")
@@ -44,6 +45,11 @@ class DenseConfig(BackboneConfig):
         None,
         "JSON file, with the picture beside; null: dense.json in eval/ of the run or beside the weights",
     )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a setting that would have no effect."""
+        if self.train_masks and not self.train:
+            yield Problem("train_masks are those of train, which is not given", ("train_masks", "train"))
 
 
 class Judged(NamedTuple):
@@ -62,6 +68,7 @@ def run(config: DenseConfig) -> int:
         judge = Judge(bank, k=config.k, temperature=config.temperature, cs=config.cs)
         judged = _judge(config, frozen, queries, places, judge)
         path = results_path("dense", weights=config.weights, output=config.output)
+        attention = mean_over_images(judged.attention)
         classes = queries.classes
         true = judged.overlaps["knn"].true.sum(0)
         if not true.sum():
@@ -77,14 +84,14 @@ def run(config: DenseConfig) -> int:
                 "name": classes[int(true.argmax())],
                 "percent": float(100 * true.max() / true.sum()),
             },
-            "attention": mean_over_images(judged.attention)._asdict(),
+            "attention": attention and attention._asdict(),
             **{name: _figures(overlaps, classes) for name, overlaps in judged.overlaps.items()},
         }
         if is_main_process():
             write_results(path, results)
             written = [str(path)]
             if judged.rows:
-                picture = path.with_suffix(".png")
+                picture = path.with_name(f"{path.stem}.png" if path.suffix == ".json" else f"{path.name}.png")
                 titles = ["image", "mask", *JUDGES]
                 write_sheet([[Panel(one) for one in row] for row in judged.rows], picture, titles=titles)
                 written.append(str(picture))
@@ -95,16 +102,16 @@ def run(config: DenseConfig) -> int:
 def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
     """Return the images to learn from and those to judge."""
 
-    def with_masks(spec: str) -> MaskedSource:
-        names, value = config.class_names, config.ignore_value
-        return open_masks(spec, config.masks, class_names=names, ignore_value=value)
-
-    queries = with_masks(config.source)
+    values: dict[str, Any] = {"class_names": config.class_names, "ignore_value": config.ignore_value}
+    queries = open_masks(config.source, config.masks, **values)
+    if config.background is not None and config.background >= len(queries.classes):
+        text = f"background={config.background} is no class of {config.source}: they go from 0 to"
+        raise ValueError(f"{text} {len(queries.classes) - 1}")
     if config.train is None:
         if len(queries) < 2:
             raise ValueError(f"{config.source} has one image with a mask, which leaves none to judge")
         return queries, range(0, len(queries), 2), queries, range(1, len(queries), 2)
-    learned = with_masks(config.train)
+    learned = open_masks(config.train, config.train_masks, **values)
     if list(learned.classes) != list(queries.classes):
         raise ValueError(f"{config.train} has other classes than {config.source}")
     return learned, range(len(learned)), queries, range(len(queries))
@@ -155,7 +162,8 @@ def _table(results: dict[str, Any]) -> str:
     largest = results["largest_class"]
     head = f"pixels of {results['images']:,} images, learned from {results['bank']:,} patches of others"
     note = f"{largest['name']}, the largest class, has {largest['percent']:.1f} % of the pixels"
-    heads = f"attention: the best head overlaps the object by {_cell(results['attention'])} %"
+    overlap = results["attention"]
+    heads = f"attention: the best head overlaps the object by {_cell(overlap)} %" if overlap else ""
     return f"{head}\n\n{format_table(['', 'mIoU %', 'pixels %'], rows)}\n{note}\n{heads}"
 
 

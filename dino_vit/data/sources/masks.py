@@ -3,7 +3,6 @@
 import io
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -64,8 +63,8 @@ class FilesWithMasks(Subset):
         known = values[values != self._ignore_value]
         if known.size and known.max() >= len(self.classes):
             raise ValueError(
-                f"{name}: the mask has the value {known.max()}, but there are {len(self.classes)} classes, "
-                f"from 0; give more class_names, or set ignore_value"
+                f"{name}: the mask has the value {known.max()}, but values of classes go from 0 to "
+                f"{len(self.classes) - 1}; set ignore_value, or give more class_names (at most {IGNORED})"
             )
         return torch.from_numpy(np.where(values == self._ignore_value, IGNORED, values).astype(np.uint8))
 
@@ -79,14 +78,16 @@ def open_masks(
     """
     source = open_source(spec)
     if isinstance(source, MaskedSource):
+        if masks or class_names or ignore_value != IGNORED:
+            raise ValueError(f"{spec} has masks of its own: leave out masks, class_names and ignore_value")
         return source
-    beside = Path(plain(spec)).parent / "masks"
-    if masks is None and not is_folder(str(beside)):
+    beside = f"{plain(spec).rstrip('/').rpartition('/')[0] or '.'}/masks"
+    if masks is None and not is_folder(beside):
         raise ValueError(
             f"{spec} has no masks: {beside} does not exist. Give masks=FOLDER with indexed PNG files that "
             "are named as the images (synthetic:scenes has masks)"
         )
-    folder = open_source(masks or str(beside))
+    folder = open_source(masks or beside)
     places = {_stem(folder.name(index)): index for index in range(len(folder))}
     with_mask = [index for index in range(len(source)) if _stem(source.name(index)) in places]
     if not with_mask:
@@ -98,11 +99,11 @@ def open_masks(
         text = "%s of %s have no mask in %s and are left out"
         log.info(text, plural(len(source) - len(with_mask), "image"), spec, masks or beside)
     of_images = [places[_stem(source.name(index))] for index in with_mask]
-    classes = read_file(plain(class_names)).decode().split("\n") if class_names else None
+    classes = read_file(plain(class_names)).decode().rstrip().splitlines() if class_names else None
     return FilesWithMasks(
         Subset(source, with_mask),
         Subset(folder, of_images),
-        classes=[name.strip() for name in classes if name.strip()] if classes else None,
+        classes=classes and [name.strip() for name in classes],
         ignore_value=ignore_value,
     )
 

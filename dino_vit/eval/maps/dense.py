@@ -34,8 +34,10 @@ def patch_classes(masks: Tensor, grid: Grid, classes: int) -> Tensor:
 
 def upsample(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the class (n, H, W) of every pixel by logits of patches (n, C, h, w), bilinearly resized."""
-    parts = torch.split(logits, 8)  # of all classes and pixels, many images would not fit in memory
-    return torch.cat([F.interpolate(part, size=size, mode="bilinear").argmax(dim=1) for part in parts])
+    # An image at a time: the scores of all classes and pixels of many would not fit in memory.
+    return torch.cat(
+        [F.interpolate(one, size=size, mode="bilinear").argmax(1) for one in torch.split(logits, 1)]
+    )
 
 
 class Overlaps(NamedTuple):
@@ -68,9 +70,10 @@ def best_head_overlap(attention: Tensor, masks: Tensor, background: int | None =
     over them is taken. An image without an object has NaN. As in the paper (its figure 4), where on PASCAL
     VOC a ViT-S/16 of DINO reaches 45.9 %, a supervised one 27.3 % and an untrained one 22.0 %.
     """
-    heads = F.interpolate(mass_mask(attention, MASS).float(), size=masks.shape[1:]).bool()
+    heads = mass_mask(attention.cpu(), MASS)
     found = []
-    for mask, marked in zip(masks, heads, strict=True):
+    for mask, of_image in zip(masks.cpu(), heads, strict=True):
+        marked = F.interpolate(of_image[None].float(), size=mask.shape)[0].bool()
         known = mask != IGNORED
         if background is None:
             objects = [mask == kind for kind in mask[known].unique()]
@@ -82,8 +85,8 @@ def best_head_overlap(attention: Tensor, masks: Tensor, background: int | None =
             if thing.any()
         ]
         best = [shares.max() for shares in of_heads]
-        found.append(torch.stack(best).mean() if best else masks.new_tensor(torch.nan, dtype=torch.float))
-    return torch.stack(found)
+        found.append(torch.stack(best).mean() if best else torch.tensor(torch.nan))
+    return torch.stack(found).to(masks.device)
 
 
 class Interval(NamedTuple):
@@ -102,11 +105,10 @@ def mean_iou(overlaps: Overlaps) -> Interval:
 
     Classes that no mask has are left out.
     """
-    present = overlaps.true.sum(0) > 0
 
     def of(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
         shares = right / (predicted + true - right).clamp(min=1)
-        return shares[..., present].mean(dim=-1)
+        return shares.masked_fill(true == 0, torch.nan).nanmean(dim=-1)
 
     return _with_confidence(overlaps, of)
 
@@ -118,21 +120,22 @@ def pixel_accuracy(overlaps: Overlaps) -> Interval:
     )
 
 
-def mean_over_images(shares: Tensor) -> Interval:
-    """Return the mean of a share that each image has, without those that have NaN."""
+def mean_over_images(shares: Tensor) -> Interval | None:
+    """Return the mean of a share that each image has, without those that have NaN; None if all have."""
     shares = shares[~shares.isnan()]
+    if not len(shares):
+        return None
     parts = (shares, torch.ones_like(shares))
     return _with_confidence([part[:, None] for part in parts], lambda total, count: (total / count)[..., 0])
 
 
 def _with_confidence(counted: Sequence[Tensor], figure: Callable[..., Tensor]) -> Interval:
     """Return a figure of sums over images, and its quantiles over images drawn with replacement."""
-    images = len(counted[0])
+    whole = [part.cpu().double() for part in counted]
+    images = len(whole[0])
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(images, (RESAMPLES, images), generator=generator)
-    weights = torch.zeros(RESAMPLES, images, dtype=torch.double)
-    weights.scatter_add_(1, drawn, torch.ones_like(weights))
-    whole = [part.double().cpu() for part in counted]
-    resampled = figure(*(weights @ part for part in whole))
-    low, high = (float(100 * resampled.quantile(q)) for q in (0.025, 0.975))
+    drawn = (torch.randint(images, (images,), generator=generator) for _ in range(RESAMPLES))
+    weights = (rows.bincount(minlength=images).double() for rows in drawn)
+    resampled = torch.stack([figure(*(one @ part for part in whole)) for one in weights])
+    low, high = (float(100 * resampled.nanquantile(q)) for q in (0.025, 0.975))
     return Interval(float(100 * figure(*(part.sum(0) for part in whole))), low, high)

@@ -1,6 +1,7 @@
 """Patches of images with masks: read them, and learn from some to tell the classes of others."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +13,12 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, share
 from dino_vit.core.progress import progress
-from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource
+from dino_vit.data.sources.source import spread
 from dino_vit.eval.features.extraction import FeatureSpec, in_batches
 from dino_vit.eval.features.frozen import FrozenBackbone
 from dino_vit.eval.knn import weighted_knn
@@ -92,22 +94,28 @@ class Bank(NamedTuple):
 
 def patch_bank(frozen: FrozenBackbone, source: MaskedSource, places: Sequence[int], *, patches: int) -> Bank:
     """Return up to so many patches with a class: as many of each image, drawn at random."""
-    each, grid = max(1, patches // len(places)), frozen.model.grid_of(*frozen.preparation.size)
+    places = [places[place] for place in spread(len(places), patches)]
+    each, grid = patches // len(places), frozen.model.grid_of(*frozen.preparation.size)
     features = [torch.empty(0, frozen.model.width, device=frozen.device)]
     classes = [torch.empty(0, dtype=torch.uint8, device=frozen.device)]
     for batch in read_patches(frozen, source, share(places), "patches to learn from"):
         of_patches = patch_classes(batch.masks, grid, len(source.classes)).flatten(1)
         keys = np.array(batch.indices)[:, None], np.arange(of_patches.shape[1])
-        order = torch.from_numpy(np.argsort(random_bits(0, RngPurpose.EVALUATION, *keys), axis=1))
-        chosen = order[:, :each].to(frozen.device)
+        numbers = random_uniform(0, RngPurpose.EVALUATION, *keys)
+        numbers += (of_patches == IGNORED).cpu().numpy()  # those come last
+        chosen = torch.from_numpy(np.argsort(numbers, axis=1)[:, :each]).to(frozen.device)
         rows = batch.features.flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, frozen.model.width))
         known = of_patches.gather(1, chosen)
         features.append(rows[known != IGNORED])
         classes.append(known[known != IGNORED])
     known = all_gather(torch.cat(classes))
-    if not len(known):
-        raise ValueError(f"no patch to learn from has a class: in the masks {IGNORED} means none")
     occurring, kinds = torch.unique(known.long(), return_inverse=True)
+    if len(occurring) < 2:
+        found = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) else "no class"
+        raise ValueError(
+            f"the patches to learn from have {found}, and telling classes apart takes two: look at the "
+            "values of the masks and at ignore_value, which is none of them"
+        )
     return Bank(all_gather(torch.cat(features)), kinds, occurring)
 
 
@@ -122,8 +130,9 @@ class Judge:
         """Return the classes (n, H, W) by neighbours and by the linear layer, from features (n, h, w, D)."""
         bank, (n, h, w, _) = self._bank, features.shape
         rows = features.flatten(0, 2)
-        ranked = weighted_knn(bank.features, bank.kinds, rows, k=[self._k], temperature=self._temperature)
-        nearest = ranked[self._k][:, 0].to(rows.device)
+        k = min(self._k, len(bank.kinds))
+        ranked = weighted_knn(bank.features, bank.kinds, rows, k=[k], temperature=self._temperature)
+        nearest = ranked[k][:, 0].to(rows.device)
         scores = {
             "knn": F.one_hot(nearest, len(bank.classes)).float(),
             "linear": self._layer.scores(rows)[:, 0],
@@ -136,19 +145,16 @@ class Judge:
 
 
 def linear_layer(bank: Bank, cs: Sequence[float]) -> tuple[LinearHeads, float]:
-    """Return the linear layer whose penalty is the best for a fifth of the patches, those of other images."""
-    held = len(bank.features) // 5
-    fits = sweep(
-        bank.features[held:],
-        bank.kinds[held:],
-        cs=cs,
-        classes=len(bank.classes),
-        max_iterations=MOST_ITERATIONS,
-    )
+    """Return the linear layer of all patches, with the penalty that is the best for a fifth of them."""
+    # Neighbours in the bank are of one image: ten groups of them are held out, from all over the bank.
+    held = torch.arange(len(bank.features), device=bank.kinds.device) * 50 // len(bank.features) % 5 == 0
+    fit = partial(sweep, classes=len(bank.classes), max_iterations=MOST_ITERATIONS)
 
     def right(head: LinearHeads) -> int:
-        best = head.scores(bank.features[:held])[:, 0].argmax(1)
-        return int((best == bank.kinds[:held]).sum())
+        best = head.scores(bank.features[held])[:, 0].argmax(1)
+        return int((best == bank.kinds[held]).sum())
 
-    best = max(fits, key=lambda fit: right(fit.head))
-    return best.head, best.c
+    trials = fit(bank.features[~held], bank.kinds[~held], cs=cs) if len(cs) > 1 else ()
+    c = max(trials, key=lambda trial: right(trial.head)).c if len(cs) > 1 else cs[0]
+    (chosen,) = fit(bank.features, bank.kinds, cs=[c])
+    return chosen.head, c

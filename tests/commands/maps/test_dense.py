@@ -122,8 +122,14 @@ def test_folders_of_photos_and_masks_are_as_good_as_scenes(folders, weights):
     expected = json.loads((folders / "scenes.json").read_text())
     assert "1 image of" in said
     assert "have no mask in" in said
-    for key in ("classes", "images", "bank", "knn", "linear", "attention", "largest_class"):
+    for key in ("classes", "images", "bank", "largest_class"):
         assert found[key] == expected[key], key
+    for of in (
+        lambda one: one["knn"]["mean_iou"],
+        lambda one: one["linear"]["iou"],
+        lambda one: one["attention"],
+    ):
+        assert of(found) == pytest.approx(of(expected))
 
 
 def test_values_are_the_names_of_classes_that_have_none_and_one_value_may_be_ignored(folders, weights):
@@ -175,7 +181,7 @@ def test_a_mask_fits_the_upright_image(folders, weights):
 def test_masks_that_do_not_fit_are_refused(folders, weights):
     (folders / "names.txt").write_text("a\nb\n")
     said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
-    assert "but there are 2 classes, from 0" in said
+    assert "but values of classes go from 0 to 1; set ignore_value" in said
     (folders / "masks").rename(folders / "others")
     said, _ = of_folders(folders, weights, code=2)
     assert f"{folders / 'masks'} does not exist. Give masks=FOLDER" in said
@@ -200,9 +206,38 @@ def test_images_without_masks_are_refused(tmp_path, weights):
     assert "synthetic:scenes has masks" in said
 
 
-def test_the_linear_layer_learns_what_is_linear():
+def test_an_image_without_an_object_and_settings_without_effect(tmp_path, weights, folders):
+    for index in range(12):
+        mask = Image.new("L", (16, 16))
+        mask.paste(1, (0, 0, 8, 16 * (index % 2 == 0)))  # only those to learn from have class 1
+        mask.save(folders / "masks" / "sub" / f"{index:02d}.png")
+    said, found = of_folders(folders, weights, "background=0")
+    assert found["attention"] is None
+    assert "attention" not in said
+    said, _ = of_folders(folders, weights, "ignore_value=1", code=2)
+    assert "the patches to learn from have only the class 0, and telling classes apart takes two" in said
+    said = command(tmp_path / "log", *arguments(weights, tmp_path / "x.json", "masks=masks"), code=2)
+    assert "has masks of its own" in said
+    said = command(tmp_path / "log", *arguments(weights, tmp_path / "x.json", "background=10"), code=2)
+    assert "background=10 is no class" in said
+    said = command(tmp_path / "log", *arguments(weights, tmp_path / "x.json", "train_masks=masks"), code=2)
+    assert "train_masks are those of train, which is not given" in said
+
+
+def test_masks_of_black_and_white_say_what_to_do(folders, weights):
+    for index in range(12):
+        mask = Image.new("L", (16, 16))
+        mask.paste(255, (0, 0, 8, 16))
+        mask.save(folders / "masks" / "sub" / f"{index:02d}.png")
+    said, _ = of_folders(folders, weights, code=2)
+    assert "look at the values of the masks and at ignore_value" in said
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_linear_layer_learns_what_is_linear(in_order):
+    """Of images that are sorted by class too."""
     generator = torch.Generator().manual_seed(0)
-    classes = torch.arange(3).repeat(200)
+    classes = torch.arange(3).repeat_interleave(200) if in_order else torch.arange(3).repeat(200)
     features = F.one_hot(classes, 8).float() + 0.1 * torch.randn(600, 8, generator=generator)
     head, _ = linear_layer(Bank(features, classes, torch.arange(3)), (0.01, 1.0, 100.0))
     assert (head.scores(features)[:, 0].argmax(1) == classes).float().mean() > 0.99

@@ -85,6 +85,20 @@ def test_classes_that_no_mask_has_do_not_count():
     assert mean_iou(Overlaps.of(predicted, masks, 9)) == mean_iou(Overlaps.of(predicted, masks, 4))
 
 
+def test_rare_classes_are_inside_their_interval():
+    """Each of 20 images has a class of its own, which most images drawn again do not have."""
+    masks = torch.zeros(20, 8, 8, dtype=torch.uint8)
+    masks[:, :4] = torch.arange(1, 21, dtype=torch.uint8)[:, None, None]
+    predicted = masks.long()
+    predicted[:, 0] = 0
+    found = mean_iou(Overlaps.of(predicted, masks, 21))
+    assert found.low - 0.5 <= found.percent <= found.high + 0.5
+
+
+def test_no_object_in_any_image_has_no_mean():
+    assert mean_over_images(torch.full((3,), torch.nan)) is None
+
+
 def test_confidence_is_over_images():
     """Images that are all alike leave no doubt, however few; many that differ leave less than a few."""
     predicted, masks = random_masks(images=1)

@@ -1,0 +1,107 @@
+"""The terms of the loss: what each adds to DINO of 2021, and all together, in equal time of a core.
+
+    python -m benchmarks.terms FOLDER --out benchmarks/results/cpu/terms.json [--minutes 3] [--seeds 3]
+
+FOLDER is that of benchmarks.small, which trains and judges the CLS token. Scenes are judged by their patches
+too: 300 scenes to learn from and 300 others, of a seed that no run has seen. A run that has ended is judged
+as it is, so the program goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from benchmarks.measure import Row, Table, arguments, report
+from benchmarks.small import Job, judge, train
+from dino_vit.data.sources.scenes import SceneSource
+from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
+from dino_vit.eval.maps.patches import Judge, patch_bank, read_patches
+
+SETS = "cifar10", "flowers", "textures", "scenes"
+CENTRE, BALANCED = ["loss.centring=ema"], ["loss.centring=sinkhorn"]
+SPREAD, NOT_SPREAD = ["loss.koleo_weight=0.03"], ["loss.koleo_weight=0"]
+PATCHES = ["loss.patch_weight=1"]
+VARIANTS: dict[str, Sequence[str]] = {
+    "DINO of 2021": [*CENTRE, *NOT_SPREAD],
+    "Sinkhorn-Knopp": [*BALANCED, *NOT_SPREAD],
+    "KoLeo": [*CENTRE, *SPREAD],
+    "patches": [*CENTRE, *NOT_SPREAD, *PATCHES],
+    "all": [*BALANCED, *SPREAD, *PATCHES],
+}
+DENSE = 300  # scenes to learn from, and as many to judge
+FIGURES = "k-NN", "linear", "effective rank", "patch k-NN", "mIoU by k-NN", "mIoU by a linear layer"
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.set_defaults(repeats=0, threads=1)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, default=3, help="of a run (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
+    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS, metavar="SET")
+    parser.add_argument("--runs", type=Path, default=Path("runs/terms"), help="their folders go here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folders = {name: options.folder / name for name in ("cifar10", "flowers")}
+    jobs = {
+        (name, variant, seed): Job(name, seed, options.runs / f"{name}-{number}-{seed}", settings)
+        for seed, name, (number, (variant, settings)) in product(
+            range(options.seeds), options.sets, enumerate(VARIANTS.items())
+        )
+    }
+    train(list(jobs.values()), folders, options.minutes)
+    tables = []
+    for name in options.sets:
+        found = {
+            variant: [figures(jobs[name, variant, seed], folders) for seed in range(options.seeds)]
+            for variant in VARIANTS
+        }
+        rows = [row_of(figure, found) for figure in FIGURES if figure in found["all"][0]]
+        title = f"{name}, {options.minutes:g} minutes of one core, recipe=auto, seeds: {options.seeds}"
+        tables.append(Table(title, "per cent, or dimensions", rows, ratio="all / DINO of 2021"))
+    report(tables, options)
+
+
+def figures(job: Job, folders: dict[str, Path]) -> dict[str, float]:
+    """Return the figures of a run."""
+    found = judge(job.output, job.name, folders)["trained"]
+    return found | (of_patches(job.output) if job.name == "scenes" else {})
+
+
+def of_patches(run: Path) -> dict[str, float]:
+    """Return what the patches of scenes are worth."""
+    scenes = SceneSource(length=2 * DENSE, size=64, seed=1)
+    with frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(run))) as frozen:
+        bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
+        judge_of = Judge(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
+        counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
+        for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
+            for name, kinds in judge_of.predict(batch.features, (64, 64)).items():
+                counted[name].append(Overlaps.of(kinds, batch.masks, len(scenes.classes)))
+    whole = {
+        name: Overlaps(*(torch.cat(parts) for parts in zip(*of_judge, strict=True)))
+        for name, of_judge in counted.items()
+    }
+    return {
+        "patch k-NN": pixel_accuracy(whole["knn"]).percent,
+        "mIoU by k-NN": mean_iou(whole["knn"]).percent,
+        "mIoU by a linear layer": mean_iou(whole["linear"]).percent,
+    }
+
+
+def row_of(figure: str, found: dict[str, list[dict[str, float]]]) -> Row:
+    """Return the means over the seeds of a figure, and the largest deviation of a variant."""
+    values = {variant: mean(one[figure] for one in runs) for variant, runs in found.items()}
+    spreads = [stdev(one[figure] for one in runs) for runs in found.values() if len(runs) > 1]
+    deviation = f" ± {max(spreads):.1f}" if spreads else ""
+    return Row(f"{figure}{deviation}", values, values["all"] / values["DINO of 2021"])
+
+
+if __name__ == "__main__":
+    main()
