@@ -1,6 +1,7 @@
 """Evaluate the patches of a frozen backbone by masks: their neighbours, a linear layer, the attention."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -61,6 +62,14 @@ class Judged(NamedTuple):
 
 
 def run(config: DenseConfig) -> int:
+    """Evaluate, and print what was found."""
+    results, written = evaluate(config)
+    if is_main_process():
+        print("\n\n".join([_table(results), "\n".join(map(str, written))]))
+    return 0
+
+
+def evaluate(config: DenseConfig) -> tuple[dict[str, Any], list[Path]]:
     """Learn from the patches of some images, judge the pixels of others, write JSON and a picture."""
     with frozen_backbone(config) as frozen:
         learned, learned_places, queries, places = _open(config)
@@ -87,16 +96,15 @@ def run(config: DenseConfig) -> int:
             "attention": attention and attention._asdict(),
             **{name: _figures(overlaps, classes) for name, overlaps in judged.overlaps.items()},
         }
+        written = [path]
         if is_main_process():
             write_results(path, results)
-            written = [str(path)]
             if judged.rows:
                 picture = path.with_name(f"{path.stem}.png" if path.suffix == ".json" else f"{path.name}.png")
                 titles = ["image", "mask", *JUDGES]
                 write_sheet([[Panel(one) for one in row] for row in judged.rows], picture, titles=titles)
-                written.append(str(picture))
-            print("\n\n".join([_table(results), "\n".join(written)]))
-    return 0
+                written.append(picture)
+    return results, written
 
 
 def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
