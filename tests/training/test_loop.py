@@ -201,13 +201,13 @@ def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend
     settings = {"model.drop_path": 0, "optim.lr": 0.003}
     trained(tmp_path / "plain", settings)
     used = []
-    compile_module = torch.nn.Module.compile
+    compile_function = torch.compile
 
-    def compile(module, **keywords):
-        used.append(module)
-        compile_module(module, backend=backend, fullgraph=True, **keywords)
+    def compile(function, **keywords):
+        used.append(function)
+        return compile_function(function, backend=backend, fullgraph=True, **keywords)
 
-    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    monkeypatch.setattr(torch, "compile", compile)
     trained(tmp_path / "compiled", {**settings, "run.compile": "true"})
     assert len(used) == 2, "student and teacher"
     plain, compiled = (

@@ -25,7 +25,7 @@ def test_scalars_are_grouped_and_hold_every_number():
     values = {field.name: 1000.0 + n for n, field in enumerate(fields(Reading))}
     scalars = Reading(**values).scalars()
     assert all(re.fullmatch(r"(loss|teacher|optim|speed|run|eval)/[a-z_]+", name) for name in scalars)
-    others = ("step", "total_steps", "prototypes", "rows", "state", "best_features")
+    others = ("step", "total_steps", "prototypes", "rows", "patch_rows", "state", "best_features")
     expected = {value for name, value in values.items() if name not in others}
     assert set(scalars.values()) == expected | {values["loss"] - math.log(values["prototypes"])}
     assert not {"eval/knn", "eval/rankme"} & set(HEALTHY.scalars())
