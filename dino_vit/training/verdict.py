@@ -24,7 +24,7 @@ SMALL_SET = 50_000
 MOST_STEPS = 2.0**53  # in an epoch; files of readings may hold anything
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
 
-REMEDIES = "loss.centring=sinkhorn", "loss.koleo_weight=0.1", "a lower optim.lr", "recipe=auto"
+REMEDIES = "loss.centring=sinkhorn", "loss.koleo_weight=0.03", "a lower optim.lr", "recipe=auto"
 REMEDY = f"Try {', '.join(REMEDIES[:-1])}, or {REMEDIES[-1]}."
 TOO_EARLY = Diagnosis("too early to say")
 NOT_EVALUATED = Diagnosis("not evaluated")

@@ -116,4 +116,4 @@ def test_what_a_run_has_already_is_not_advised():
     assert diagnose(readings, replace(run, remedy=remedy)).advice.endswith(". Try a lower optim.lr.")
     config = load(PretrainConfig, None, ["recipe=auto"])
     remedy = circumstances(config, readings, None, images=3586).remedy
-    assert remedy == "Try loss.centring=sinkhorn, loss.koleo_weight=0.1, or a lower optim.lr."
+    assert remedy == "Try loss.centring=sinkhorn, loss.koleo_weight=0.03, or a lower optim.lr."
