@@ -21,7 +21,7 @@ from benchmarks.small import Job, judge, train
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
-from dino_vit.eval.maps.patches import Judge, patch_bank, read_patches
+from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
 
 SETS = "cifar10", "flowers", "textures", "scenes"
 CENTRE, BALANCED = ["loss.centring=ema"], ["loss.centring=sinkhorn"]
@@ -79,10 +79,10 @@ def of_patches(run: Path) -> dict[str, float]:
     scenes = SceneSource(length=2 * DENSE, size=64, seed=1)
     with frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(run))) as frozen:
         bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
-        judge_of = Judge(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
+        classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
         counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
         for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
-            for name, kinds in judge_of.predict(batch.features, (64, 64)).items():
+            for name, kinds in classifier.predict(batch.features, (64, 64)).items():
                 counted[name].append(Overlaps.of(kinds, batch.masks, len(scenes.classes)))
     whole = {
         name: Overlaps(*(torch.cat(parts) for parts in zip(*of_judge, strict=True)))

@@ -21,7 +21,7 @@ from dino_vit.eval.maps.dense import (
     mean_over_images,
     pixel_accuracy,
 )
-from dino_vit.eval.maps.patches import Judge, patch_bank, read_patches
+from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
 from dino_vit.eval.maps.pictures import Panel, as_picture, colour_classes, write_sheet
 
 JUDGES = {"k-NN of patches": "knn", "linear layer": "linear"}
@@ -72,10 +72,10 @@ def run(config: DenseConfig) -> int:
 def evaluate(config: DenseConfig) -> tuple[dict[str, Any], list[Path]]:
     """Learn from the patches of some images, judge the pixels of others, write JSON and a picture."""
     with frozen_backbone(config) as frozen:
-        learned, learned_places, queries, places = _open(config)
-        bank = patch_bank(frozen, learned, learned_places, patches=config.patches)
-        judge = Judge(bank, k=config.k, temperature=config.temperature, cs=config.cs)
-        judged = _judge(config, frozen, queries, places, judge)
+        train, train_indices, queries, indices = _open(config)
+        bank = patch_bank(frozen, train, train_indices, patches=config.patches)
+        classifier = PixelClassifier(bank, k=config.k, temperature=config.temperature, cs=config.cs)
+        judged = _judge(config, frozen, queries, indices, classifier)
         path = results_path("dense", weights=config.weights, output=config.output)
         attention = mean_over_images(judged.attention)
         classes = queries.classes
@@ -87,7 +87,7 @@ def evaluate(config: DenseConfig) -> tuple[dict[str, Any], list[Path]]:
             "settings": config.model_dump(mode="json"),
             "images": len(judged.attention),
             "bank": len(bank.features),
-            "c": judge.c,
+            "c": classifier.c,
             "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
             "largest_class": {
                 "name": classes[int(true.argmax())],
@@ -119,14 +119,18 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
         if len(queries) < 2:
             raise ValueError(f"{config.source} has one image with a mask, which leaves none to judge")
         return queries, range(0, len(queries), 2), queries, range(1, len(queries), 2)
-    learned = open_masks(config.train, config.train_masks, **values)
-    if list(learned.classes) != list(queries.classes):
+    train = open_masks(config.train, config.train_masks, **values)
+    if list(train.classes) != list(queries.classes):
         raise ValueError(f"{config.train} has other classes than {config.source}")
-    return learned, range(len(learned)), queries, range(len(queries))
+    return train, range(len(train)), queries, range(len(queries))
 
 
 def _judge(
-    config: DenseConfig, frozen: FrozenBackbone, source: MaskedSource, places: Sequence[int], judge: Judge
+    config: DenseConfig,
+    frozen: FrozenBackbone,
+    source: MaskedSource,
+    indices: Sequence[int],
+    classifier: PixelClassifier,
 ) -> Judged:
     """Return what the judges and the attention come to, and rows of pictures of the first images."""
     classes = len(source.classes)
@@ -134,9 +138,9 @@ def _judge(
     counted = {name: [none] for name in JUDGES.values()}  # a process may have no image
     shares = [torch.zeros(0, device=frozen.device)]
     rows: list[list[Tensor]] = []
-    for batch in read_patches(frozen, source, share(places), "images to judge"):
+    for batch in read_patches(frozen, source, share(indices), "images to judge"):
         height, width = batch.masks.shape[1:]
-        predicted = judge.predict(batch.features, (height, width))
+        predicted = classifier.predict(batch.features, (height, width))
         for name, kinds in predicted.items():
             counted[name].append(Overlaps.of(kinds, batch.masks, classes))
         shares.append(best_head_overlap(batch.attention, batch.masks, config.background))

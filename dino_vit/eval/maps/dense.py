@@ -96,9 +96,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.percent:.2f} % ({self.low:.2f} to {self.high:.2f})"
-
 
 def mean_iou(overlaps: Overlaps) -> Interval:
     """Return the mean over classes of intersection over union, each over the pixels of all images.

@@ -88,7 +88,7 @@ class Bank(NamedTuple):
     """Patches to learn from."""
 
     features: Tensor  # (patches, width)
-    kinds: Tensor  # index of the class of each in `classes`
+    targets: Tensor  # index of the class of each in `classes`
     classes: Tensor  # those that occur
 
 
@@ -109,17 +109,17 @@ def patch_bank(frozen: FrozenBackbone, source: MaskedSource, places: Sequence[in
         features.append(rows[known != IGNORED])
         classes.append(known[known != IGNORED])
     known = all_gather(torch.cat(classes))
-    occurring, kinds = torch.unique(known.long(), return_inverse=True)
+    occurring, targets = torch.unique(known.long(), return_inverse=True)
     if len(occurring) < 2:
         found = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) else "no class"
         raise ValueError(
             f"the patches to learn from have {found}, and telling classes apart takes two: look at the "
             "values of the masks and at ignore_value, which is none of them"
         )
-    return Bank(all_gather(torch.cat(features)), kinds, occurring)
+    return Bank(all_gather(torch.cat(features)), targets, occurring)
 
 
-class Judge:
+class PixelClassifier:
     """Tell the class of every pixel from the features of patches, as a bank of others suggests."""
 
     def __init__(self, bank: Bank, *, k: int, temperature: float, cs: Sequence[float]) -> None:
@@ -130,8 +130,8 @@ class Judge:
         """Return the classes (n, H, W) by neighbours and by the linear layer, from features (n, h, w, D)."""
         bank, (n, h, w, _) = self._bank, features.shape
         rows = features.flatten(0, 2)
-        k = min(self._k, len(bank.kinds))
-        ranked = weighted_knn(bank.features, bank.kinds, rows, k=[k], temperature=self._temperature)
+        k = min(self._k, len(bank.targets))
+        ranked = weighted_knn(bank.features, bank.targets, rows, k=[k], temperature=self._temperature)
         nearest = ranked[k][:, 0].to(rows.device)
         scores = {
             "knn": F.one_hot(nearest, len(bank.classes)).float(),
@@ -147,14 +147,14 @@ class Judge:
 def linear_layer(bank: Bank, cs: Sequence[float]) -> tuple[LinearHeads, float]:
     """Return the linear layer of all patches, with the penalty that is the best for a fifth of them."""
     # Neighbours in the bank are of one image: ten groups of them are held out, from all over the bank.
-    held = torch.arange(len(bank.features), device=bank.kinds.device) * 50 // len(bank.features) % 5 == 0
+    held = torch.arange(len(bank.features), device=bank.targets.device) * 50 // len(bank.features) % 5 == 0
     fit = partial(sweep, classes=len(bank.classes), max_iterations=MOST_ITERATIONS)
 
     def right(head: LinearHeads) -> int:
         best = head.scores(bank.features[held])[:, 0].argmax(1)
-        return int((best == bank.kinds[held]).sum())
+        return int((best == bank.targets[held]).sum())
 
-    trials = fit(bank.features[~held], bank.kinds[~held], cs=cs) if len(cs) > 1 else ()
+    trials = fit(bank.features[~held], bank.targets[~held], cs=cs) if len(cs) > 1 else ()
     c = max(trials, key=lambda trial: right(trial.head)).c if len(cs) > 1 else cs[0]
-    (chosen,) = fit(bank.features, bank.kinds, cs=[c])
+    (chosen,) = fit(bank.features, bank.targets, cs=[c])
     return chosen.head, c
