@@ -16,6 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
 from dino_vit.core.distributed import local_world_size
+from dino_vit.core.native import keep_freed_memory
 from dino_vit.core.storage import utf8_path
 from dino_vit.core.text import printable
 
@@ -30,6 +31,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     Trackers write to `folder`.
     """
     check_trackers(trackers)
+    keep_freed_memory()
     adopt_slurm(os.environ)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     # Without cpu=True, Accelerate would start each process on a machine without GPUs as a run of its own.

@@ -89,14 +89,14 @@ def chunked_cross_entropy(
 
     total = features.new_zeros((), dtype=accurate)
     grad_features = torch.empty_like(features, dtype=accurate) if needs_features else None
-    grad_weight: Tensor | None = None
+    grad_weight = torch.zeros_like(prototype_weight, dtype=accurate) if needs_weight else None
     with torch.no_grad(), torch.autocast(device, enabled=False):
         weight = prototype_weight.to(dtype)
         for index in chunks:
             shape = features[index].shape
             chunk = features[index].flatten(0, -2)
             scaled = (chunk / temperature).to(dtype)
-            log_probs = F.log_softmax(_matmul(scaled, weight.T, accurate), dim=-1)
+            log_probs = F.log_softmax(_matmul(scaled, weight.T, accurate), dim=-1, dtype=accurate)
             if not (needs_features or needs_weight):
                 total += chunk_loss(index, log_probs, None)
                 continue
@@ -105,11 +105,8 @@ def chunked_cross_entropy(
             del log_probs
             if grad_features is not None:
                 grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
-            if needs_weight:
-                grad_chunk = _matmul(gradient.T, chunk.to(dtype), accurate)
-                grad_weight = grad_chunk if grad_weight is None else grad_weight.add_(grad_chunk)
-    if needs_weight and grad_weight is None:
-        grad_weight = torch.zeros_like(prototype_weight, dtype=accurate)
+            if grad_weight is not None:
+                grad_weight += _matmul(gradient.T, chunk.to(dtype), accurate)
     factor = 1 / (lift * terms * temperature)
     return _Loss.apply(features, prototype_weight, total / terms, grad_features, grad_weight, factor)
 
@@ -134,10 +131,10 @@ class _Loss(torch.autograd.Function):
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`; except on CUDA, the product is rounded to the dtype of the inputs first."""
+    """Return a @ b, in `dtype` on CUDA and elsewhere in that of the inputs."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
+    return torch.mm(a, b)
 
 
 def _float16_lift(largest_sum: int) -> float:

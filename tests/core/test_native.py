@@ -1,3 +1,4 @@
+import platform
 import re
 import subprocess
 import sys
@@ -69,3 +70,24 @@ def test_so_does_pretraining(damaged, tmp_path, workers):
     said = command(tmp_path / "log", "pretrain", *(f"{key}={value}" for key, value in settings.items()))
     assert NOISE.findall(said) == []
     assert len((tmp_path / "run" / "unreadable.txt").read_text().splitlines()) > 5
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again_and_not_cleared_by_the_system():
+    script = """
+import resource, statistics, torch
+from dino_vit.core.native import keep_freed_memory
+{call}
+pages = []
+for _ in range(50):  # a piece that fits is found after a few
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(statistics.median(pages))
+"""
+
+    def pages(call: str) -> float:
+        command = [sys.executable, "-c", script.format(call=call)]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert pages("keep_freed_memory()") < 100 < 1000 < pages("")
