@@ -44,10 +44,10 @@ from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
 
-SETS = {"textures": 32, "cifar10": 32, "flowers": 48, "grey": 48, "scenes": 64}  # and a global view's side
+SETS = {"textures": 32, "cifar10": 32, "flowers": 48, "grey": 48, "scenes": 96}  # and a global view's side
 TARGETS = {"textures": 85, "flowers": 62}  # k-NN to reach
 TEXTURES = 20_000
-GENERATED = {"textures": f"synthetic:{TEXTURES}:32", "scenes": f"synthetic:scenes:{TEXTURES}:64"}
+GENERATED = {"textures": f"synthetic:{TEXTURES}:32", "scenes": f"synthetic:scenes:{TEXTURES}:96"}
 K = 20
 BANK, PENALTIES, ITERATIONS = 10_000, (1e-3, 1e-2, 1e-1, 1.0), 200
 QUERIES = 2000

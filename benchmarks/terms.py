@@ -4,26 +4,35 @@
 
 FOLDER is that of benchmarks.small, which trains and judges the CLS token. Scenes are judged by their patches
 too: 300 scenes to learn from and 300 others, of a seed that no run has seen. A run that has ended is judged
-as it is, so the program goes on where it was.
+as it is, so the program goes on where it was; tables of other sets in the file stay.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from itertools import product
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product, repeat
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 
-from benchmarks.measure import Row, Table, arguments, report
+from benchmarks.measure import Result, Row, Table, arguments, report
+from benchmarks.small import SETS as SIZES
 from benchmarks.small import Job, judge, train
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
 from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
 
-SETS = "cifar10", "flowers", "textures", "scenes"
+# By set, what is fixed for all. A patch of 12 pixels shows two periods of a pattern of scenes.
+SETS = {
+    "cifar10": [],
+    "flowers": [],
+    "textures": [],
+    "scenes": ["model.patch_size=12", "views.local_size=36"],
+}
 CENTRE, BALANCED = ["loss.centring=ema"], ["loss.centring=sinkhorn"]
 SPREAD, NOT_SPREAD = ["loss.koleo_weight=0.03"], ["loss.koleo_weight=0"]
 PATCHES = ["loss.patch_weight=1"]
@@ -49,23 +58,24 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     folders = {name: options.folder / name for name in ("cifar10", "flowers")}
-    jobs = {
-        (name, variant, seed): Job(name, seed, options.runs / f"{name}-{number}-{seed}", settings)
-        for seed, name, (number, (variant, settings)) in product(
-            range(options.seeds), options.sets, enumerate(VARIANTS.items())
-        )
-    }
+    jobs: dict[tuple[str, str, int], Job] = {}
+    for seed, name, (number, variant) in product(range(options.seeds), options.sets, enumerate(VARIANTS)):
+        settings = [*SETS[name], *VARIANTS[variant]]
+        jobs[name, variant, seed] = Job(name, seed, options.runs / f"{name}-{number}-{seed}", settings)
     train(list(jobs.values()), folders, options.minutes)
-    tables = []
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        judged = dict(zip(jobs, pool.map(figures, jobs.values(), repeat(folders)), strict=True))
+    earlier = Result.read(options.out).tables if options.out and options.out.exists() else []
+    tables = {table.title.partition(",")[0]: table for table in earlier}
     for name in options.sets:
         found = {
-            variant: [figures(jobs[name, variant, seed], folders) for seed in range(options.seeds)]
-            for variant in VARIANTS
+            variant: [judged[name, variant, seed] for seed in range(options.seeds)] for variant in VARIANTS
         }
         rows = [row_of(figure, found) for figure in FIGURES if figure in found["all"][0]]
-        title = f"{name}, {options.minutes:g} minutes of one core, recipe=auto, seeds: {options.seeds}"
-        tables.append(Table(title, "per cent, or dimensions", rows, ratio="all / DINO of 2021"))
-    report(tables, options)
+        title = f"{name}, {options.minutes:g} minutes of one core, {' '.join(['recipe=auto', *SETS[name]])}, "
+        title += f"seeds: {options.seeds}"
+        tables[name] = Table(title, "per cent, or dimensions", rows, ratio="all / DINO of 2021")
+    report([tables[name] for name in SETS if name in tables], options)
 
 
 def figures(job: Job, folders: dict[str, Path]) -> dict[str, float]:
@@ -76,13 +86,14 @@ def figures(job: Job, folders: dict[str, Path]) -> dict[str, float]:
 
 def of_patches(run: Path) -> dict[str, float]:
     """Return what the patches of scenes are worth."""
-    scenes = SceneSource(length=2 * DENSE, size=64, seed=1)
+    side = SIZES["scenes"]
+    scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
     with frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(run))) as frozen:
         bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
         classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
         counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
         for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
-            for name, kinds in classifier.predict(batch.features, (64, 64)).items():
+            for name, kinds in classifier.predict(batch.features, (side, side)).items():
                 counted[name].append(Overlaps.of(kinds, batch.masks, len(scenes.classes)))
     whole = {
         name: Overlaps(*(torch.cat(parts) for parts in zip(*of_judge, strict=True)))
