@@ -1,8 +1,8 @@
 """Scenes made on the fly: images of several textures, and the class of every pixel.
 
-A scene has two to five regions of free shape, each of another pattern of `synthetic.py` with a turn, scale,
-tone and polarity of its own; their borders are soft. So a patch of an image can be told from its neighbours
-by what it shows, which is what dense features are judged by.
+A scene has two to five regions of free shape with soft borders, each of another pattern of `synthetic.py`
+with a turn, a scale and colours of its own. A class has a hue that it often shows, as grass has, but only its
+pattern tells for certain. So patches can be told apart by what they show, as dense features are to tell them.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.sources.synthetic import PATTERNS, PERIODS, Plane, SyntheticSource
 
-VERSION = 1  # of the pictures: a run does not go on with others
+VERSION = 2  # of the pictures: a run does not go on with others
 REGIONS = 2, 5  # of a scene, at least and at most
 WAVES = 4  # that bend the border of a region
 BORDER = 1.5  # pixels in which one region turns into the next, about
 PERIOD_SIZE = 32  # pixels of an image in which patterns have the periods of `synthetic.py`
-NUMBERS = 20  # that a pattern and its piece are drawn from
+NUMBERS = 26  # that a region is drawn from
 
 
 class SceneSource(SyntheticSource):
@@ -33,17 +33,18 @@ class SceneSource(SyntheticSource):
 
     def read(self, index: int) -> Tensor:
         classes, shares = self._regions(index)
-        names, scene = self.classes, np.zeros_like(shares[0])
+        names, scene = self.classes, np.zeros((3, self.size, self.size), np.float32)
         for place, (kind, share) in enumerate(zip(classes, shares, strict=True)):
             u = self._draw(index, 2 + place, NUMBERS)
-            x, y = self._coordinates(u)
-            pattern = PATTERNS[names[kind]](x, y, u[6:].tolist())
-            pattern = (pattern - pattern.mean()) / pattern.std()
-            polarity, tone = (1 if u[4] < 0.5 else -1), 0.3 * (2 * u[5] - 1)
-            scene += share * np.float32(0.65 * polarity * pattern + tone)
+            pattern = PATTERNS[names[kind]](*self._coordinates(u), u[11:].tolist())
+            pattern = ((pattern - pattern.mean()) / pattern.std()).astype(np.float32)
+            hue = 2 * math.pi * (kind / len(names) + np.arange(3) / 3)  # of red, green and blue
+            tone, contrast = 0.4 * np.cos(hue) + 0.35 * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]
+            behind, ahead = np.stack([tone, contrast]).astype(np.float32)[..., None, None]
+            scene += share * (behind + (ahead if u[4] < 0.5 else -ahead) * pattern)
         noise = (0.05 + 0.07 * self._draw(index, 1, 1)[0]) * self._noise(index)
-        grey = 127.5 + 127.5 * np.tanh(scene + noise)
-        return torch.from_numpy(np.rint(grey).astype(np.uint8)).expand(3, -1, -1).contiguous()
+        levels = 127.5 + 127.5 * np.tanh(scene + noise, dtype=np.float32)
+        return torch.from_numpy(np.rint(levels).astype(np.uint8))
 
     def mask(self, index: int) -> Tensor:
         """Return the class of every pixel, uint8 (H, W)."""
