@@ -4,8 +4,8 @@
 
 ViT-S/16, 2 × 224 and 8 × 96 pixels, 65,536 prototypes that learn, AdamW, views that are ready; with DINOv2's
 loss half of the global views have 10 to 50 % of their patches masked, and there is KoLeo. Memory is all that
-two steps take on top of the imports. Both run in one process, so lightly's modules have the memory that our
-runs keep (`keep_freed_memory`) too.
+two steps take on top of the imports. The steps are timed in one process: `keep_freed_memory`, which our runs
+call, makes lightly's faster too.
 """
 
 from __future__ import annotations

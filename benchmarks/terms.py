@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import date
 from itertools import product, repeat
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 
-from benchmarks.measure import Result, Row, Table, arguments, report
+from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
 from benchmarks.small import Job, judge, train
 from dino_vit.data.sources.scenes import SceneSource
@@ -74,7 +75,8 @@ def main() -> None:
         rows = [row_of(figure, found) for figure in FIGURES if figure in found["all"][0]]
         title = f"{name}, {options.minutes:g} minutes of one core, {' '.join(['recipe=auto', *SETS[name]])}, "
         title += f"seeds: {options.seeds}"
-        tables[name] = Table(title, "per cent, or dimensions", rows, ratio="all / DINO of 2021")
+        note = f"Measured on {date.today()}, on {machine()}."  # the other tables may be of another day
+        tables[name] = Table(title, "per cent, or dimensions", rows, note, ratio="all / DINO of 2021")
     report([tables[name] for name in SETS if name in tables], options)
 
 

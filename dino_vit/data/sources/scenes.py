@@ -2,7 +2,7 @@
 
 A scene has two to five regions of free shape with soft borders, each of another pattern of `synthetic.py`
 with a turn, a scale and colours of its own. A class has a hue that it often shows, as grass has, but only its
-pattern tells for certain. So patches can be told apart by what they show, as dense features are to tell them.
+pattern tells for certain. Dense features are judged by whether they find the class of each patch.
 """
 
 import math
@@ -19,7 +19,7 @@ REGIONS = 2, 5  # of a scene, at least and at most
 WAVES = 4  # that bend the border of a region
 BORDER = 1.5  # pixels in which one region turns into the next, about
 PERIOD_SIZE = 32  # pixels of an image in which patterns have the periods of `synthetic.py`
-NUMBERS = 26  # that a region is drawn from
+NUMBERS = 25  # that a region is drawn from
 
 
 class SceneSource(SyntheticSource):
@@ -39,9 +39,9 @@ class SceneSource(SyntheticSource):
             pattern = PATTERNS[names[kind]](*self._coordinates(u), u[11:].tolist())
             pattern = ((pattern - pattern.mean()) / pattern.std()).astype(np.float32)
             hue = 2 * math.pi * (kind / len(names) + np.arange(3) / 3)  # of red, green and blue
-            tone, contrast = 0.4 * np.cos(hue) + 0.35 * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]
-            behind, ahead = np.stack([tone, contrast]).astype(np.float32)[..., None, None]
-            scene += share * (behind + (ahead if u[4] < 0.5 else -ahead) * pattern)
+            colours = np.stack([0.4 * np.cos(hue) + 0.35 * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]])
+            tone, contrast = colours.astype(np.float32)[..., None, None]
+            scene += share * (tone + (contrast if u[4] < 0.5 else -contrast) * pattern)
         noise = (0.05 + 0.07 * self._draw(index, 1, 1)[0]) * self._noise(index)
         levels = 127.5 + 127.5 * np.tanh(scene + noise, dtype=np.float32)
         return torch.from_numpy(np.rint(levels).astype(np.uint8))
