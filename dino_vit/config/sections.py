@@ -188,7 +188,7 @@ class Anchor(Settings):
 
     weights: str = Field(description="weights of that teacher: a kept checkpoint, or another run or file")
     weight: Positive = setting(1.0, "weight of the term; 2 in DINOv3's last phase")
-    scale: Literal[1, 2] = setting(1, "size of the views that the earlier teacher sees, in times of ours")
+    scale: Literal[1, 2] = setting(1, "2: the earlier teacher sees the global views at twice their size")
 
 
 class Masks(Settings):

@@ -68,7 +68,7 @@ class Objective:
         self,
         student: nn.Module,
         teacher: Network,
-        views: Sequence[Tensor],  # by size, each (views of that size * b, C, h, w)
+        views: Sequence[Tensor],  # by size, each (views of that size * b, C, h, w); the global ones first
         masks: Masks | None,
         *,
         images: int,
@@ -77,6 +77,10 @@ class Objective:
         """Compute the loss of a pass; `student` is a Network that may be wrapped."""
         global_views = self.views.global_count
         rows = global_views * images
+        enlarged = views[0][:rows]
+        if self.anchor and self.anchor.scale > 1:
+            reduced = F.interpolate(enlarged, size=self.views.global_shape, mode="bicubic", antialias=True)
+            views = [reduced, *(view for view in (views[0][rows:], *views[1:]) if len(view))]
         targets, patch_targets, teacher_cls = self._targets(
             teacher, [views[0][:rows]], masks, teacher_temperature
         )
@@ -112,20 +116,18 @@ class Objective:
             loss = loss + weight * koleo
         gram = None
         if self.anchor and self.earlier:
-            gram = gram_loss(out.tokens[:rows], self._earlier_patches(views[0][:rows]))
+            gram = gram_loss(out.tokens[:rows], self._earlier_patches(enlarged))
             loss = loss + self.anchor.weight * gram
         return Forward(loss, cross_entropy, patch, koleo, gram, targets, patch_targets, teacher_cls)
 
     @torch.no_grad()
     def _earlier_patches(self, views: Tensor) -> Tensor:
         """Return the patches (rows, N, width) of global views, as the earlier teacher sees them."""
-        assert self.anchor
         assert self.earlier
         earlier, (height, width) = self.earlier, views.shape[-2:]
-        size = self.anchor.scale * height, self.anchor.scale * width
-        enlarged = F.interpolate(views, size=size, mode="bicubic") if self.anchor.scale > 1 else views
-        patches = earlier.forward_features(enlarged)[:, 1 + earlier.registers :]
-        return resize_patches(patches, earlier.grid_of(*size), earlier.grid_of(height, width))
+        patches = earlier.forward_features(views)[:, 1 + earlier.registers :]
+        wanted = earlier.grid_of(*self.views.global_shape)
+        return resize_patches(patches, earlier.grid_of(height, width), wanted)
 
     @torch.no_grad()
     def _targets(

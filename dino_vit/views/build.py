@@ -21,15 +21,18 @@ from dino_vit.views.sampler import BatchSpec, Sampler
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
     """Return the views of an image, global ones first."""
-    views, photometry = config.views, config.photometry
-    common = photometry.model_dump(exclude={"blur", "solarise"})
+    views, photometry, times = config.views, config.photometry, _enlargement(config)
+    common = photometry.model_dump(exclude={"blur", "blur_sigma", "solarise"})
+    narrow, wide = photometry.blur_sigma
     first, other, local = (
-        ViewPhotometry(**common, blur=blur, solarise=solarise)
-        for blur, solarise in zip(photometry.blur, photometry.solarise, strict=True)
+        ViewPhotometry(**common, blur=blur, blur_sigma=(size * narrow, size * wide), solarise=solarise)
+        for size, blur, solarise in zip((times, times, 1), photometry.blur, photometry.solarise, strict=True)
     )
+    height, width = views.global_shape
+    enlarged = times * height, times * width
     kinds = (
-        (1, views.global_shape, views.global_scale, first),
-        (views.global_count - 1, views.global_shape, views.global_scale, other),
+        (1, enlarged, views.global_scale, first),
+        (views.global_count - 1, enlarged, views.global_scale, other),
         (views.local_count, views.local_shape, views.local_scale, local),
     )
     return tuple(
@@ -37,6 +40,11 @@ def build_views(config: PretrainConfig) -> tuple[View, ...]:
         for count, size, scale, of_view in kinds
         for _ in range(count)
     )
+
+
+def _enlargement(config: PretrainConfig) -> int:
+    """Return how much larger the global views are made than the networks see them, for an earlier teacher."""
+    return config.anchor.scale if config.anchor else 1
 
 
 def build_pixels(config: PretrainConfig) -> Pixels:
@@ -57,7 +65,8 @@ def build_augment(config: PretrainConfig) -> Augment:
     """Return the photometry module, on the host."""
     mean, std = normalisation(config)
     photometry = config.photometry
-    return Augment(mean=mean, std=std, sigma_max=photometry.blur_sigma[1], hue_max=photometry.hue)
+    sigma_max = _enlargement(config) * photometry.blur_sigma[1]
+    return Augment(mean=mean, std=std, sigma_max=sigma_max, hue_max=photometry.hue)
 
 
 def build_preparation(config: PretrainConfig) -> Preparation:
@@ -136,7 +145,8 @@ def make_views(
     batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels
     # Mean 0 and standard deviation 1 leave the values from 0 to 1.
-    augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=config.photometry.blur_sigma[1])
+    sigma_max = _enlargement(config) * config.photometry.blur_sigma[1]
+    augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=sigma_max)
     views: list[list[Tensor]] = [[] for _ in samples]
     for size, pixels in batch.views.items():
         coloured = augment(pixels, batch.photometry[size])

@@ -196,13 +196,14 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     out = state.objective(
         state.student, state.teacher, views, batch.masks, images=8, teacher_temperature=rates.teacher_temp
     )
-    earlier = load_backbone(kept)
-    seen = F.interpolate(views[0], scale_factor=scale, mode="bicubic") if scale > 1 else views[0]
+    earlier, seen = load_backbone(kept), views[0]
+    assert seen.shape[-1] == 48 * scale
     theirs = earlier.forward_features(seen)[:, 1:].unflatten(1, (6 * scale, 6 * scale)).permute(0, 3, 1, 2)
     if scale > 1:
         theirs = F.interpolate(theirs, size=(6, 6), mode="bicubic", antialias=True)
+        seen = F.interpolate(seen, size=48, mode="bicubic", antialias=True)
     hidden = batch.masks.hidden if batch.masks else None
-    ours = state.student.backbone.forward_features(views[0], hidden)[:, 1:]
+    ours = state.student.backbone.forward_features(seen, hidden)[:, 1:]
     ours, theirs = F.normalize(ours, dim=2), F.normalize(theirs.flatten(2).mT, dim=2)
     gram = ((ours @ ours.mT - theirs @ theirs.mT) ** 2).mean()
     assert_close(out.gram, gram)
@@ -212,6 +213,23 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     found = [line["gram"] for line in readings(tmp_path / "run")]
     assert found[:10] == [None] * 10
     assert all(value > 0 for value in found[10:])
+
+
+@pytest.mark.parametrize("local_size", [16, 96])  # 96: that of the enlarged views
+def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size):
+    settings = {"views.local_size": local_size}
+    run(tmp_path / "run", {**PATCHES, **settings, "budget.steps": 5, "optim.warmup_epochs": 0.25})
+    outs, views = [], []
+    for scale in (1, 2):
+        anchored = {"anchor.weights": tmp_path / "run", "anchor.scale": scale}
+        state = opened(tmp_path / f"at{scale}", {**PATCHES, **settings, **anchored}).state
+        batch = next(iter(state.loader.batches()))
+        seen, networks = state.views_of(batch), (state.student, state.teacher)
+        views.append(seen[0][:16])
+        outs.append(state.objective(*networks, seen, batch.masks, images=8, teacher_temperature=0.04))
+    reduced = F.interpolate(views[1], size=48, mode="bicubic", antialias=True)
+    assert (reduced - views[0]).abs().mean() < 0.05  # a solarised or clamped pixel may differ more
+    assert_close(outs[1].cross_entropy, outs[0].cross_entropy, atol=1e-2, rtol=0)
 
 
 def test_the_run_itself_is_no_earlier_teacher(tmp_path):
