@@ -24,7 +24,7 @@ from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.report.record import read_run
+from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation

@@ -39,7 +39,7 @@ from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import rankme
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.report.record import outcome, read_run
+from dino_vit.reports.record import outcome, read_run
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone

@@ -26,7 +26,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.report.record import read_run
+from dino_vit.reports.record import read_run
 
 BATCH = 128  # its default
 TRIALS = (8, 40)  # steps

@@ -20,7 +20,7 @@ from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.features.extraction import extract_features, pixel_features
 from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import random_indices
-from dino_vit.report.record import read_run
+from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain, seconds_per_step
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation

@@ -16,10 +16,10 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.online import random_indices
-from dino_vit.report.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
-from dino_vit.report.page import SECTIONS, Page, Pictures, render, serve
-from dino_vit.report.record import RunRecord, read_run
-from dino_vit.report.sheets import attention_rows, neighbour_rows, view_rows
+from dino_vit.reports.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
+from dino_vit.reports.page import SECTIONS, Page, Pictures, render, serve
+from dino_vit.reports.record import RunRecord, read_run
+from dino_vit.reports.sheets import attention_rows, neighbour_rows, view_rows
 
 UNAVAILABLE = (ValueError, OSError, UnreadableImage)  # what files raise that are missing or damaged
 

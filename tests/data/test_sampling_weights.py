@@ -14,7 +14,7 @@ from dino_vit.core.storage import read_metadata
 from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.report.sheets import view_rows
+from dino_vit.reports.sheets import view_rows
 from tests.support.processes import run_in_two
 from tests.support.runs import assert_same_end, readings, run, signal_before_step
 

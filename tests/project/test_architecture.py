@@ -16,7 +16,7 @@ GROUPS = (
     ("views", "weights", "method"),
     ("eval",),
     ("training",),
-    ("report",),
+    ("reports",),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from dino_vit.cli import main
-from dino_vit.report.page import PageServer
+from dino_vit.reports.page import PageServer
 from tests.support.images import write_synthetic
 from tests.support.runs import run
 

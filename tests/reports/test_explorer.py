@@ -10,9 +10,9 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.online import random_indices
-from dino_vit.report import explorer
-from dino_vit.report.explorer import LoadedTeacher, build_atlas
-from dino_vit.report.record import read_run
+from dino_vit.reports import explorer
+from dino_vit.reports.explorer import LoadedTeacher, build_atlas
+from dino_vit.reports.record import read_run
 from tests.support.reports import picture_of, write_report
 from tests.support.runs import rewrite
 

@@ -8,9 +8,9 @@ from dino_vit.cli import main
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import heat
-from dino_vit.report import sheets
-from dino_vit.report.explorer import LoadedTeacher, build_map, data_uri
-from dino_vit.report.record import read_run
+from dino_vit.reports import sheets
+from dino_vit.reports.explorer import LoadedTeacher, build_map, data_uri
+from dino_vit.reports.record import read_run
 from dino_vit.views.build import build_views
 from dino_vit.views.loader import Loader
 from dino_vit.views.photometry import Augment

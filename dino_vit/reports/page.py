@@ -25,9 +25,9 @@ from markupsafe import Markup
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import printable
-from dino_vit.report.curves import figures, live_data
-from dino_vit.report.record import RunRecord, changed_settings, facts, read_run
-from dino_vit.report.sheets import Row
+from dino_vit.reports.curves import figures, live_data
+from dino_vit.reports.record import RunRecord, changed_settings, facts, read_run
+from dino_vit.reports.sheets import Row
 
 SCRIPTS = ("charts.js", "explorer.js", "page.js")
 SECTIONS = ("views", "attention", "neighbours", "explorer")  # need the images; all but views, a network
@@ -83,7 +83,7 @@ def _finalize(value: object) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("dino_vit.report") / "assets" / name).read_text(encoding="utf-8")
+    return (files("dino_vit.reports") / "assets" / name).read_text(encoding="utf-8")
 
 
 class Page:

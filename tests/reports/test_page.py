@@ -13,8 +13,8 @@ import torch
 
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
-from dino_vit.report.page import Page, PageServer, Pictures, _Handler
-from dino_vit.report.record import read_run
+from dino_vit.reports.page import Page, PageServer, Pictures, _Handler
+from dino_vit.reports.record import read_run
 from dino_vit.training.readings import Baseline
 from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
 

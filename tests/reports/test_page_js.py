@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from dino_vit.report.page import Page, Pictures
+from dino_vit.reports.page import Page, Pictures
 from tests.support.browser import set_screen, text_of
 from tests.support.reports import serving
 

@@ -11,7 +11,7 @@ from dino_vit.data.sampling_weights import read_sampling_weights
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize, shorten
 from dino_vit.eval.neighbours import format_cosines
-from dino_vit.report.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
+from dino_vit.reports.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 

@@ -7,8 +7,8 @@ import pytest
 from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.report.curves import charts, live_data, thin
-from dino_vit.report.record import read_run, state
+from dino_vit.reports.curves import charts, live_data, thin
+from dino_vit.reports.record import read_run, state
 from dino_vit.training.diagnosis import UNIFORM
 from dino_vit.training.readings import append_record
 from tests.support.readings import HEALTHY

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dino_vit.report.record import RunRecord, facts, finite, outcome, state
+from dino_vit.reports.record import RunRecord, facts, finite, outcome, state
 from dino_vit.training.readings import Reading
 from dino_vit.training.verdict import LEARNING
 
