@@ -115,8 +115,7 @@ def main() -> None:
     config = load(
         PretrainConfig, path, [f"data.source={options.folder / 'train.parquet'}", *options.settings]
     )
-    if code := pretrain(config):
-        raise SystemExit(code)
+    pretrain(config)
     config = read_run(Path(config.output)).config  # with what recipe=auto chose
     train, test = (open_source(str(options.folder / f"{name}.parquet")) for name in ("train", "test"))
     title = f"CIFAR-10, configs/pretrain/{path.name}, {'CUDA' if cuda else 'CPU'}"

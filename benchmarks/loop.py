@@ -84,7 +84,6 @@ def shares(changes: dict[str, Any]) -> dict[str, float]:
             stack.enter_context(watch.wrap(name, owner, attribute))
         with watch.part(REST):
             dino_vit.training.loop.train(run_.state, reporter, interruption)
-        accelerator.end_training()
     whole = sum(watch.seconds.values())
     return {name: seconds / whole for name, seconds in watch.seconds.items()}
 

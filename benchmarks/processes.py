@@ -68,7 +68,6 @@ def child(out: Path) -> None:
         found["evaluation"] = time.perf_counter() - began
         if accelerator.is_main_process:
             out.write_text(json.dumps(found))
-        accelerator.end_training()
 
 
 def round_of(state: TrainingState, batches: Iterator[Any]) -> float:

@@ -8,16 +8,17 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import NamedTuple
 
 import dino_vit
+from dino_vit.commands import Result
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
-from dino_vit.core.native import separate_stderr
+from dino_vit.core.native import separate_stderr, set_torch_environment
 from dino_vit.core.signals import Interruption
-from dino_vit.core.text import PrintableFormatter, PrintableStream, printable_lines
+from dino_vit.core.text import PrintableFormatter, printable_lines
 
 
 class Command(NamedTuple):
@@ -50,12 +51,12 @@ COMMANDS = {
     ),
     "knn": Command(
         "classify images by their nearest neighbours",
-        "commands.knn:KnnConfig",
+        "commands.classification.knn:KnnConfig",
         examples=("knn photos weights=runs/demo", "knn val train=train weights=runs/demo"),
     ),
     "linear": Command(
         "train linear classifiers on a frozen backbone",
-        "commands.linear:LinearConfig",
+        "commands.classification.linear:LinearConfig",
         examples=(
             "linear photos/val train=photos/train weights=runs/pretrain",
             "linear photos weights=runs/pretrain method=logistic",
@@ -63,7 +64,7 @@ COMMANDS = {
     ),
     "finetune": Command(
         "train a backbone and a classifier on labelled images",
-        "commands.finetune:FinetuneConfig",
+        "commands.classification.finetune:FinetuneConfig",
         examples=(
             "finetune photos/val train=photos/train weights=runs/pretrain",
             "finetune photos arch=vit_small",
@@ -110,10 +111,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake is a message on stderr and exit code 2, not a traceback."""
-    # Both are read once, when torch is imported. Threads that spin while they wait slow a busy CPU down
-    # several times; large tensors on small pages (Linux) cost a CPU step a tenth of its time in page faults.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    set_torch_environment()
     argv = sys.argv[1:] if argv is None else argv
     args = arguments.parse_arguments(build_parser(argv), argv)
     _log_to_stderr()
@@ -123,20 +121,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = arguments.config_from(args, config_class(args.command))
         # The function is imported after the config is validated: its imports may take seconds.
         interruptible = Interruption() if COMMANDS[args.command].resumes else nullcontext()
-        with redirect_stdout(PrintableStream(sys.stdout)), interruptible:
-            code = run_function(args.command)(config)
+        with interruptible:
+            result = run_function(args.command)(config)
+        if result is not None and os.environ.get("RANK", "0") == "0":
+            print(printable_lines(str(result)))
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _leave(128 + 13)
     except Exception as error:
         return _fail(error, args)
-    except SystemExit as stop:  # by a signal that came before the first step
-        print(f"dino-vit {args.command}: stopped by a signal; run the same command again", file=sys.stderr)
+    except SystemExit as stop:  # by a signal, or without a loader process
+        print(f"dino-vit {args.command}: stopped; run the same command again", file=sys.stderr)
         return _leave(int(stop.code or 0))
     except KeyboardInterrupt:
         print(f"dino-vit {args.command}: interrupted", file=sys.stderr)
         return _leave(130)
-    return code
+    return 0
 
 
 def _fail(error: Exception, args: argparse.Namespace) -> int:
@@ -204,11 +204,11 @@ def config_class(name: str) -> type[Settings]:
     return cls
 
 
-def run_function(name: str) -> Callable[[Settings], int]:
+def run_function(name: str) -> Callable[[Settings], Result | None]:
     """Return the function of a command."""
     command = COMMANDS[name]
     path = command.run or f"{command.config.partition(':')[0]}:run"
-    run: Callable[[Settings], int] = resolve_name(f"dino_vit.{path}")
+    run: Callable[[Settings], Result | None] = resolve_name(f"dino_vit.{path}")
     return run
 
 

@@ -116,7 +116,7 @@ def test_a_signal_while_libraries_are_imported_asks_for_another_start(monkeypatc
     monkeypatch.setattr(dino_vit.cli, "run_function", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     for command in (["pretrain"], ["finetune", "photos", "train=photos", "arch=vit_small"], ["demo"]):
         assert main(command) == 75
-        assert "stopped by a signal; run the same command again" in capsys.readouterr().err
+        assert "stopped; run the same command again" in capsys.readouterr().err
 
 
 def test_config_prints_settings_that_load_back(tmp_path, capsys):

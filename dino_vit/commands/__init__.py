@@ -1,6 +1,17 @@
-"""The commands of `dino-vit`: the settings of each and a function that runs it."""
+"""The commands of `dino-vit`: the settings of each and a function that runs it and returns its result."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a command found or wrote; as text it is what the command prints."""
+
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,19 +1,21 @@
 """`dino-vit demo`: pretrain a small transformer in minutes, and show what it learned."""
 
 import json
+from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dino_vit.commands import report
+from dino_vit.commands import Result, report
 from dino_vit.commands.maps import attention
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.distributed import any_process
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import write_results
@@ -40,27 +42,38 @@ class DemoConfig(Settings):
     images: Count = setting(5000, "number of images for the linear probe")
 
 
-def run(config: DemoConfig) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DemoResult(Result):
+    """Where the run is, and what it learned."""
+
+    folder: Path
+    figures: dict[str, dict[str, float]]  # accuracies in per cent, by evaluation and network
+
+
+def run(config: DemoConfig) -> DemoResult:
     """Pretrain, evaluate, draw attention maps and write a report, reusing what is up to date."""
     settings = recipe(config)
-    code = pretrain(settings)
-    if code:
-        return code
+    pretrain(settings)
     folder = Path(settings.output)
     weights, maps, page = Checkpoints(folder).paths()[-1], folder / "attention", folder / "report.html"
-    figures = folder / "demo.json"
-    if is_outdated(figures, weights):
-        write_results(figures, evaluate(settings, weights, config.images))
-    if is_outdated(maps, weights):
+    results = folder / "demo.json"
+    # Decided before any process writes one of them.
+    outdated = [path for path in (results, maps, page) if any_process(is_outdated(path, weights))]
+    if results in outdated:
+        write_results(results, evaluate(settings, weights, config.images))
+    if maps in outdated:
         attention.run(load(attention.AttentionConfig, None, [f"weights={folder}", f"output={maps}"]))
-    if is_outdated(page, weights):
+    if page in outdated:
         report.run(load(report.ReportConfig, None, [f"run={folder}"]))
-    print("Top-1 accuracy; the pretraining used no labels:")
-    for evaluation, row in json.loads(figures.read_bytes()).items():
-        print(f"  {evaluation + ':':14}" + ", ".join(f"{name} {value:.1f} %" for name, value in row.items()))
-    print(f"Attention maps: {maps.resolve()}")
-    print(f"Report: {page.resolve()} (open it in a browser)")
-    return 0
+    figures = json.loads(results.read_bytes())
+    lines = ["Top-1 accuracy; the pretraining used no labels:"]
+    for evaluation, row in figures.items():
+        lines.append(
+            f"  {evaluation + ':':14}" + ", ".join(f"{name} {one:.1f} %" for name, one in row.items())
+        )
+    lines.append(f"Attention maps: {maps.resolve()}")
+    lines.append(f"Report: {page.resolve()} (open it in a browser)")
+    return DemoResult(folder=folder, figures=figures, text="\n".join(lines))
 
 
 def is_outdated(path: Path, weights: Path) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from dino_vit.commands import Result
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
@@ -44,20 +46,28 @@ class InspectConfig(Settings):
     switches: ClassVar = {"json": "as_json"}
 
 
-def run(config: InspectConfig) -> int:
-    """Print what was found, and draw the views."""
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts(Result):
+    """What is known of a source, by the names that --json prints."""
+
+    facts: dict[str, Any]
+
+
+def run(config: InspectConfig) -> SourceFacts:
+    """Inspect the images, and draw the views."""
     source = open_source(config.source, config.labels)
     indices = range(len(source)) if config.count is None else spread(len(source), config.count)
     summary = inspect_images(source, indices, max_pixels=config.max_pixels, allow_none=True)
     facts = describe(printable(config.source), source, summary)
-    print(json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts)))
     if not summary.images:
-        raise ValueError(f"none of the {len(indices):,} inspected images can be read")
+        reasons = "\n  ".join(str(one) for one in summary.unreadable[:LISTED])
+        raise ValueError(f"none of the {len(indices):,} inspected images can be read:\n  {reasons}")
     if config.sheet and config.rows:
         replaced = " (replaced an existing file)" if Path(config.sheet).exists() else ""
         draw_views(source, summary, config)
         log.info("%s: the views that training would use%s", config.sheet, replaced)
-    return 0
+    whole = json.dumps(facts, indent=2, ensure_ascii=False)
+    return SourceFacts(facts=facts, text=whole if config.as_json else "\n".join(as_text(facts)))
 
 
 def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]:

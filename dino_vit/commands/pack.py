@@ -12,6 +12,7 @@ import tarfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -21,6 +22,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor, uint8
 
+from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
@@ -56,13 +58,22 @@ class Packed(NamedTuple):
     unreadable: list[UnreadableImage]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackResult(Result):
+    """The shards of a source."""
+
+    shards: list[Path]
+    images: int
+    unreadable: list[UnreadableImage]  # which were left out
+
+
 class _Item(NamedTuple):
     name: str
     data: bytes
     label: str | None
 
 
-def run(config: PackConfig) -> int:
+def run(config: PackConfig) -> PackResult:
     """Pack the source into a hidden folder, and rename it when it is complete."""
     output = Path(config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -81,11 +92,13 @@ def run(config: PackConfig) -> int:
     if packed.unreadable:
         examples = "\n  ".join(map(str, packed.unreadable[:10]))
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
-    size = sum((output / shard.name).stat().st_size for shard in packed.shards) / 2**20
-    shards = plural(len(packed.shards), "shard")
-    print(f"{output}: {packed.images:,} images in {shards}, {size:,.1f} MiB")
-    print(f"verify a copy with: cd {output} && sha256sum --check {SUMS}")
-    return 0
+    shards = [output / shard.name for shard in packed.shards]
+    size = sum(shard.stat().st_size for shard in shards) / 2**20
+    text = (
+        f"{output}: {packed.images:,} images in {plural(len(shards), 'shard')}, {size:,.1f} MiB\n"
+        f"verify a copy with: cd {output} && sha256sum --check {SUMS}"
+    )
+    return PackResult(shards=shards, images=packed.images, unreadable=packed.unreadable, text=text)
 
 
 def pack(source: Source, folder: Path, *, shard_bytes: int, check: bool = True) -> Packed:

@@ -1,5 +1,6 @@
 """`dino-vit report`: write a page about a run, or serve it while the run goes on."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -7,6 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
+from dino_vit.commands import Result
 from dino_vit.config.settings import Settings, setting
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
@@ -39,21 +41,27 @@ class ReportConfig(Settings):
     port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any free port")
 
 
-def run(config: ReportConfig) -> int:
-    """Write the page, or serve it until Ctrl-C."""
+@dataclass(frozen=True, kw_only=True)
+class ReportFile(Result):
+    """The page that was written."""
+
+    path: Path
+
+
+def run(config: ReportConfig) -> ReportFile | None:
+    """Write the page and return its file, or serve it until ctrl-C; only rank 0 does."""
     accelerator = start_processes()
     if not accelerator.is_main_process:
-        return 0
+        return None
     record = read_run(Path(config.run))
     draw_pictures = partial(draw, config=config, device=accelerator.device)
     if config.serve:
         serve(Page(record.folder, draw_pictures), config.address, config.port)
-        return 0
+        return None
     output = Path(config.output or record.folder / "report.html")
     html = render(record, draw_pictures(record)).encode()
     write_bytes(output, html)
-    print(f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
-    return 0
+    return ReportFile(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
 def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:

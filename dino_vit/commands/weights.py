@@ -1,11 +1,13 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from dino_vit.commands import Result
 from dino_vit.config.sections import Side, WeightsFormat
 from dino_vit.config.settings import Few, Settings, setting
 from dino_vit.core.sizes import height_width
@@ -57,22 +59,34 @@ class ExportConfig(_WeightsConfig):
     switches: ClassVar = {"overwrite": "overwrite"}
 
 
-def inspect(config: InspectWeightsConfig) -> int:
-    """Print the facts about a backbone as two columns or as JSON."""
+@dataclass(frozen=True, kw_only=True)
+class WeightsFacts(Result):
+    """What is known of a backbone."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult(Result):
+    """The file or folder that was written; as text, the lines that use it."""
+
+    path: Path
+
+
+def inspect(config: InspectWeightsConfig) -> WeightsFacts:
+    """Return the facts about a backbone; as text, two columns or JSON."""
     facts = describe(config.load())
     lines = [
         f"{name.replace('_', ' '):<14}  {_show(name, facts[name])}" for name in facts if name != "config"
     ]
-    print(json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
-    return 0
+    return WeightsFacts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
 
-def export(config: ExportConfig) -> int:
-    """Write a backbone for another library, and print the lines that use it there."""
-    model = config.load()
-    export_backbone(model, config.out, config.format, overwrite=config.overwrite)
-    print(usage(model, Path(config.out), config.format))
-    return 0
+def export(config: ExportConfig) -> ExportResult:
+    """Write a backbone for another library."""
+    model, path = config.load(), Path(config.out)
+    export_backbone(model, path, config.format, overwrite=config.overwrite)
+    return ExportResult(path=path, text=usage(model, path, config.format))
 
 
 def describe(model: VisionTransformer) -> dict[str, Any]:

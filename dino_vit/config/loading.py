@@ -3,6 +3,7 @@
 All mistakes are reported together, each with its origin, what is allowed and the nearest known name.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,10 +30,12 @@ _Layer = dict[str, Entry]  # by dotted key
 LARGEST_FILE = 1_000_000
 
 
-def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] = ()) -> C:
-    """Return the defaults of `cls` changed by a YAML file and then by `section.name=value` texts."""
+def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
+    """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
     problems: list[Problem] = []
     below = _layer(cls, _read_file(file) if file else [], problems)
+    if isinstance(overrides, Mapping):
+        return _build(cls, below, _layer(cls, _in_code(overrides), problems), problems)
     above: _Layer = {}
     for text in overrides:
         one = _layer(cls, _read_override(cls, text, problems), problems)
@@ -44,8 +47,24 @@ def replace(config: C, values: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
     cls, problems = type(config), list[Problem]()
     below = {key: Entry(key, value, "unchanged") for key, value in all_values(config, given=True).items()}
-    above = _layer(cls, [Entry(key, value, "in code") for key, value in values.items()], problems)
-    return _build(cls, below, above, problems)
+    return _build(cls, below, _layer(cls, _in_code(values), problems), problems)
+
+
+def _in_code(values: Mapping[str, object]) -> list[Entry]:
+    """Return values by dotted key, or by section and name, as entries of the types that settings have."""
+    entries = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            entries += _in_code({f"{key}.{name}": inside for name, inside in value.items()})
+        else:
+            entries.append(Entry(key, _plain(value), "in code"))
+    return entries
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _read_file(file: Path) -> list[Entry]:

@@ -22,6 +22,12 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
+def end_processes() -> None:
+    """Destroy the process group, if there is one."""
+    if world_size() > 1:
+        dist.destroy_process_group()
+
+
 def local_world_size() -> int:
     """Return the number of processes on this host; all processes must make the first call together."""
     return _processes_here() if world_size() > 1 else 1

@@ -1,5 +1,6 @@
 """Set up a run on its machine: processes, device, precision."""
 
+import atexit
 import logging
 import os
 import platform
@@ -15,7 +16,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import local_world_size
+from dino_vit.core.distributed import end_processes, local_world_size
 from dino_vit.core.native import keep_freed_memory
 from dino_vit.core.storage import utf8_path
 from dino_vit.core.text import printable
@@ -31,6 +32,7 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     Trackers write to `folder`.
     """
     check_trackers(trackers)
+    atexit.register(end_processes)
     keep_freed_memory()
     adopt_slurm(os.environ)
     launched = int(os.environ.get("WORLD_SIZE", "1"))

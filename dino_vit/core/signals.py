@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
+import threading
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 from dino_vit.core.native import write_to_stderr
 
@@ -21,7 +22,9 @@ class Interruption:
         self.in_steps = False
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        # Only the main thread may ask for signals.
+        numbers = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._handlers = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,7 +47,8 @@ class Interruption:
         """Whether this process was asked to stop."""
         return self.received is not None
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code to stop with; after a signal of a scheduler it asks to be queued again."""
-        return 130 if self.received == signal.SIGINT else REQUEUE
+    def leave(self) -> NoReturn:
+        """Leave a run that is saved: as ctrl-C does, or with the exit code that asks for its continuation."""
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(REQUEUE)

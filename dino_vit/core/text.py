@@ -2,7 +2,6 @@
 
 import logging
 import re
-from typing import Any, TextIO
 
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -35,16 +34,3 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
-
-
-class PrintableStream:
-    """A stream of text that is written without escape sequences."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        return self.stream.write(printable_lines(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from dino_vit.method.optim import (
     step_if_finite,
 )
 from dino_vit.training.plan import Rates
+from dino_vit.training.readings import Reading
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
@@ -39,21 +40,29 @@ from dino_vit.views.loader import Batch
 WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
 
 
-def pretrain(config: PretrainConfig) -> int:
-    """Train as configured, resuming where the output folder has a run; return the exit code."""
+def pretrain(
+    config: PretrainConfig,
+    *,
+    on_reading: Callable[[Reading], object] | None = None,
+    on_checkpoint: Callable[[Path], object] | None = None,
+) -> None:
+    """Train as configured, resuming where the output folder has a run.
+
+    On rank 0 `on_reading` is called with each reading and `on_checkpoint` with the path of each checkpoint.
+    """
     with Interruption() as interruption:
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
             run = set_up(config, accelerator, measure=seconds_per_step)
-            with Reporter(run) as reporter:
-                code = train(run.state, reporter, interruption)
+            with Reporter(run, on_reading=on_reading, on_checkpoint=on_checkpoint) as reporter:
+                finished = train(run.state, reporter, interruption)
                 accelerator.wait_for_everyone()
-                accelerator.end_training()
-    return code
+        if not finished:
+            interruption.leave()
 
 
-def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> int:
-    """Take the remaining steps; return 0, or the exit code when asked to stop."""
+def train(state: TrainingState, reporter: Reporter, interruption: Interruption) -> bool:
+    """Take the remaining steps; return whether all were taken, and not stopped before."""
     reporter.start()
     state.start_clock()
     if state.saved_step is None and state.plan.steps_between_evaluations:
@@ -72,10 +81,10 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 if any_process(stopped):
                     save(state, reporter)
                     reporter.stop()
-                    return interruption.exit_code
+                    return False
     save(state, reporter, last=True)
     reporter.finish()
-    return 0
+    return True
 
 
 def seconds_per_step(config: PretrainConfig) -> float:
@@ -194,4 +203,4 @@ def save(state: TrainingState, reporter: Reporter, *, last: bool = False) -> Non
             raise type(error)(text) from error
         reporter.progress.notice(f"step {state.step:,}: no checkpoint was written. {error}")
     else:
-        reporter.progress.saved_step = state.step
+        reporter.saved()

@@ -1,10 +1,12 @@
 """Log a run on rank 0: its start, its readings, its result. Nothing here changes the state."""
 
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -13,6 +15,7 @@ from dino_vit import __version__
 from dino_vit.config import yaml
 from dino_vit.config.display import to_yaml
 from dino_vit.config.settings import values
+from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import StorageError, write_bytes
@@ -44,14 +47,21 @@ NAMES = {
 class Reporter:
     """Log a run to the terminal, to its folder and to trackers; do nothing on other ranks."""
 
-    def __init__(self, run: ReadyRun) -> None:
+    def __init__(
+        self,
+        run: ReadyRun,
+        *,
+        on_reading: Callable[[Reading], object] | None = None,
+        on_checkpoint: Callable[[Path], object] | None = None,
+    ) -> None:
         self.run, self.state = run, run.state
+        self.on_reading, self.on_checkpoint = on_reading, on_checkpoint
         config, accelerator = self.state.config, self.state.accelerator
         self.main = bool(accelerator.is_main_process)
         self.progress = RunProgress(
             total_steps=self.state.plan.total_steps,
             step=self.state.step,
-            stream=sys.stderr if self.main else StringIO(),
+            stream=sys.stderr if log.isEnabledFor(logging.INFO) else StringIO(),
         )
         self.metrics = self.state.folder / "metrics.jsonl"
         self.readings: list[Reading] = []
@@ -73,6 +83,8 @@ class Reporter:
 
     def __exit__(self, *error: object) -> None:
         self.progress.__exit__(*error)
+        for tracker in self.state.accelerator.trackers:
+            tracker.finish()
 
     def _write_config(self, text: str) -> None:
         """Write the settings unless they are unchanged: on a full disk a good file must stay untouched."""
@@ -111,12 +123,21 @@ class Reporter:
             return
         self.readings.append(reading)
         diagnosis = diagnose(self.readings, self._circumstances())
+        self.readings[-1] = replace(reading, state=diagnosis.state)
         self.progress.show(reading, diagnosis)
         try:
-            append_record(self.metrics, replace(reading, state=diagnosis.state).to_record())
+            append_record(self.metrics, self.readings[-1].to_record())
             self.state.accelerator.log(reading.scalars(), step=reading.step)
         except OSError as error:  # a full disk may be freed before the next checkpoint
             self.progress.notice(f"step {reading.step:,}: the reading could not be written. {error}")
+        if self.on_reading:
+            self.on_reading(self.readings[-1])
+
+    def saved(self) -> None:
+        """Note that a checkpoint was written."""
+        self.progress.saved_step = self.state.step
+        if self.main and self.on_checkpoint:
+            self.on_checkpoint(self.state.checkpoints.paths()[-1])
 
     def _circumstances(self) -> Circumstances:
         return circumstances(self.state.config, self.readings, self.baseline, len(self.state.source))

@@ -9,6 +9,7 @@ from tests.support.runs import server
 def leave_after(names):
     before = signal.getsignal(signal.SIGTERM)
     try:
+        code = 1
         with Interruption() as interruption:
             interruption.in_steps = names[0] != "before"
             names = [name for name in names if name != "before"]
@@ -16,9 +17,13 @@ def leave_after(names):
             for name in names:
                 os.kill(os.getpid(), name)
                 assert interruption.asked
-        code = interruption.exit_code
+            if interruption.received == signal.SIGINT:  # a single one, after the step
+                code = 130
+            interruption.leave()
     except KeyboardInterrupt:
-        code = 1
+        pass
+    except SystemExit as stop:
+        code = stop.code
     assert signal.getsignal(signal.SIGTERM) == before
     sys.exit(code)
 

@@ -27,7 +27,7 @@ def trained(output, settings=MappingProxyType({})):
     """Train in this process and return the state."""
     found = opened(output, settings)
     with Interruption() as interruption, Reporter(found) as reporter:
-        assert train(found.state, reporter, interruption) == 0
+        assert train(found.state, reporter, interruption)
     return found.state
 
 

@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from dino_vit.commands import Result
 from dino_vit.config.settings import Count, FewOrZero, Settings, setting
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
@@ -39,8 +41,35 @@ class DuplicatesConfig(Settings):
     positional: ClassVar = ("embeddings",)
 
 
-def run(config: DuplicatesConfig) -> int:
-    """Write pairs and groups of near-duplicates and a sheet of the closest pairs, and print some."""
+class Duplicates(NamedTuple):
+    """Pairs and groups of rows that are near-duplicates."""
+
+    pairs: list[Pair]  # the closest ones, the closest first
+    total: int  # number of pairs, listed or not
+    groups: list[list[int]]  # formed by all pairs, the largest first
+
+
+class NamedPair(NamedTuple):
+    """Two images that are nearly the same."""
+
+    first: str
+    second: str
+    cosine: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicatesResult(Result):
+    """Images that are nearly the same."""
+
+    pairs: list[NamedPair]  # the closest ones, the closest first
+    total: int  # number of pairs, listed or not
+    groups: list[list[str]]  # formed by all pairs, the largest first
+    path: Path
+    sheet: Path | None
+
+
+def run(config: DuplicatesConfig) -> DuplicatesResult:
+    """Write pairs and groups of near-duplicates and a sheet of the closest pairs."""
     output = Path(config.output)
     if output.suffix not in (".json", ".csv"):
         raise ValueError(f"output={output} must end in .json or .csv")
@@ -52,27 +81,34 @@ def run(config: DuplicatesConfig) -> int:
         write_csv(output, found, names)
     else:
         write_json(output, found, names, config)
+    sheet = output.with_suffix(".png") if found.total and config.shown else None
+    if sheet:
+        draw_pairs(embeddings, found.pairs[: config.shown], sheet)
+    return DuplicatesResult(
+        pairs=[NamedPair(names[first], names[second], cosine) for first, second, cosine in found.pairs],
+        total=found.total,
+        groups=[[names[row] for row in rows] for rows in found.groups],
+        path=output,
+        sheet=sheet,
+        text="\n".join(describe(found, names, config, sheet)),
+    )
+
+
+def describe(
+    found: Duplicates, names: Sequence[str], config: DuplicatesConfig, sheet: Path | None
+) -> Iterator[str]:
+    """Yield the closest pairs and what was written as lines."""
     if not found.total:
-        print(f"no two of the {plural(len(names), 'image')} have a cosine of {config.threshold:g} or more")
+        yield f"no two of the {plural(len(names), 'image')} have a cosine of {config.threshold:g} or more"
     shown = found.pairs[:PAIRS_PRINTED]
     for (first, second, _), text in zip(shown, _cosines(shown), strict=True):
-        print(f"{text}  {names[first]}  {names[second]}")
+        yield f"{text}  {names[first]}  {names[second]}"
     counts = f"{len(found.pairs):,} of {plural(found.total, 'pair')}, {plural(len(found.groups), 'group')}"
-    print(f"{output}: {counts}")
+    yield f"{config.output}: {counts}"
     if advice := describe_threshold(found, config.threshold, images=len(names)):
-        print(advice)
-    if found.total and config.shown:
-        draw_pairs(embeddings, found.pairs[: config.shown], output.with_suffix(".png"))
-        print(f"{output.with_suffix('.png')}: the closest pairs")
-    return 0
-
-
-class Duplicates(NamedTuple):
-    """Pairs and groups of rows that are near-duplicates."""
-
-    pairs: list[Pair]  # the closest ones, the closest first
-    total: int  # number of pairs, listed or not
-    groups: list[list[int]]  # formed by all pairs, the largest first
+        yield advice
+    if sheet:
+        yield f"{sheet}: the closest pairs"
 
 
 def describe_threshold(found: Duplicates, threshold: float, *, images: int) -> str | None:

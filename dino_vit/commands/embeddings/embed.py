@@ -1,6 +1,8 @@
 """Write the embeddings of images to a file, with what is needed to compute them again."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -8,11 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit import __version__
+from dino_vit.commands import Result
 from dino_vit.config.settings import Few, setting
-from dino_vit.core.distributed import is_main_process
+from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.storage import replacing
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, row_blocks, write_embeddings
+from dino_vit.eval.embeddings import (
+    Array,
+    Embeddings,
+    check_suffix,
+    read_embeddings,
+    row_blocks,
+    write_embeddings,
+)
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.features.store import StoredFeatures
@@ -31,7 +41,34 @@ class EmbedConfig(EvaluationConfig):
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
 
 
-def run(config: EmbedConfig) -> int:
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingFile(Result):
+    """A file of embeddings; what is in it is read when it is asked for."""
+
+    path: Path
+
+    @cached_property
+    def content(self) -> Embeddings:
+        """Everything in the file."""
+        return read_embeddings(self.path)
+
+    @property
+    def values(self) -> Array:
+        """The embeddings (n, D); of patches (n, N, D)."""
+        return self.content.values
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The name of the image of each row."""
+        return self.content.names
+
+    @property
+    def labels(self) -> Sequence[str | None]:
+        """The name of the class of each row."""
+        return self.content.labels
+
+
+def run(config: EmbedConfig) -> EmbeddingFile:
     """Write the embeddings of a source to a file."""
     output = Path(config.output)
     check_suffix(output)
@@ -39,20 +76,23 @@ def run(config: EmbedConfig) -> int:
         raise ValueError(
             "index=flat needs one embedding per image, but tokens=patches gives many; leave one out"
         )
-    with frozen_backbone(config) as backbone:
-        source = open_source(config.source, config.labels)
-        spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-        stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
-        if is_main_process():
-            embeddings = with_metadata(stored, source, backbone, config)
-            transform = normalised if config.normalise else np.asarray
-            write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
-            shape = " × ".join(map(str, stored.values.shape))
-            print(f"{output}: {shape} in {config.dtype}, with names, labels and metadata")
-            if config.index:
-                write_index(output.with_suffix(".faiss"), stored.values)
-                print(f"{output.with_suffix('.faiss')}: FAISS index of their cosines")
-    return 0
+    backbone = frozen_backbone(config)
+    source = open_source(config.source, config.labels)
+    spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
+    stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
+    index = output.with_suffix(".faiss")
+    if is_main_process():
+        embeddings = with_metadata(stored, source, backbone, config)
+        transform = normalised if config.normalise else np.asarray
+        write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
+        if config.index:
+            write_index(index, stored.values)
+    shape = " × ".join(map(str, stored.values.shape))
+    text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
+    if config.index:
+        text += f"\n{index}: FAISS index of their cosines"
+    wait_for_all()  # the file is complete for all of them
+    return EmbeddingFile(path=output, text=text)
 
 
 def with_metadata(

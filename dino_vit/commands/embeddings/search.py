@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
+from dino_vit.commands import Result
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import write_bytes
@@ -35,8 +37,29 @@ class SearchConfig(Settings):
     positional: ClassVar = ("embeddings", "images")
 
 
-def run(config: SearchConfig) -> int:
-    """Print the nearest images to each given one, and write them as a sheet and as JSON."""
+@dataclass(frozen=True)
+class Neighbour:
+    """An embedded image, and how near it is to a given one."""
+
+    name: str
+    label: str | None
+    cosine: float
+    index: int  # in the source that was embedded
+    row: int  # of the embedding file
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult(Result):
+    """The nearest images to each given one."""
+
+    images: list[str]  # the given ones
+    nearest: list[list[Neighbour]]  # to each of them, the nearest first
+    sheet: Path
+    path: Path  # of the JSON file
+
+
+def run(config: SearchConfig) -> SearchResult:
+    """Find the nearest images to each given one, and write them as a sheet and as JSON."""
     output = Path(config.output)
     if output.suffix != ".png":
         raise ValueError(f"output={output} must end in .png")
@@ -44,31 +67,38 @@ def run(config: SearchConfig) -> int:
     queries = ImageFiles(config.images)
     features = query_features(config, queries, embeddings.metadata)
     cosines, rows = nearest(embeddings.values, features, k=config.k)
-    images, sheet, results = EmbeddedImages(embeddings), [], []
+    images, sheet, lines = EmbeddedImages(embeddings), [], []
+    names: list[str] = []
+    found: list[list[Neighbour]] = []
     for index, (query_cosines, query_rows) in enumerate(zip(cosines.tolist(), rows.tolist(), strict=True)):
         name = queries.name(index)
-        print(f"{name}:")
+        lines.append(f"{name}:")
         panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
-        found = []
+        names.append(name)
+        found.append([])
         texts = format_cosines(query_cosines)
         for cosine, text, row in zip(query_cosines, texts, query_rows, strict=True):
-            one = {
-                "name": embeddings.names[row],
-                "label": embeddings.labels[row],
-                "cosine": round(cosine, 6),
-                "index": int(embeddings.indices[row]),
-                "row": row,
-            }
-            print(f"  {text}  {one['name']}" + (f"  {one['label']}" if one["label"] else ""))
-            panels.append(images.panel(row, f"{text}  {shorten(one['label'] or one['name'], 20)}"))
-            found.append(one)
+            one = Neighbour(
+                name=embeddings.names[row],
+                label=embeddings.labels[row],
+                cosine=round(cosine, 6),
+                index=int(embeddings.indices[row]),
+                row=row,
+            )
+            lines.append(f"  {text}  {one.name}" + (f"  {one.label}" if one.label else ""))
+            panels.append(images.panel(row, f"{text}  {shorten(one.label or one.name, 20)}"))
+            found[-1].append(one)
         sheet.append(panels)
-        results.append({"image": name, "nearest": found})
     write_sheet(sheet, output)
-    result = {"embeddings": str(Path(config.embeddings).absolute()), "results": results}
-    write_bytes(output.with_suffix(".json"), json.dumps(result, indent=1).encode())
-    print(f"{output}: sheet of the nearest images; {output.with_suffix('.json')}: the same as JSON")
-    return 0
+    results = [
+        {"image": name, "nearest": [asdict(one) for one in of_image]}
+        for name, of_image in zip(names, found, strict=True)
+    ]
+    written = {"embeddings": str(Path(config.embeddings).absolute()), "results": results}
+    path = output.with_suffix(".json")
+    write_bytes(path, json.dumps(written, indent=1).encode())
+    lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
+    return SearchResult(images=names, nearest=found, sheet=output, path=path, text="\n".join(lines))
 
 
 class ImageFiles:

@@ -5,6 +5,7 @@ y x rows and columns of patches
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
+from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Dimension, FewOrZero, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank, world_size
@@ -73,28 +75,35 @@ class ImageMaps(NamedTuple):
     tokens: Tensor | None  # (y, x, d)
 
 
-def run(config: AttentionConfig) -> int:
+@dataclass(frozen=True, kw_only=True)
+class AttentionMaps(Result):
+    """The files that were drawn."""
+
+    folder: Path
+    sheets: list[Path]
+    maps: dict[str, Path]  # by the name of the image: an array (heads, rows, columns), for numpy.load
+    video: Path | None = None
+
+
+def run(config: AttentionConfig) -> AttentionMaps:
     """Write pictures and maps of every image, or an overlay of a video; processes share the sheets."""
     accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     heads = chosen_heads(config, model)
     folder, block = Path(config.output), config.block % model.depth
     if Path(config.source).suffix.lower() in VIDEO_SUFFIXES and Path(config.source).is_file():
-        if rank() == 0:
-            target = folder / f"{Path(config.source).stem}.overlay.mp4"
-            frames = draw_video(model, heads, target, config)
-            print(f"{target}: {plural(frames, 'frame')} beside the attention of block {block}")
-        return 0
-    sheets, images = draw_sheets(model, heads, open_source(config.source), config)
-    if rank() == 0:
-        counts = f"{plural(images, 'image')} on {plural(sheets, 'sheet')}"
-        print(
-            f"{folder}/sheet-*.png: attention of block {block}, {counts}\n"
-            f"{folder}/*.png: each image beside its maps; *.overlay.png and *.mask.png in the image's size\n"
-            f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
-        )
-    accelerator.end_training()
-    return 0
+        target = folder / f"{Path(config.source).stem}.overlay.mp4"
+        frames = draw_video(model, heads, target, config) if rank() == 0 else 0
+        text = f"{target}: {plural(frames, 'frame')} beside the attention of block {block}"
+        return AttentionMaps(folder=folder, sheets=[], maps={}, video=target, text=text)
+    sheets, maps = draw_sheets(model, heads, open_source(config.source), config)
+    counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
+    text = (
+        f"{folder}/sheet-*.png: attention of block {block}, {counts}\n"
+        f"{folder}/*.png: each image beside its maps; *.overlay.png and *.mask.png in the image's size\n"
+        f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
+    )
+    return AttentionMaps(folder=folder, sheets=sheets, maps=maps, text=text)
 
 
 def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]:
@@ -112,18 +121,19 @@ def chosen_heads(config: AttentionConfig, model: VisionTransformer) -> list[int]
 
 def draw_sheets(
     model: VisionTransformer, heads: Sequence[int], source: Source, config: AttentionConfig
-) -> tuple[int, int]:
-    """Draw this process's share of the sheets; return the numbers of sheets and images of all processes."""
-    preparation = preparation_of(model)
+) -> tuple[list[Path], dict[str, Path]]:
+    """Draw this process's share of the sheets; return the sheets and the maps by name of all processes."""
+    preparation, folder = preparation_of(model), Path(config.output)
     indices = range(len(source)) if config.count is None else spread(len(source), config.count)
     stems = file_stems(source.name(index) for index in indices)
+    drawn = torch.zeros(len(indices), dtype=torch.long, device=model.cls_token.device)
     starts = range(0, len(indices), SHEET_ROWS)
-    drawn = torch.zeros(1, 2, dtype=torch.long, device=model.cls_token.device)
     for number in range(rank(), len(starts), world_size()):
-        rows = slice(starts[number], starts[number] + SHEET_ROWS)
+        rows = range(len(indices))[starts[number] : starts[number] + SHEET_ROWS]
         images: dict[str, ImageMaps] = {}  # by the stem of their files
         names = []
-        for index, stem in zip(indices[rows], stems[rows], strict=True):
+        for row in rows:
+            index, stem = indices[row], stems[row]
             try:
                 image = read_image(source, index, preparation.pixels)
             except UnreadableImage as error:
@@ -131,16 +141,25 @@ def draw_sheets(
             else:
                 images[stem] = compute_maps(model, preparation, image, config)
                 names.append(source.name(index))
+                drawn[row] = number + 1
         if images:
-            sheet = Path(config.output) / f"sheet-{number + 1}.png"
-            draw_sheet(sheet, images, names, model.patch_size, heads, config)
-            drawn += torch.tensor([1, len(images)], device=drawn.device)
+            draw_sheet(sheet_path(folder, number + 1), images, names, model.patch_size, heads, config)
         if len(starts) > 1:
             log.info("sheet %d of %d", number + 1, len(starts))
-    sheet_count, image_count = all_gather(drawn).sum(0).tolist()
-    if not image_count:
+    numbers = all_gather(drawn[None]).sum(0).tolist()
+    if not any(numbers):
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
-    return sheet_count, image_count
+    maps = {
+        source.name(index): folder / f"{stem}.attention.npy"
+        for index, stem, number in zip(indices, stems, numbers, strict=True)
+        if number
+    }
+    return [sheet_path(folder, number) for number in sorted(set(numbers) - {0})], maps
+
+
+def sheet_path(folder: Path, number: int) -> Path:
+    """Return the file of a sheet."""
+    return folder / f"sheet-{number}.png"
 
 
 def compute_maps(

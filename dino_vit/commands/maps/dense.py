@@ -1,6 +1,7 @@
 """Evaluate the patches of a frozen backbone by masks: their neighbours, a linear layer, the attention."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -8,13 +9,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dino_vit.commands import format_table
+from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, Problem, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.features.frozen import BackboneConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.maps.dense import (
+    Interval,
     Overlaps,
     best_head_overlap,
     mean_iou,
@@ -61,50 +63,74 @@ class Judged(NamedTuple):
     rows: list[list[Tensor]]  # pictures of the first images
 
 
-def run(config: DenseConfig) -> int:
-    """Evaluate, and print what was found."""
-    results, written = evaluate(config)
-    if is_main_process():
-        print("\n\n".join([_table(results), "\n".join(map(str, written))]))
-    return 0
+class PixelFigures(NamedTuple):
+    """What a judge found, in per cent."""
+
+    mean_iou: Interval
+    pixel_accuracy: Interval
+    iou: dict[str, float]  # by class
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them as plain values."""
+        intervals = {name: getattr(self, name)._asdict() for name in ("mean_iou", "pixel_accuracy")}
+        return {**intervals, "iou": self.iou}
 
 
-def evaluate(config: DenseConfig) -> tuple[dict[str, Any], list[Path]]:
+@dataclass(frozen=True, kw_only=True)
+class DenseResult(Result):
+    """How well patches tell the class of each pixel."""
+
+    knn: PixelFigures
+    linear: PixelFigures
+    attention: Interval | None  # overlap of the best head with the object in per cent; None without objects
+    path: Path  # of the JSON file
+    picture: Path | None  # of the first images beside their masks and the predictions
+    details: dict[str, Any] = field(repr=False)  # all that the JSON file holds
+
+
+def run(config: DenseConfig) -> DenseResult:
     """Learn from the patches of some images, judge the pixels of others, write JSON and a picture."""
-    with frozen_backbone(config) as frozen:
-        train, train_indices, queries, indices = _open(config)
-        bank = patch_bank(frozen, train, train_indices, patches=config.patches)
-        classifier = PixelClassifier(bank, k=config.k, temperature=config.temperature, cs=config.cs)
-        judged = _judge(config, frozen, queries, indices, classifier)
-        path = results_path("dense", weights=config.weights, output=config.output)
-        attention = mean_over_images(judged.attention)
-        classes = queries.classes
-        true = judged.overlaps["knn"].true.sum(0)
-        if not true.sum():
-            raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
-        results = {
-            "weights": frozen.describe_weights(),
-            "settings": config.model_dump(mode="json"),
-            "images": len(judged.attention),
-            "bank": len(bank.features),
-            "c": classifier.c,
-            "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
-            "largest_class": {
-                "name": classes[int(true.argmax())],
-                "percent": float(100 * true.max() / true.sum()),
-            },
-            "attention": attention and attention._asdict(),
-            **{name: _figures(overlaps, classes) for name, overlaps in judged.overlaps.items()},
-        }
-        written = [path]
-        if is_main_process():
-            write_results(path, results)
-            if judged.rows:
-                picture = path.with_name(f"{path.stem}.png" if path.suffix == ".json" else f"{path.name}.png")
-                titles = ["image", "mask", *JUDGES]
-                write_sheet([[Panel(one) for one in row] for row in judged.rows], picture, titles=titles)
-                written.append(picture)
-    return results, written
+    frozen = frozen_backbone(config)
+    train, train_indices, queries, indices = _open(config)
+    bank = patch_bank(frozen, train, train_indices, patches=config.patches)
+    classifier = PixelClassifier(bank, k=config.k, temperature=config.temperature, cs=config.cs)
+    judged = _judge(config, frozen, queries, indices, classifier)
+    path = results_path("dense", weights=config.weights, output=config.output)
+    attention = mean_over_images(judged.attention)
+    classes = queries.classes
+    true = judged.overlaps["knn"].true.sum(0)
+    if not true.sum():
+        raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
+    figures = {name: _figures(overlaps, classes) for name, overlaps in judged.overlaps.items()}
+    details = {
+        "weights": frozen.describe_weights(),
+        "settings": config.model_dump(mode="json"),
+        "images": len(judged.attention),
+        "bank": len(bank.features),
+        "c": classifier.c,
+        "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
+        "largest_class": {
+            "name": classes[int(true.argmax())],
+            "percent": float(100 * true.max() / true.sum()),
+        },
+        "attention": attention and attention._asdict(),
+        **{name: one.to_json() for name, one in figures.items()},
+    }
+    picture = path.with_name(f"{path.stem}.png" if path.suffix == ".json" else f"{path.name}.png")
+    written = [path, *([picture] if judged.rows else [])]
+    if is_main_process():
+        write_results(path, details)
+        if judged.rows:
+            titles = ["image", "mask", *JUDGES]
+            write_sheet([[Panel(one) for one in row] for row in judged.rows], picture, titles=titles)
+    return DenseResult(
+        **figures,
+        attention=attention,
+        path=path,
+        picture=picture if judged.rows else None,
+        details=details,
+        text="\n\n".join([_table(figures, attention, details), "\n".join(map(str, written))]),
+    )
 
 
 def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
@@ -155,29 +181,26 @@ def _judge(
     return Judged(joined, all_gather(torch.cat(shares)), rows)
 
 
-def _figures(overlaps: Overlaps, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the figures of a judge for a results file."""
+def _figures(overlaps: Overlaps, classes: Sequence[str]) -> PixelFigures:
     right, predicted, true = (part.sum(0) for part in overlaps)
     iou = 100 * right / (predicted + true - right).clamp(min=1)
-    return {
-        "mean_iou": mean_iou(overlaps)._asdict(),
-        "pixel_accuracy": pixel_accuracy(overlaps)._asdict(),
-        "iou": {name: float(iou[i]) for i, name in enumerate(classes) if true[i] > 0},
-    }
+    of_classes = {name: float(iou[i]) for i, name in enumerate(classes) if true[i] > 0}
+    return PixelFigures(mean_iou(overlaps), pixel_accuracy(overlaps), of_classes)
 
 
-def _table(results: dict[str, Any]) -> str:
+def _table(
+    figures: Mapping[str, PixelFigures], attention: Interval | None, details: Mapping[str, Any]
+) -> str:
     rows = [
-        [title, *(_cell(results[name][figure]) for figure in ("mean_iou", "pixel_accuracy"))]
+        [title, _cell(figures[name].mean_iou), _cell(figures[name].pixel_accuracy)]
         for title, name in JUDGES.items()
     ]
-    largest = results["largest_class"]
-    head = f"pixels of {results['images']:,} images, learned from {results['bank']:,} patches of others"
+    largest = details["largest_class"]
+    head = f"pixels of {details['images']:,} images, learned from {details['bank']:,} patches of others"
     note = f"{largest['name']}, the largest class, has {largest['percent']:.1f} % of the pixels"
-    overlap = results["attention"]
-    heads = f"attention: the best head overlaps the object by {_cell(overlap)} %" if overlap else ""
+    heads = f"attention: the best head overlaps the object by {_cell(attention)} %" if attention else ""
     return f"{head}\n\n{format_table(['', 'mIoU %', 'pixels %'], rows)}\n{note}\n{heads}"
 
 
-def _cell(one: dict[str, float]) -> str:
-    return f"{one['percent']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+def _cell(one: Interval) -> str:
+    return f"{one.percent:.2f} ({one.low:.2f} to {one.high:.2f})"

@@ -1,7 +1,6 @@
 """A frozen backbone in every process of a launch, shared by the commands that evaluate features."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -96,17 +95,15 @@ class FrozenBackbone:
         )
 
 
-@contextmanager
-def frozen_backbone(config: BackboneConfig) -> Iterator[FrozenBackbone]:
+def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
     """Join the processes of the launch, and load the backbone of the config in each."""
     accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
     size = None if config.size is None else height_width(config.size)
-    yield FrozenBackbone(
+    return FrozenBackbone(
         config=config,
         model=model,
         preparation=preparation_of(model, size=size, fit=config.fit),
         autocast=DTYPES[precision] if precision != "no" else None,
     )
-    accelerator.end_training()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
+from dino_vit.commands.classification import Classification
 from dino_vit.config.sections import Arch, PositiveShare, Share, Side
 from dino_vit.config.settings import (
     BelowOne,
@@ -105,18 +106,17 @@ class FinetuneConfig(SupervisedConfig):
             yield Problem(f"crop={list(self.crop)} must go from low to high", ("crop",))
 
 
-def run(config: FinetuneConfig) -> int:
+def run(config: FinetuneConfig) -> Classification:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     with Interruption() as interruption:
         accelerator = start_processes()
         with locked(Path(config.output)):
             tuning = Finetuning(config, accelerator)
-            finished = tuning.train(interruption)
-    if finished and is_main_process():
-        _write(tuning)
+            if not tuning.train(interruption):
+                interruption.leave()
+    result = _result(tuning)
     accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return 0 if finished else interruption.exit_code
+    return result
 
 
 class Finetuning:
@@ -297,22 +297,27 @@ def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: in
     return torch.lerp(images.flip(0), images, kept), torch.lerp(shares.flip(0), shares, kept)
 
 
-def _write(tuning: Finetuning) -> None:
-    """Write the network and the results, and print a summary."""
+def _result(tuning: Finetuning) -> Classification:
+    """Write the network and the results of the last epoch."""
     folder, facts = Path(tuning.config.output), tuning.facts()
-    path, last, preparation = folder / "backbone.safetensors", tuning.history[-1], tuning.preparation
-    save_backbone(
-        tuning.model,
-        path,
-        mean=preparation.mean,
-        std=preparation.std,
-        bits=preparation.pixels.bits,
-        range=preparation.pixels.range,
-        network="classifier",
-        step=tuning.step,
-        config={**facts["config"], "classes": facts["classes"]},
-    )
-    write_results(folder / "eval" / "finetune.json", {**facts, "history": tuning.history, "last": last})
+    weights, last, preparation = folder / "backbone.safetensors", tuning.history[-1], tuning.preparation
+    path, details = folder / "eval" / "finetune.json", {**facts, "history": tuning.history, "last": last}
+    if is_main_process():
+        save_backbone(
+            tuning.model,
+            weights,
+            mean=preparation.mean,
+            std=preparation.std,
+            bits=preparation.pixels.bits,
+            range=preparation.pixels.range,
+            network="classifier",
+            step=tuning.step,
+            config={**facts["config"], "classes": facts["classes"]},
+        )
+        write_results(path, details)
     classes = len(facts["classes"])
-    print(f"after {plural(tuning.epoch, 'epoch')}: {summary(last, classes)}")
-    print(f"{path}: the network, for load_backbone({str(folder)!r}, num_classes={classes})")
+    text = (
+        f"after {plural(tuning.epoch, 'epoch')}: {summary(last, classes)}\n"
+        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={classes})"
+    )
+    return Classification.of(last, path=path, details=details, text=text)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from dino_vit import load_backbone
 from dino_vit.cli import main
-from dino_vit.commands.finetune import FinetuneConfig, Finetuning, build_model, mix
+from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.eval.datasets import SupervisedConfig, open_sets
 from dino_vit.eval.features.extraction import extract_features

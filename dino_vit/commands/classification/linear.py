@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from dino_vit.commands import format_table
+from dino_vit.commands.classification import Classification
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
@@ -85,23 +86,24 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
     dino2021: Dino2021 = Dino2021()
 
 
-def run(config: LinearConfig) -> int:
-    """Train and evaluate, print the accuracies and write the JSON."""
-    with frozen_backbone(config) as frozen:
-        method = "" if config.method == "grid" else f"-{config.method}"
-        held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
-        path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
-        if config.method == "dino2021":
-            results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
-        else:
-            results, text = _train_on_features(config, frozen)
-        if is_main_process():
-            other_methods = {"grid", "logistic", "dino2021"} - {config.method}
-            settings = config.model_dump(mode="json", exclude=other_methods)
-            metadata = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
-            write_results(path, {**metadata, **results})
-            print(f"{text}\n{path}")
-    return 0
+def run(config: LinearConfig) -> Classification:
+    """Train and evaluate, and write the JSON; the result's own figures are those of the best classifier."""
+    frozen = frozen_backbone(config)
+    method = "" if config.method == "grid" else f"-{config.method}"
+    held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
+    path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
+    if config.method == "dino2021":
+        results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
+    else:
+        results, text = _train_on_features(config, frozen)
+    other_methods = {"grid", "logistic", "dino2021"} - {config.method}
+    settings = config.model_dump(mode="json", exclude=other_methods)
+    metadata = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
+    details = {**metadata, **results}
+    if is_main_process():
+        write_results(path, details)
+    best = results.get("best", results)
+    return Classification.of(best, path=path, details=details, text=f"{text}\n{path}")
 
 
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:

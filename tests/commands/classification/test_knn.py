@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-import dino_vit.commands.knn
+import dino_vit.commands.classification.knn
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
@@ -122,7 +122,7 @@ def fail_to_find_neighbours():
     def fail(*_, **__):
         raise OSError("out of neighbours")
 
-    dino_vit.commands.knn.weighted_knn = fail
+    dino_vit.commands.classification.knn.weighted_knn = fail
 
 
 def test_leaving_one_out_does_not_overwrite_the_results_of_a_bank(weights):

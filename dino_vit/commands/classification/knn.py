@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from dino_vit.commands import format_table
+from dino_vit.commands.classification import Classification
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
@@ -49,39 +50,38 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     )
 
 
-def run(config: KnnConfig) -> int:
-    """Classify, print the tables and write the JSON."""
-    with frozen_backbone(config) as frozen:
-        sets = sets_or_images(config)
-        if isinstance(sets, LabelledSubset):  # each image is classified by the others
-            name, bank_name, queries_name = "knn-leave-one-out", None, config.source
-            bank = queries = labelled_features(frozen, sets)
-            classes = tuple(sets.source.classes)
-        else:
-            name, bank_name, queries_name = "knn", sets.train_name, sets.val_name
-            bank = labelled_features(frozen, sets.train, title="features of the bank")
-            queries = labelled_features(frozen, sets.val, title="features of the query images")
-            classes = sets.classes
-        path = results_path(name, weights=config.weights, output=config.output)
-        ranked = _classify(config, frozen, bank, queries, config.k)
-        results = {
-            "weights": frozen.describe_weights(),
-            "settings": config.model_dump(mode="json"),
-            "images": len(queries),
-            "bank": len(bank) - (queries is bank),  # no image is its own neighbour
-            "classes": len(classes),
-            "results": [
-                {"k": k, **classification_results(of_k, queries.targets, classes)}
-                for k, of_k in ranked.items()
-            ],
-            "few_shot": list(_few_shot(config, frozen, bank, queries)),
-        }
-        if is_main_process():
-            write_results(path, results)
-            others = f"{results['bank']:,} of {bank_name}" if bank_name else "the others"
-            title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
-            print("\n\n".join([title, *_tables(config, results), str(path)]))
-    return 0
+def run(config: KnnConfig) -> Classification:
+    """Classify and write the JSON; the result's own figures are those of the first k."""
+    frozen = frozen_backbone(config)
+    sets = sets_or_images(config)
+    if isinstance(sets, LabelledSubset):  # each image is classified by the others
+        name, bank_name, queries_name = "knn-leave-one-out", None, config.source
+        bank = queries = labelled_features(frozen, sets)
+        classes = tuple(sets.source.classes)
+    else:
+        name, bank_name, queries_name = "knn", sets.train_name, sets.val_name
+        bank = labelled_features(frozen, sets.train, title="features of the bank")
+        queries = labelled_features(frozen, sets.val, title="features of the query images")
+        classes = sets.classes
+    path = results_path(name, weights=config.weights, output=config.output)
+    ranked = _classify(config, frozen, bank, queries, config.k)
+    results: dict[str, Any] = {
+        "weights": frozen.describe_weights(),
+        "settings": config.model_dump(mode="json"),
+        "images": len(queries),
+        "bank": len(bank) - (queries is bank),  # no image is its own neighbour
+        "classes": len(classes),
+        "results": [
+            {"k": k, **classification_results(of_k, queries.targets, classes)} for k, of_k in ranked.items()
+        ],
+        "few_shot": list(_few_shot(config, frozen, bank, queries)),
+    }
+    if is_main_process():
+        write_results(path, results)
+    others = f"{results['bank']:,} of {bank_name}" if bank_name else "the others"
+    title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
+    text = "\n\n".join([title, *_tables(config, results), str(path)])
+    return Classification.of(results["results"][0], path=path, details=results, text=text)
 
 
 def _classify(

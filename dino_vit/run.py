@@ -1,0 +1,63 @@
+"""A pretraining as an object: its figures, its networks, its page."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from dino_vit.commands import report
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.reports.record import RunRecord, outcome, read_run, state
+from dino_vit.weights import load_backbone
+
+
+class Run:
+    """A run by its folder, be it finished, under way or stopped; everything is read when it is asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.config: PretrainConfig = self._record().config
+
+    def __repr__(self) -> str:
+        record = self._record()
+        return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps:,}, {self.state}"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the readings, one for each log line; `pandas.DataFrame` takes them."""
+        return [reading.to_record() for reading in self._record().readings]
+
+    @property
+    def state(self) -> str:
+        """What the newest reading says of the run, such as "learning"."""
+        return state(self._record())[0].state
+
+    @property
+    def outcome(self) -> str:
+        """What has come of the run so far, in a sentence."""
+        return outcome(self._record())
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints, the oldest step first."""
+        return Checkpoints(self.folder).paths()
+
+    def report(self, **settings: Any) -> Path:
+        """Write the page about the run, and return its file."""
+        written = report.run(load(report.ReportConfig, None, {**settings, "run": self.folder}))
+        return written.path if written else Path(settings.get("output") or self.folder / "report.html")
+
+    def backbone(
+        self, network: Literal["teacher", "student"] = "teacher", *, step: int | None = None
+    ) -> VisionTransformer:
+        """Load a network of the newest checkpoint, or of that of a step."""
+        if step is None:
+            return load_backbone(self.folder, network=network)
+        paths = {int(path.stem.removeprefix("step-")): path for path in self.checkpoints}
+        if step not in paths:
+            steps = ", ".join(f"{known:,}" for known in paths) or "none yet"
+            raise ValueError(f"{self.folder} has no checkpoint of step {step:,}; there are: {steps}")
+        return load_backbone(paths[step], network=network)
+
+    def _record(self) -> RunRecord:
+        return read_run(self.folder)

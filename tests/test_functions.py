@@ -1,0 +1,224 @@
+"""The commands as functions: what they return is what they wrote, and wrong input is a sentence."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from inspect import signature
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import dino_vit
+from dino_vit.cli import COMMANDS, config_class
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from tests.support.runs import CPU, TINY
+
+SETTINGS = {key: value for key, value in TINY.items() if value not in ("null", "[]")}
+SETTINGS |= {"model.arch": None, "budget.epochs": None, "run.eval_every": None, "run.trackers": []}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 20 steps, made by a function."""
+    return dino_vit.pretrain(output=tmp_path_factory.mktemp("runs") / "run", verbose=False, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder of two classes with a split."""
+    folder = tmp_path_factory.mktemp("data") / "photos"
+    generator = np.random.default_rng(0)
+    for split, label, number in np.ndindex(2, 2, 6):
+        path = folder / ("train", "val")[split] / f"class{label}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(100 * label, 100 * label + 100, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_function_that_takes_what_it_takes_by_position(name):
+    function = getattr(dino_vit, name.replace("-", "_"))
+    taken = [
+        key for key, one in signature(function).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    positional = ("source", "output") if name == "pretrain" else config_class(name).positional
+    assert tuple(taken) == positional
+    assert function.__doc__
+
+
+def test_pretrain_returns_its_run(run, tmp_path):
+    assert run.metrics() == [
+        json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in run.metrics()] == list(range(1, 21))
+    assert run.state == run.metrics()[-1]["state"]
+    assert run.config == load(PretrainConfig, run.folder / "config.yaml")
+    assert f"step 20 of 20, {run.state}" in repr(run)
+    assert run.outcome
+    newest, before = run.backbone(), run.backbone("student", step=15)
+    assert (newest.provenance.step, before.provenance.step, before.provenance.network) == (20, 15, "student")
+    with pytest.raises(ValueError, match="has no checkpoint of step 7; there are: 15, 20"):
+        run.backbone(step=7)
+    assert run.report(output=tmp_path / "page.html", images=20).read_text().startswith("<!doctype html>")
+    assert dino_vit.Run(run.folder).metrics() == run.metrics()
+    with pytest.raises(ValueError, match="is not the folder of a run"):
+        dino_vit.Run(tmp_path)
+
+
+def test_pretrain_calls_back_with_readings_and_checkpoints(tmp_path):
+    readings, checkpoints = [], []
+    found = dino_vit.pretrain(
+        "synthetic:64:32",
+        tmp_path / "run",
+        on_reading=readings.append,
+        on_checkpoint=lambda path: checkpoints.append((path.name, path.exists())),
+        **{key: value for key, value in SETTINGS.items() if key != "data.source"},
+    )
+    assert [reading.to_record() for reading in readings] == found.metrics()
+    assert checkpoints == [(f"step-{step:08}.safetensors", True) for step in (5, 10, 15, 20)]
+
+
+def test_what_a_callback_raises_ends_the_run(tmp_path):
+    def stop(reading):
+        if reading.step == 7:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        dino_vit.pretrain(output=tmp_path, on_reading=stop, **SETTINGS)
+    assert len(dino_vit.pretrain(output=tmp_path, **SETTINGS).metrics()) == 20
+
+
+def test_verbose_shows_what_the_command_shows_and_otherwise_there_is_nothing(
+    run, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    settings = {"weights": run.folder, "output": tmp_path / "a.json", "cache": tmp_path, "k": 3}
+    found = dino_vit.knn("synthetic:60:16", **settings)
+    shown = capfd.readouterr()
+    assert shown.out == f"{found}\n"
+    assert f"{run.folder}" in shown.err
+    dino_vit.knn("synthetic:60:16", verbose=False, **settings)
+    dino_vit.pretrain(output=tmp_path / "run", verbose=False, **SETTINGS)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_figures_are_those_of_the_file(run, photos, tmp_path):
+    for function, more in (
+        (dino_vit.knn, {"k": [3, 5]}),
+        (dino_vit.linear, {"grid": {"rates": 0.1, "steps": 5, "blocks": 1, "mean": False}}),
+    ):
+        found = function(photos, weights=run.folder, cache=tmp_path, verbose=False, **more)
+        assert found.details == json.loads(found.path.read_text())
+        assert found.path.parent == run.folder / "eval"
+        assert found.top1.images == 12
+        assert {name: one.images for name, one in found.per_class.items()} == {"class0": 6, "class1": 6}
+    tuned = dino_vit.finetune(
+        photos,
+        weights=run.folder,
+        output=tmp_path / "tuned",
+        epochs=2,
+        warmup_epochs=1,
+        workers=0,
+        verbose=False,
+    )
+    assert tuned.top1._asdict() == tuned.details["last"]["top1"]
+    pixels = dino_vit.dense("synthetic:scenes:8:32", weights=run.folder, patches=100, verbose=False)
+    assert pixels.knn.mean_iou._asdict() == json.loads(pixels.path.read_text())["knn"]["mean_iou"]
+    assert pixels.picture.exists()
+
+
+def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = dino_vit.embed(photos, weights=run.folder, cache=tmp_path, verbose=False)
+    assert found.values.shape == (24, 32)
+    assert found.names[0] == "train/class0/0.png"
+    assert found.labels.count("class0") == 12
+    image = photos / found.names[3]
+    near = dino_vit.search(found.path, image, k=2, verbose=False)
+    assert near.images == [str(image)]
+    assert near.nearest[0][0].name == found.names[3]
+    assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
+    same = dino_vit.duplicates(found.path, threshold=0.999999, verbose=False)
+    assert same.total >= len(same.pairs)
+    assert all(pair.cosine >= 0.99999 for pair in same.pairs)
+
+
+def test_files_are_returned_by_their_paths(run, photos, tmp_path):
+    maps = dino_vit.attention(photos, weights=run.folder, output=tmp_path / "maps", count=3, verbose=False)
+    assert [np.load(path).shape for path in maps.maps.values()] == [(2, 4, 4)] * 3
+    assert all(path.exists() for path in maps.sheets)
+    packed = dino_vit.pack(photos, tmp_path / "packed", verbose=False)
+    assert packed.images == 24
+    assert dino_vit.inspect_data(tmp_path / "packed", verbose=False).facts["images"] == 24
+    written = dino_vit.export(run.folder, tmp_path / "vit.pth", format="timm", verbose=False)
+    assert dino_vit.inspect_weights(written.path, verbose=False).facts["width"] == 32
+
+
+def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
+    file = run.folder / "config.yaml"
+    resumed = dino_vit.pretrain(config=file, verbose=False)
+    assert resumed.folder == run.folder
+    changed = dino_vit.pretrain(config=run.config, output=tmp_path, verbose=False, budget={"steps": 10})
+    assert (len(changed.metrics()), changed.config.optim) == (10, run.config.optim)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: dino_vit.pretrain(epochs=3),
+            ValueError,
+            "epochs is not a setting .in code.; did you mean budget.epochs",
+        ),
+        (lambda: dino_vit.pretrain(**{"optim.lr": "fast"}), ValueError, "optim.lr = fast .in code.: must be"),
+        (lambda: dino_vit.knn("photos"), ValueError, "weights is needed: run folder or weights file"),
+        (lambda: dino_vit.knn("nowhere", weights="x.pth"), ValueError, "x.pth does not exist"),
+        (lambda: dino_vit.search("a.npy", embeddings="b.npy"), TypeError, "multiple values"),
+        (
+            lambda: dino_vit.pretrain("a", **{"data.source": "b"}),
+            TypeError,
+            "got data.source by position and by name",
+        ),
+        (
+            lambda: dino_vit.knn(config=PretrainConfig()),
+            TypeError,
+            "config must be a file or a KnnConfig, not a Pre",
+        ),
+    ],
+)
+def test_mistakes_are_a_sentence(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_pretraining_works_in_a_thread(tmp_path):
+    found = []
+    settings = {**SETTINGS, "output": tmp_path, "budget.steps": 10}
+    thread = threading.Thread(target=lambda: found.append(dino_vit.pretrain(verbose=False, **settings)))
+    thread.start()
+    thread.join()
+    assert len(found[0].metrics()) == 10
+
+
+def test_one_script_calls_several_functions_in_two_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nimport dino_vit\n"
+        f"settings = {SETTINGS}\n"
+        f"run = dino_vit.pretrain(output={str(tmp_path / 'run')!r}, **settings)\n"
+        "found = dino_vit.knn('synthetic:60:16', weights=run.folder, k=3)\n"
+        "again = dino_vit.knn('synthetic:60:16', weights=run.folder, k=3, verbose=False)\n"
+        "assert found.top1 == again.top1\n"
+        f"path = {str(tmp_path)!r} + '/' + os.environ['RANK']\n"
+        "open(path, 'w').write(str(found.top1))\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={CPU}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    assert done.stdout.count("60 images of synthetic:60:16") == 1
