@@ -72,11 +72,16 @@ def main() -> None:
         for part in ("train", "test"):
             write_grey(options.folder / "flowers" / f"{part}.parquet", grey / f"{part}.parquet")
     jobs = [
-        Job(name, seed, options.runs / f"{name}-{seed}", options.settings)
+        Job(
+            name,
+            seed,
+            options.runs / f"{name}-{seed}",
+            [f"budget.minutes={options.minutes}", *options.settings],
+        )
         for seed, name in product(range(options.seeds), options.sets)
     ]
     folders = {"grey": grey, "flowers": options.folder / "flowers", "cifar10": options.folder / "cifar10"}
-    train(jobs, folders, options.minutes, peer=options.peer)
+    train(jobs, folders, options.minutes if options.peer else None)
     found = {
         name: [judge(job.output, name, folders) for job in jobs if job.name == name] for name in options.sets
     }
@@ -116,24 +121,28 @@ class Job(NamedTuple):
     settings: Sequence[str]
 
 
-def train(jobs: Sequence[Job], folders: dict[str, Path], minutes: float, *, peer: bool = False) -> None:
-    """Train all that have not ended, each on a core of its own."""
+def of_set(name: str, folders: dict[str, Path]) -> list[str]:
+    """Return the settings of all runs on a set."""
+    source = folders[name] / "train.parquet" if name in folders else GENERATED[name]
+    return [f"data.source={source}", f"views.global_size={SETS[name]}", "data.workers=0", "recipe=auto"]
+
+
+def train(jobs: Sequence[Job], folders: dict[str, Path], peer: float | None = None) -> None:
+    """Train all that have not ended, each on a core of its own; lightly-train beside for `peer` minutes."""
     cores: Queue[int] = Queue()
     for core in sorted(os.sched_getaffinity(0)):
         cores.put(core)
 
     def one(job: Job) -> None:
         name, seed, output, settings = job
-        source = folders[name] / "train.parquet" if name in folders else GENERATED[name]
-        images = [f"data.source={source}", f"views.global_size={SETS[name]}", "data.workers=0"]
-        auto = ["recipe=auto", f"budget.minutes={minutes}", f"seed={seed}", f"output={output}"]
+        own = [*of_set(name, folders), f"seed={seed}", f"output={output}"]
         core = cores.get()
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.with_suffix(".log").open("a") as log:
-                commands = [["dino_vit", "pretrain", *images, *auto, *settings]]
+                commands = [["dino_vit", "pretrain", *own, *settings]]
                 if peer and not (peer_of(output) / "weights.pth").exists():
-                    budget = [f"--minutes={minutes}", f"--seed={seed}"]
+                    budget = [f"--minutes={peer}", f"--seed={seed}"]
                     commands.append(["benchmarks.small_peer", str(output), str(peer_of(output)), *budget])
                 environ = {**os.environ, **ENVIRONMENT}
                 pin: Callable[[], None] = lambda: os.sched_setaffinity(0, {core})  # noqa: E731

@@ -2,30 +2,38 @@
 
     python -m benchmarks.terms FOLDER --out benchmarks/results/cpu/terms.json [--minutes 3] [--seeds 3]
 
-FOLDER is that of benchmarks.small, which trains and judges the CLS token. Scenes are judged by their patches
-too: 300 scenes to learn from and 300 others, of a seed that no run has seen. A run that has ended is judged
-as it is, so the program goes on where it was; tables of other sets in the file stay.
+FOLDER is that of benchmarks.small, which trains and judges the CLS token. First the step of each variant is
+timed, all in turn; a run takes the steps that its variant takes in the minutes, so what else the machine does
+meanwhile changes nothing. Scenes are judged by their patches too: 300 scenes to learn from and 300 others, of
+a seed that no run has seen. A run that has ended is judged as it is, so the program goes on where it was;
+tables of other sets in the file stay.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from itertools import product, repeat
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 import torch
 
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
-from benchmarks.small import Job, judge, train
+from benchmarks.small import Job, judge, of_set, train
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
 from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
+from dino_vit.training.loop import seconds_per_step
 
 # By set, what is fixed for all. A patch of 12 pixels shows two periods of a pattern of scenes.
 SETS = {
@@ -34,6 +42,8 @@ SETS = {
     "textures": [],
     "scenes": ["model.patch_size=12", "views.local_size=36"],
 }
+NETWORK = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3"]
+TIMINGS = 3  # of each variant's step
 CENTRE, BALANCED = ["loss.centring=ema"], ["loss.centring=sinkhorn"]
 SPREAD, NOT_SPREAD = ["loss.koleo_weight=0.03"], ["loss.koleo_weight=0"]
 PATCHES = ["loss.patch_weight=1"]
@@ -59,11 +69,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     folders = {name: options.folder / name for name in ("cifar10", "flowers")}
+    steps = {name: measured_steps(name, folders, options) for name in options.sets}
     jobs: dict[tuple[str, str, int], Job] = {}
     for seed, name, (number, variant) in product(range(options.seeds), options.sets, enumerate(VARIANTS)):
-        settings = [*SETS[name], *VARIANTS[variant]]
+        settings = [*settings_of(name, variant), f"budget.steps={steps[name][variant]}"]
         jobs[name, variant, seed] = Job(name, seed, options.runs / f"{name}-{number}-{seed}", settings)
-    train(list(jobs.values()), folders, options.minutes)
+    train(list(jobs.values()), folders)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         judged = dict(zip(jobs, pool.map(figures, jobs.values(), repeat(folders)), strict=True))
     earlier = Result.read(options.out).tables if options.out and options.out.exists() else []
@@ -73,11 +84,42 @@ def main() -> None:
             variant: [judged[name, variant, seed] for seed in range(options.seeds)] for variant in VARIANTS
         }
         rows = [row_of(figure, found) for figure in FIGURES if figure in found["all"][0]]
-        title = f"{name}, {options.minutes:g} minutes of one core, {' '.join(['recipe=auto', *SETS[name]])}, "
-        title += f"seeds: {options.seeds}"
-        note = f"Measured on {date.today()}, on {machine()}."  # the other tables may be of another day
+        how = " ".join(["recipe=auto", *NETWORK, *SETS[name]])
+        title = f"{name}, {options.minutes:g} minutes of one core, {how}, seeds: {options.seeds}"
+        taken = ", ".join(f"{variant} {count}" for variant, count in steps[name].items())
+        # The other tables may be of another day.
+        note = f"Steps: {taken}. Measured on {date.today()}, on {machine()}."
         tables[name] = Table(title, "per cent, or dimensions", rows, note, ratio="all / DINO of 2021")
     report([tables[name] for name in SETS if name in tables], options)
+
+
+def settings_of(name: str, variant: str) -> list[str]:
+    """Return the settings of a variant on a set."""
+    return [*NETWORK, *SETS[name], *VARIANTS[variant]]
+
+
+def measured_steps(name: str, folders: dict[str, Path], options: Namespace) -> dict[str, int]:
+    """Return the steps that fit into the minutes for each variant, which are measured once."""
+    known: Path = options.runs / f"{name}.steps.json"
+    if known.exists():
+        found: dict[str, int] = json.loads(known.read_bytes())
+        return found
+    variants = [*VARIANTS] * TIMINGS
+    settings = [[*of_set(name, folders), *settings_of(name, variant)] for variant in variants]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        seconds = list(pool.map(step_seconds, settings))
+    steps = {
+        variant: round(60 * options.minutes / median(seconds[number :: len(VARIANTS)]))
+        for number, variant in enumerate(VARIANTS)
+    }
+    write_bytes(known, json.dumps(steps).encode())
+    return steps
+
+
+def step_seconds(settings: list[str]) -> float:
+    """Return the seconds of a step on one core."""
+    torch.set_num_threads(1)
+    return seconds_per_step(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))
 
 
 def figures(job: Job, folders: dict[str, Path]) -> dict[str, float]:
@@ -90,13 +132,13 @@ def of_patches(run: Path) -> dict[str, float]:
     """Return what the patches of scenes are worth."""
     side = SIZES["scenes"]
     scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
-    with frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(run))) as frozen:
-        bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
-        classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
-        counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
-        for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
-            for name, kinds in classifier.predict(batch.features, (side, side)).items():
-                counted[name].append(Overlaps.of(kinds, batch.masks, len(scenes.classes)))
+    frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(run)))
+    bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
+    classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
+    counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
+    for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
+        for name, kinds in classifier.predict(batch.features, (side, side)).items():
+            counted[name].append(Overlaps.of(kinds, batch.masks, len(scenes.classes)))
     whole = {
         name: Overlaps(*(torch.cat(parts) for parts in zip(*of_judge, strict=True)))
         for name, of_judge in counted.items()
