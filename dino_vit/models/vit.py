@@ -129,7 +129,7 @@ class VisionTransformer(nn.Module):
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
-        tokens = self.embed(images)
+        tokens = self.embed_patches(images)
         for index, block in enumerate(self.blocks, start=1):
             tokens = self._run(block, tokens, CLS if index == self.depth else ALL)
         return self.norm(tokens)[:, 0]
@@ -140,7 +140,7 @@ class VisionTransformer(nn.Module):
         `hidden` (B, N) says which patches the mask token replaces. `places` are indices into the flattened
         patches (B * N); the last block computes no other token.
         """
-        tokens = self.embed(images, hidden)
+        tokens = self.embed_patches(images, hidden)
         count, length, patches = len(tokens), tokens.shape[1], tokens.shape[1] - 1 - self.registers
         cls = torch.arange(0, count * length, length, device=places.device)
         queries = torch.cat([cls, places // patches * length + places % patches + 1 + self.registers])
@@ -154,7 +154,7 @@ class VisionTransformer(nn.Module):
 
         The mask token replaces the patches that are hidden (B, N).
         """
-        tokens = self.embed(images, hidden)
+        tokens = self.embed_patches(images, hidden)
         for block in self.blocks:
             tokens = self._run(block, tokens)
         return self.norm(tokens)
@@ -162,7 +162,7 @@ class VisionTransformer(nn.Module):
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
-        tokens, taken = self.embed(images), {}
+        tokens, taken = self.embed_patches(images), {}
         for index, block in enumerate(self.blocks):
             tokens = self._run(block, tokens)
             if index in wanted:
@@ -178,7 +178,7 @@ class VisionTransformer(nn.Module):
         of the CLS token alone, so that large images fit into memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
-        tokens, taken = self.embed(images), {}
+        tokens, taken = self.embed_patches(images), {}
         for index, block in enumerate(self.blocks[: max(wanted) + 1]):
             assert isinstance(block, Block)
             if index in wanted:
@@ -188,7 +188,7 @@ class VisionTransformer(nn.Module):
                 tokens = block(tokens)
         return [taken[index] for index in wanted]
 
-    def embed(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def embed_patches(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Turn images into the tokens that enter the first block, (B, 1 + R + N, D).
 
         The mask token replaces the patches that are hidden (B, N).

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dino_vit.core import log
 from dino_vit.core.sizes import Size
-from dino_vit.data.images.decode import read_image
+from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.vit import VisionTransformer
@@ -47,7 +47,10 @@ class Preparation:
 
     def read(self, source: Source, index: int) -> Tensor:
         """Read an image of a source: (C, *size), uint8, or float32 from 0 to 1 if it is deeper."""
-        image = read_image(source, index, self.pixels)
+        return self.resize(read_image(source, index, self.pixels))
+
+    def resize(self, image: Tensor) -> Tensor:
+        """Resize and crop an image (C, H, W) of these pixels to the size."""
         return fit(image, self.size) if self.fit == "crop" else squeeze(image, self.size)
 
     def place_mask(self, mask: Tensor) -> Tensor:
@@ -62,6 +65,25 @@ class Preparation:
         mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
         shift, scale = rearrange(mean, "c -> c 1 1"), rearrange(std, "c -> c 1 1")
         return lambda images: (unit_scale(images.to(device, non_blocking=True)) - shift) / scale
+
+
+class Transform:
+    """What evaluations do with an image, for one from anywhere: `backbone(transform(image)[None])`."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self.preparation = preparation
+
+    def __call__(self, image: object) -> Tensor:
+        """Return a path, Pillow image, array or tensor, prepared (C, height, width) for the backbone.
+
+        Arrays are (height, width, channels) or (height, width), tensors (channels, height, width); values are
+        those of their type, from 0 to 1 in floating point.
+        """
+        resized = self.preparation.resize(read_given(image, self.preparation.pixels))
+        return self.preparation.normaliser(resized.device)(resized)
+
+    def __repr__(self) -> str:
+        return f"Transform({self.preparation})"
 
 
 def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: Fit = "crop") -> Preparation:

@@ -18,6 +18,7 @@ from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import Provenance, VisionTransformer
+from dino_vit.weights.backbone import Backbone
 from dino_vit.weights.layouts import HYBRID_ROOT, Layout, merge, recognise
 from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.reading import RawWeights, check_finite, read_weights
@@ -32,7 +33,7 @@ def load_backbone(
     format: str | None = None,
     trained_size: int | Grid | None = None,
     **overrides: Any,
-) -> VisionTransformer:
+) -> Backbone:
     """Return the backbone of a run folder, a hub folder, a file or a dict, in evaluation mode.
 
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
@@ -54,7 +55,7 @@ def read_backbone(
     format: str | None = None,
     trained_size: int | Grid | None = None,
     **overrides: Any,
-) -> tuple[VisionTransformer, str]:
+) -> tuple[Backbone, str]:
     """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
     raw = read_weights(source, network)
     layout = recognise(raw, format)
@@ -67,7 +68,7 @@ def read_backbone(
         wanted["num_classes"] = 0
     try:
         with torch.device("meta"):
-            model = VisionTransformer(**wanted)
+            model = Backbone(**wanted)
     except (TypeError, RuntimeError, ArithmeticError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     tensors = _adapt(tensors, stored, wanted, raw.source, notes)

@@ -85,7 +85,7 @@ def test_an_image_is_dropped_as_a_whole():
     dropped = set()
     for seed in range(8):
         torch.manual_seed(seed)
-        tokens = model.embed(images, hidden)
+        tokens = model.embed_patches(images, hidden)
         for one in model.blocks[:-1]:
             tokens = one(tokens)
         cls, patches = model.forward_masked(images, hidden, places)
@@ -103,4 +103,4 @@ def test_without_a_mask_token_nothing_can_be_hidden():
     model, images, hidden = masked_images()
     model.mask_token = None
     with pytest.raises(AssertionError, match="mask_token=True"):
-        model.embed(images, hidden)
+        model.embed_patches(images, hidden)

@@ -108,7 +108,7 @@ def test_the_grid_of_the_hybrid_is_that_of_its_feature_map():
 def test_attention_weights_of_every_block_equal_the_loop():
     model = VisionTransformer(**TINY).eval()
     images = torch.randn(2, 3, 32, 40)
-    tokens = model.embed(images)
+    tokens = model.embed_patches(images)
     maps = model.get_attention(images)
     assert len(maps) == 3
     for layer, found in zip(model.blocks, maps, strict=True):
@@ -121,7 +121,7 @@ def test_attention_weights_of_every_block_equal_the_loop():
 def test_intermediate_layers_are_the_normalised_tokens_of_the_named_blocks():
     model = VisionTransformer(**TINY).eval()
     images = torch.randn(2, 3, 32, 32)
-    tokens, after = model.embed(images), []
+    tokens, after = model.embed_patches(images), []
     for layer in model.blocks:
         tokens = layer(tokens)
         after.append(model.norm(tokens))

@@ -53,7 +53,7 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
     hidden = batch.masks.hidden
     assert hidden.any(1).sum() == 8, "half of 16 views"
     heads = [(net.head, net.patch_head or net.head) for net in (student, teacher)]
-    embedded = [student.backbone.embed(globals_, hidden), teacher.backbone.embed(globals_)]
+    embedded = [student.backbone.embed_patches(globals_, hidden), teacher.backbone.embed_patches(globals_)]
     tokens = []
     for net, parts in zip((student, teacher), embedded, strict=True):
         for block in net.backbone.blocks:

@@ -1,11 +1,15 @@
 """Decode image files, and read items of a source as pixels."""
 
+import os
 import re
 import struct
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
+from PIL.Image import Image
 from torch import Tensor
 
 from dino_vit.core.native import silenced
@@ -52,6 +56,25 @@ def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
         return pixels.conform(item)
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from error
+
+
+def read_given(image: object, pixels: Pixels = RGB) -> Tensor:
+    """Return a path, Pillow image, array or tensor, converted to `pixels`."""
+    if isinstance(image, str | os.PathLike):
+        path = os.fspath(image)
+        item = decode(Path(path).read_bytes(), path, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+    elif isinstance(image, Image):
+        item = formats.by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
+    elif isinstance(image, np.ndarray):
+        item = formats.from_array(image)
+    elif isinstance(image, Tensor):
+        item = image[None] if image.ndim == 2 else image
+    else:
+        raise TypeError(
+            f"{type(image).__name__} is not an image: give a path, a Pillow image, an array (height, width, "
+            "channels) or a tensor (channels, height, width)"
+        )
+    return pixels.conform(item)
 
 
 def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:

@@ -69,18 +69,29 @@ def read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     shape, dtype = header.shape, header.dtype
     if not header.numeric and dtype.kind != "b":
         raise Refused(f"an array of {dtype} is not an image")
-    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] == shape[2]):
-        raise Refused(
-            f"an array of shape {shape} is not an image (height, width) or (channels, height, width)"
-        )
-    last = len(shape) == 3 and shape[2] < shape[0]
+    last = _channels_last(shape)
     height, width = shape[:2] if last else shape[-2:]
     check_size(width, height, shape[-1] if last else prod(shape[:-2]), max_pixels)
     if header.nbytes > len(data) - file.tell():
         raise Refused("the file is truncated")
     flat = np.frombuffer(bytearray(data), dtype, prod(shape), file.tell())
-    array = flat.reshape(shape, order="F" if header.fortran else "C")
-    return to_tensor(array if last else rearrange(array.reshape(-1, height, width), "c h w -> h w c"))
+    return from_array(flat.reshape(shape, order="F" if header.fortran else "C"))
+
+
+def from_array(array: NDArray[Any]) -> Tensor:
+    """Return an array (H, W), (C, H, W) or (H, W, C) as a tensor (C, H, W)."""
+    if _channels_last(array.shape) or array.ndim == 2:
+        return to_tensor(array)
+    return to_tensor(rearrange(array, "c h w -> h w c"))
+
+
+def _channels_last(shape: tuple[int, ...]) -> bool:
+    """Tell whether an image's last axis has the channels, the shorter of first and last axis."""
+    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] == shape[2]):
+        raise Refused(
+            f"an array of shape {shape} is not an image (height, width) or (channels, height, width)"
+        )
+    return len(shape) == 3 and shape[2] < shape[0]
 
 
 def read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:

@@ -34,7 +34,7 @@ def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> 
 
 def attended_patches(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return the patch tokens (b, n, d) and the attention of the CLS token in the last block (b, h, n)."""
-    tokens = model.embed(images)
+    tokens = model.embed_patches(images)
     for block in model.blocks[:-1]:
         tokens = block(tokens)
     last = model.blocks[-1]
@@ -52,7 +52,7 @@ def rollout(model: VisionTransformer, images: Tensor) -> Tensor:
     Zuidema, 2020). Multiplied from the last block to the first it stays one row: no attention matrix is held.
     """
     with evaluating(model):
-        tokens, inputs = model.embed(images), []
+        tokens, inputs = model.embed_patches(images), []
         for block in model.blocks:
             assert isinstance(block, Block)
             inputs.append((block.attn, block.norm1(tokens)))

@@ -156,10 +156,10 @@ def test_no_more_than_the_next_batch_is_read_ahead():
             return super().read(index)
 
     class Watching(VisionTransformer):
-        def embed(self, images):
+        def embed_patches(self, images):
             time.sleep(0.02)  # time enough to read everything, if one did
             seen.append(source.read_so_far)
-            return super().embed(images)
+            return super().embed_patches(images)
 
     seen, source = [], Counting(length=40)
     model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)

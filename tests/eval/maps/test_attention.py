@@ -18,7 +18,7 @@ def trained(**changes):
 def by_hand(model, images, block):
     """Return the attention of a block, query by query and head by head, (b, h, n, n)."""
     model.eval()
-    tokens = model.embed(images)
+    tokens = model.embed_patches(images)
     for number in range(block):
         tokens = model.blocks[number](tokens)
     model.train()

@@ -1,0 +1,113 @@
+"""A loaded backbone prepares and embeds images from anywhere, exactly as the evaluations do."""
+
+import numpy as np
+import pytest
+import torch
+from einops import rearrange
+from PIL import Image
+from torch.testing import assert_close
+
+from dino_vit import load_backbone, save_backbone
+from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.sources.open import open_source
+from dino_vit.eval.features.extraction import extract_features
+from dino_vit.views.preparation import preparation_of
+from tests.support.backbones import backbone
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_backbone(backbone(), tmp_path / "vit.safetensors", mean=MEAN, std=STD)
+    return load_backbone(tmp_path / "vit.safetensors")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Photos larger and smaller than the crop, in grey, turned by EXIF, with a palette."""
+    folder, generator = tmp_path / "photos", np.random.default_rng(0)
+    folder.mkdir()
+    turned = Image.Exif()
+    turned[274] = 6
+    for name, mode, size, options in (
+        ("a.png", "RGB", (50, 40), {}),
+        ("b.jpg", "RGB", (61, 35), {"exif": turned, "quality": 95}),
+        ("c.png", "L", (20, 24), {}),
+        ("d.png", "P", (64, 64), {}),
+        ("e.png", "RGBA", (40, 64), {}),
+    ):
+        image = Image.fromarray(generator.integers(0, 256, (*size[::-1], 3), dtype=np.uint8))
+        image.convert(mode).save(folder / name, **options)
+    return folder
+
+
+def expected(model, photos):
+    """Return the images as the evaluations give them to the backbone."""
+    preparation, source = preparation_of(model), open_source(str(photos))
+    normalise = preparation.normaliser(torch.device("cpu"))
+    return [normalise(preparation.read(source, index)[None])[0] for index in range(len(source))]
+
+
+def test_an_image_is_prepared_as_the_evaluations_do(model, photos):
+    """Bit for bit, given as a path, as a Pillow image, as an array and as a tensor."""
+    source, pixels = open_source(str(photos)), preparation_of(model).pixels
+    for index, (path, wanted) in enumerate(
+        zip(sorted(photos.iterdir()), expected(model, photos), strict=True)
+    ):
+        tensor = read_image(source, index, pixels)
+        array = rearrange(tensor, "c h w -> h w c").numpy()
+        for given in (path, str(path), tensor, array):
+            assert torch.equal(model.transform(given), wanted), (path.name, type(given))
+        with Image.open(path) as image:
+            assert torch.equal(model.transform(image), wanted), path.name
+    assert wanted.shape == (3, *model.image_size)
+
+
+def test_values_from_0_to_1_are_levels_too(model):
+    levels = torch.randint(0, 256, (3, 40, 50), dtype=torch.uint8)
+    assert_close(model.transform(levels / 255), model.transform(levels))
+    assert torch.equal(model.transform(levels[0]), model.transform(levels[:1]))
+
+
+def test_embeddings_are_those_of_the_evaluations(model, photos):
+    source = open_source(str(photos))
+    preparation = preparation_of(model)
+    wanted = extract_features(model, source, range(5), preparation=preparation, batch_size=5).values
+    paths = sorted(photos.iterdir())
+    assert_close(model.embed(paths), wanted, rtol=0, atol=1e-6)
+    assert_close(model.embed(iter(paths), batch_size=2), wanted, rtol=0, atol=1e-6)
+    assert_close(model.embed(str(paths[2])), wanted[2], rtol=0, atol=1e-6)
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    assert_close(model.embed(images), model.embed(list(images)), rtol=0, atol=0)
+    assert_close(model.embed(images.permute(0, 2, 3, 1).numpy()), model.embed(images), rtol=0, atol=0)
+    assert model.embed(images[0]).shape == (model.width,)
+    assert model.embed([]).shape == (0, model.width)
+
+
+def test_embedding_leaves_the_backbone_as_it_was(model):
+    assert model.train().embed(torch.zeros(3, 32, 32)).grad_fn is None
+    assert model.training
+    torch.nn.Linear(model.width, 2)(model.embed([torch.zeros(3, 32, 32)])).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("image", "error", "message"),
+    [
+        (7, TypeError, "int is not an image: give a path, a Pillow image, an array"),
+        ([[1, 2]], TypeError, "list is not an image"),
+        (np.zeros((5, 40, 40, 3)), ValueError, r"an array of shape \(5, 40, 40, 3\) is not an image"),
+        (torch.zeros(5, 32, 32), ValueError, "the number of channels is 5, but must be 3"),
+        (torch.full((3, 8, 8), 200.0), ValueError, "its float32 values go from 200 to 200, beyond 0 to 1"),
+        ("nowhere.png", FileNotFoundError, "nowhere.png"),
+    ],
+)
+def test_what_is_no_image_is_said(model, image, error, message):
+    with pytest.raises(error, match=message):
+        model.transform(image)
+
+
+def test_a_damaged_file_is_named(model, tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff nothing")
+    with pytest.raises(UnreadableImage, match=r"a\.jpg: it cannot be decoded"):
+        model.embed([tmp_path / "a.jpg"])
