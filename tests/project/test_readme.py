@@ -22,5 +22,5 @@ def test_the_table_of_states_has_all_of_them():
 
 
 def test_python_names_are_public():
-    for name in re.findall(r"from dino_vit import (\w+)", README):
+    for name in re.findall(r"\bdino_vit\.(\w+)\(", README):
         assert hasattr(dino_vit, name)

@@ -18,6 +18,8 @@ from PIL import Image
 
 from dino_vit import VisionTransformer, export_backbone
 from dino_vit.cli import main
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
 from tests.support.documents import README, ROOT, blocks, commands
 from tests.support.images import write_synthetic
 from tests.support.runs import TINY
@@ -105,7 +107,14 @@ def look_at_the_served_page(parts, place):
 def test_the_python_block_works(place, monkeypatch):
     monkeypatch.chdir(place)
     (block,) = (text for text in blocks(README, "python") if "load_b" in text)
-    names = {"images": torch.rand(2, 3, 32, 32)}
-    exec(block, names)
+    whole = 'recipe="auto", **{"budget.minutes": 20}'
+    assert whole in block
+    for name in ("a.jpg", "b.jpg"):
+        shutil.copy(place / "query.jpg", name)
+    names = {"images": torch.rand(2, 3, 32, 32), "small": load(PretrainConfig, None, SMALL)}
+    exec(block.replace(whole, "config=small"), names)
+    assert names["run"].folder == Path("runs/photos")
+    assert names["found"].top1.images == 32
+    assert names["values"].shape == (32, 32)
     assert names["features"].shape == (2, 32)
     assert names["maps"].shape == (2, 2, 17, 17)
