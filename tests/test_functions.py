@@ -15,10 +15,7 @@ import dino_vit
 from dino_vit.cli import COMMANDS, config_class
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from tests.support.runs import CPU, TINY
-
-SETTINGS = {key: value for key, value in TINY.items() if value not in ("null", "[]")}
-SETTINGS |= {"model.arch": None, "budget.epochs": None, "run.eval_every": None, "run.trackers": []}
+from tests.support.runs import CPU, SETTINGS
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from dino_vit.core import log
+from dino_vit.core.notebook import NotebookLive, in_notebook
 from dino_vit.core.text import printable
 
 PATIENCE = 2.0  # seconds; shorter work shows nothing
@@ -24,11 +25,14 @@ class Advance:
         self.title, self.total = printable(title), total
         self.done, self.note = 0, ""
         self.start = self.shown = time.monotonic()
+        notebook = in_notebook()
         # Only rank 0 logs at this level.
-        visible = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
+        visible = (notebook or sys.stderr.isatty()) and log.isEnabledFor(logging.INFO)
         console = Console(stderr=True)
         self.bar = Progress(console=console, transient=True, auto_refresh=False) if visible else None
         self.task = self.bar.add_task(escape(self.title), total=total) if self.bar else None
+        if self.bar and notebook:
+            self.bar.live = NotebookLive(self.bar.get_renderable, transient=True)  # type: ignore[assignment]
 
     def __call__(self, count: int, note: str = "") -> None:
         """Count more items, with a note on them."""

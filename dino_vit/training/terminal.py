@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dino_vit.core.notebook import NotebookLive, in_notebook
 from dino_vit.core.progress import duration
 from dino_vit.core.text import printable_lines
 from dino_vit.training.diagnosis import Diagnosis
@@ -94,8 +95,10 @@ class RunProgress:
         else:
             self._write(text)
 
-    def _terminal(self) -> Live | None:
+    def _terminal(self) -> Live | NotebookLive | None:
         """Return rich's live display, without its thread: loader processes forked beside one may hang."""
+        if self.stream is sys.stderr and in_notebook():
+            return NotebookLive(self._picture)
         console = Console(file=self.stream)
         # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
         if not self.stream.isatty() or console.is_dumb_terminal:
@@ -105,7 +108,7 @@ class RunProgress:
             get_renderable=self._picture, console=console, auto_refresh=False, redirect_stdout=redirect
         )
 
-    def _draw(self, live: Live) -> None:
+    def _draw(self, live: Live | NotebookLive) -> None:
         self.drawn = self.clock()
         live.refresh()
 

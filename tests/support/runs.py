@@ -50,6 +50,9 @@ TINY = {
     "run.trackers": "[]",
 }
 
+# The same as values, for the functions of the package.
+SETTINGS = {key: {"null": None, "[]": []}.get(str(value), value) for key, value in TINY.items()}
+
 
 def arguments(output: Path, settings: Mapping[str, object] = {}) -> list[str]:
     """Return the arguments of a run of 8 steps an epoch, 20 in all, that take about a second."""
