@@ -7,6 +7,9 @@ Each takes what its command takes by position, then settings by keyword: those i
 name in a dictionary, or a section as a dictionary (`optim={"lr": 1e-3}`). `config` is a file of settings, or
 an object of them, that these change. `dino-vit COMMAND --help` lists them. A mistake raises a ValueError with
 the sentence that the command would print. `verbose=False` prints nothing but warnings.
+
+A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
+(see `data/custom.py`); "photometry.module" a module on batches of views from 0 to 1.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from dino_vit.cli import config_class, run_function
 from dino_vit.config.loading import load, replace
+from dino_vit.config.objects import pass_object, title_of
 from dino_vit.core import log
 from dino_vit.core.native import set_torch_environment
 from dino_vit.core.text import PrintableFormatter, printable_lines
+
+SOURCES, MODULE = ("source", "train", "data.source"), "photometry.module"  # settings that take objects too
 
 if TYPE_CHECKING:
     from dino_vit.commands.classification import Classification
@@ -46,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def pretrain(
-    source: PathLike | None = None,
+    source: object = None,
     output: PathLike | None = None,
     *,
     config: Config = None,
@@ -70,42 +76,42 @@ def pretrain(
 
 
 def knn(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> Classification:
     """Classify images by their nearest neighbours; the result's own figures are those of the first k."""
     return _call("knn", config, settings, verbose, source=source)
 
 
 def linear(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> Classification:
     """Train linear classifiers on a frozen backbone; the result's own figures are those of the best."""
     return _call("linear", config, settings, verbose, source=source)
 
 
 def finetune(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> Classification:
     """Train a whole network with a classifier on labelled images; a run in `output` resumes."""
     return _call("finetune", config, settings, verbose, source=source)
 
 
 def dense(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> DenseResult:
     """Classify the pixels of images that have masks, by their patches."""
     return _call("dense", config, settings, verbose, source=source)
 
 
 def attention(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> AttentionMaps:
     """Draw the self-attention maps of images."""
     return _call("attention", config, settings, verbose, source=source)
 
 
 def embed(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> EmbeddingFile:
     """Write the embeddings of images to a file; the result has them as arrays, with names and labels."""
     return _call("embed", config, settings, verbose, source=source)
@@ -131,14 +137,14 @@ def duplicates(
 
 
 def inspect_data(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> SourceFacts:
     """Inspect the images of a source before training on them."""
     return _call("inspect-data", config, settings, verbose, source=source)
 
 
 def pack(
-    source: PathLike | None = None,
+    source: object = None,
     output: PathLike | None = None,
     *,
     config: Config = None,
@@ -157,14 +163,14 @@ def report(
 
 
 def inspect_weights(
-    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> WeightsFacts:
     """Return what is known of a weights file or run folder."""
     return _call("inspect-weights", config, settings, verbose, source=source)
 
 
 def export(
-    source: PathLike | None = None,
+    source: object = None,
     out: PathLike | None = None,
     *,
     config: Config = None,
@@ -192,12 +198,26 @@ def _config(
     given = {key: value for key, value in positional.items() if value is not None}
     if both := [key for key in given if key in settings]:
         raise TypeError(f"{name.replace('-', '_')}() got {both[0]} by position and by name; give it once")
-    values = {**settings, **given}
+    values = {key: _named(key, value) for key, value in {**settings, **given}.items()}
     if isinstance(config, cls):
         return replace(config, values)
     if config is not None and not isinstance(config, str | os.PathLike):
         raise TypeError(f"config must be a file or a {cls.__name__}, not a {type(config).__name__}")
     return load(cls, None if config is None else Path(config), values)
+
+
+def _named(key: str, value: Any) -> Any:
+    """Return the name of an object, where a setting takes one."""
+    if isinstance(value, Mapping):
+        return {name: _named(f"{key}.{name}", inside) for name, inside in value.items()}
+    if value is None or isinstance(value, str | os.PathLike) or key not in (*SOURCES, MODULE):
+        return value
+    if key == MODULE:
+        return pass_object(value, title_of(value))
+    from dino_vit.data.custom import CustomSource  # imports torch
+
+    source = CustomSource(value)
+    return pass_object(source, source.title)
 
 
 def _run(name: str, config: Settings, verbose: bool, keywords: Mapping[str, Any]) -> Any:

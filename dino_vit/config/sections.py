@@ -166,6 +166,9 @@ class Photometry(Settings):
     noise_std: tuple[PositiveShare, PositiveShare] = setting(
         (0.01, 0.1), "standard deviation of the noise for values from 0 to 1, from and to"
     )
+    module: str | None = setting(
+        None, "python:MODULE:NAME, a module that changes batches of views in place of all these"
+    )
 
 
 class Loss(Settings):

@@ -1,21 +1,27 @@
-"""Progress on long work: a bar on a terminal, otherwise a log line from time to time."""
+"""Progress on long work: a bar on a terminal or in a notebook, otherwise a log line from time to time."""
 
 import logging
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress
 
 from dino_vit.core import log
-from dino_vit.core.notebook import NotebookLive, in_notebook
 from dino_vit.core.text import printable
 
 PATIENCE = 2.0  # seconds; shorter work shows nothing
 LINE_EVERY = 20.0  # seconds, without a terminal
+NOTEBOOK_COLUMNS = 120
+
+# Said by tqdm, which libraries import, in a notebook without ipywidgets.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 class Advance:
@@ -84,3 +90,53 @@ def duration(seconds: float) -> str:
 def plural(number: int, one: str, many: str | None = None) -> str:
     """Return a number with its noun, such as "1 image" or "2,000 images"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def in_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return hasattr(shell, "kernel")  # which the shell of a terminal has not
+
+
+class NotebookLive:
+    """What `rich.live.Live` is on a terminal; rich's own needs ipywidgets in a notebook."""
+
+    def __init__(self, get_renderable: Callable[[], RenderableType], *, transient: bool = False) -> None:
+        self.get_renderable, self.transient = get_renderable, transient
+        self.console = Console(
+            file=sys.stderr, width=NOTEBOOK_COLUMNS, force_jupyter=False
+        )  # of lines that stay
+        self.handle: Any = None
+
+    def start(self, refresh: bool = True) -> None:
+        """Show the bar, unless it is shown already."""
+        from IPython.display import display
+
+        if self.handle is None:
+            self.handle = display({"text/html": ""}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+            if refresh:
+                self.refresh()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the bar is shown."""
+        return self.handle is not None
+
+    def refresh(self) -> None:
+        """Draw the bar as it is now."""
+        page = Console(record=True, file=StringIO(), width=NOTEBOOK_COLUMNS, force_jupyter=False)
+        page.print(self.get_renderable())
+        style = "margin:0; line-height:normal; font-family:monospace"
+        drawn = page.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+        self._show(drawn)
+
+    def stop(self) -> None:
+        """Leave the bar as it is, or remove it if it is transient."""
+        if self.handle is not None and self.transient:
+            self._show("")
+        elif self.handle is not None:
+            self.refresh()
+
+    def _show(self, page: str) -> None:
+        self.handle.update({"text/html": page}, raw=True)

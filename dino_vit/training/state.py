@@ -27,7 +27,6 @@ from dino_vit.training.measures import Interval, UnreadableImages
 from dino_vit.training.plan import Plan
 from dino_vit.training.readings import Baseline, Count, Reading
 from dino_vit.views.loader import Batch, Loader
-from dino_vit.views.photometry import Augment
 
 SHORTEST = 1e-3  # seconds of a pace
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
@@ -82,7 +81,7 @@ class TrainingState:
     precision: Precision
     source: Source
     loader: Loader
-    augment: Augment
+    augment: nn.Module
     student: Network
     wrapped: nn.Module  # the student, wrapped for distributed training
     teacher: Network

@@ -13,8 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dino_vit.core.notebook import NotebookLive, in_notebook
-from dino_vit.core.progress import duration
+from dino_vit.core.progress import NotebookLive, duration, in_notebook
 from dino_vit.core.text import printable_lines
 from dino_vit.training.diagnosis import Diagnosis
 from dino_vit.training.readings import Reading

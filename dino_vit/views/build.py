@@ -1,16 +1,19 @@
 """Build the input from a configuration: views, photometry, loader, evaluation transform."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.source import Source
+from dino_vit.views.custom import CustomPhotometry
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.masks import Masking
@@ -22,7 +25,7 @@ from dino_vit.views.sampler import BatchSpec, Sampler
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
     """Return the views of an image, global ones first."""
     views, photometry, times = config.views, config.photometry, _enlargement(config)
-    common = photometry.model_dump(exclude={"blur", "blur_sigma", "solarise"})
+    common = photometry.model_dump(exclude={"blur", "blur_sigma", "solarise", "module"})
     narrow, wide = photometry.blur_sigma
     first, other, local = (
         ViewPhotometry(**common, blur=blur, blur_sigma=(size * narrow, size * wide), solarise=solarise)
@@ -61,12 +64,18 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
     return mean, std
 
 
-def build_augment(config: PretrainConfig) -> Augment:
-    """Return the photometry module, on the host."""
-    mean, std = normalisation(config)
+def build_augment(
+    config: PretrainConfig, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Augment | CustomPhotometry:
+    """Return the photometry module, on the host, with the normalisation of the configuration or another."""
+    statistics = normalisation(config) if mean is None or std is None else (mean, std)
+    values: dict[str, Any] = dict(zip(("mean", "std"), statistics, strict=True))
     photometry = config.photometry
+    if photometry.module:
+        module: Any = find(photometry.module)
+        return CustomPhotometry(module, **values)
     sigma_max = _enlargement(config) * photometry.blur_sigma[1]
-    return Augment(mean=mean, std=std, sigma_max=sigma_max, hue_max=photometry.hue)
+    return Augment(**values, sigma_max=sigma_max, hue_max=photometry.hue)
 
 
 def build_preparation(config: PretrainConfig) -> Preparation:
@@ -145,8 +154,7 @@ def make_views(
     batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels
     # Mean 0 and standard deviation 1 leave the values from 0 to 1.
-    sigma_max = _enlargement(config) * config.photometry.blur_sigma[1]
-    augment = Augment(mean=(0,) * channels, std=(1,) * channels, sigma_max=sigma_max)
+    augment = build_augment(config, (0.0,) * channels, (1.0,) * channels)
     views: list[list[Tensor]] = [[] for _ in samples]
     for size, pixels in batch.views.items():
         coloured = augment(pixels, batch.photometry[size])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import log
@@ -30,7 +30,7 @@ from dino_vit.data.sources.open import Source
 from dino_vit.models.masks import Masks
 from dino_vit.views.geometry import View, choose_boxes, crop_views, draw_tries, interleave
 from dino_vit.views.masks import Masking
-from dino_vit.views.photometry import Augment, draw_photometry
+from dino_vit.views.photometry import draw_photometry
 from dino_vit.views.sampler import BatchSpec, Sampler
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
@@ -75,7 +75,7 @@ class Loader:
         views: Sequence[View],
         sampler: Sampler,
         pixels: Pixels = RGB,
-        augment: Augment | None = None,
+        augment: nn.Module | None = None,
         masking: Masking | None = None,
         in_step: bool = False,
         workers: int = 0,
@@ -211,7 +211,7 @@ class _Steps(Dataset[Batch | ValueError]):
         source: Source,
         views: tuple[View, ...],
         pixels: Pixels,
-        augment: Augment | None,
+        augment: nn.Module | None,
         masking: Masking | None,
         sampler: Sampler,
     ) -> None:

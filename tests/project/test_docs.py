@@ -163,6 +163,8 @@ def test_sources_open(tmp_path, monkeypatch):
     images = np.zeros((3, 20, 20, 2), dtype=np.uint16)
     np.save("images.npy", images)
     np.savez_compressed("images.npz", KEY=images, labels=np.array(["a", "b", "a"]))
+    Path("MODULE.py").write_text("NAME = [b'']")
+    monkeypatch.syspath_prepend(tmp_path)
     table = PAGES["data"].split("## Sources")[1].split("\n\n")[2]
     found = {}
     for what, _ in rows(table):
@@ -170,7 +172,7 @@ def test_sources_open(tmp_path, monkeypatch):
             if not spec.startswith("hf:"):
                 found[spec] = open_source(spec.replace("LENGTH", "40").replace("SIZE", "16"))
     lengths = {spec: len(source) for spec, source in found.items()}
-    assert len(lengths) == 22
+    assert len(lengths) == 23
     assert (lengths["photos"], lengths["photos/**/*.png"], lengths["shards"]) == (2, 1, 11)
     assert (lengths["synthetic"], lengths["synthetic:LENGTH:SIZE"]) == (20_000, 40)
     assert (lengths["synthetic:scenes"], lengths["synthetic:scenes:LENGTH:SIZE"]) == (20_000, 40)

@@ -11,6 +11,7 @@
 | `hf:OWNER/NAME`, `hf:OWNER/NAME:SPLIT` | a dataset of the Hugging Face hub |
 | `images.npy`, `images.npz`, `images.npz:KEY` | an array (N, H, W), (N, H, W, C) or (N, C, H, W) |
 | `synthetic`, `synthetic:LENGTH:SIZE` | generated textures |
+| `python:MODULE:NAME` | an object of Python code, see `data/custom.py` |
 
 All but arrays may be URLs that fsspec knows.
 """
@@ -20,6 +21,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dino_vit.config.objects import find, is_object
+from dino_vit.data.custom import CustomSource
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.archives import ARCHIVES, ArchiveSource, compressed_message
 from dino_vit.data.sources.arrays import ArraySource
@@ -51,6 +54,9 @@ def _open(spec: str) -> Source:
     kind, _, rest = spec.partition(":")
     if kind == "synthetic" and not os.path.exists(spec):
         return _open_synthetic(spec, rest)
+    if is_object(spec) and not os.path.exists(spec):
+        found = find(spec)
+        return found if isinstance(found, CustomSource) else CustomSource(found)
     if kind == "hf" and not os.path.exists(spec):
         from dino_vit.data.sources.tables import HubSource  # imports Parquet, which takes a moment
 

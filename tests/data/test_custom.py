@@ -1,0 +1,167 @@
+"""Objects of the user's own as sources: what they may return, and that runs on them resume exactly."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+import dino_vit
+from dino_vit.config.objects import find
+from dino_vit.data.custom import CustomSource
+from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import SyntheticSource
+from tests.support.runs import SETTINGS, assert_same_end
+
+PLAIN = {key: value for key, value in SETTINGS.items() if key != "data.source"}
+
+
+class Photos:
+    """Textures with names and labels."""
+
+    def __init__(self, count=64):
+        self.source = SyntheticSource(length=count)
+
+    def __len__(self):
+        return len(self.source)
+
+    def name(self, index):
+        return f"photo {index}"
+
+    def read(self, index):
+        return self.source.read(index)
+
+    def label(self, index):
+        return ("odd", "even")[index % 2] if index else None
+
+
+class Pairs(Dataset):
+    """Pillow images with their targets, as torchvision's data sets."""
+
+    classes = ("cat", "dog", "none")
+
+    def __init__(self):
+        self.source = SyntheticSource(length=64)
+        self.targets = [index % 2 for index in range(64)]
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return Image.fromarray(self.source.read(index).permute(1, 2, 0).numpy()), self.targets[index]
+
+
+def test_an_object_is_a_source():
+    source = CustomSource(Photos())
+    assert (len(source), source.name(3), source.classes) == (64, "photo 3", ("even", "odd"))
+    assert [source.label(index) for index in range(4)] == [None, 0, 1, 0]
+    assert torch.equal(read_image(source, 5), SyntheticSource(length=64).read(5))
+    assert source.fingerprint == CustomSource(Photos()).fingerprint
+    assert source.fingerprint != CustomSource(Photos(63)).fingerprint
+
+
+def test_a_dataset_of_pillow_images_is_a_source():
+    source = CustomSource(Pairs())
+    assert (source.classes, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")
+    assert torch.equal(read_image(source, 5), SyntheticSource(length=64).read(5))
+
+
+@pytest.mark.parametrize("kind", ["path", "text", "bytes", "array", "grey", "pillow", "nothing"])
+def test_an_item_may_be_any_image(tmp_path, kind):
+    path = tmp_path / "a.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    given = {"path": path, "text": str(path), "bytes": path.read_bytes(), "array": pixels, "nothing": {}}
+    given |= {"grey": pixels[:, :, 0], "pillow": Image.fromarray(pixels)}
+    source = CustomSource([given[kind]])
+    if kind == "nothing":
+        with pytest.raises(UnreadableImage, match="0: it is of the type dict, which is no image"):
+            read_image(source, 0)
+        return
+    wanted = pixels[:, :, :1].repeat(3, axis=2) if kind == "grey" else pixels
+    assert np.array_equal(read_image(source, 0).permute(1, 2, 0).numpy(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [(7, "int is not a source of images"), ([], "list has no images")]
+)
+def test_what_is_no_source_is_said(given, message):
+    with pytest.raises(ValueError, match=message):
+        dino_vit.pretrain(given)
+
+
+def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("class Three(list):\n    def __init__(self): super().__init__('abc')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(open_source("python:mine:Three")) == 3
+    for spec, message in (
+        ("python:mine:Four", "cannot be imported: module 'mine' has no attribute 'Four'"),
+        ("python:nowhere_to_be_found:X", "cannot be imported: No module named"),
+        ("python:mine", "write python:MODULE:NAME"),
+        ("object:Unknown", "is an object that a Python program passed, and not known here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find(spec)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_on_an_object_resumes_exactly(tmp_path, workers):
+    settings = {**PLAIN, "data.workers": workers, "verbose": False}
+    dino_vit.pretrain(Photos(), tmp_path / "whole", **settings)
+
+    def stop(reading):
+        if reading.step == 12:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        dino_vit.pretrain(Photos(), tmp_path / "run", on_reading=stop, **settings)
+    dino_vit.pretrain(Photos(), tmp_path / "run", **settings)
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+    same = dino_vit.pretrain(output=tmp_path / "same", **{**settings, "data.source": "synthetic:64:32"})
+    assert same.metrics()[-1]["loss"] == dino_vit.Run(tmp_path / "run").metrics()[-1]["loss"]
+
+
+def test_evaluators_take_objects_too(tmp_path):
+    run = dino_vit.pretrain(Photos(), tmp_path / "run", verbose=False, **PLAIN)
+    options = {"weights": run.folder, "cache": tmp_path, "verbose": False}
+    # Two parts of one class are two sources.
+    bank, queries = Photos(60), Photos(40)
+    found = dino_vit.knn(queries, train=bank, output=tmp_path / "knn.json", k=1, **options)
+    assert (found.details["bank"], found.top1.images) == (59, 39)
+    alone = dino_vit.knn(Photos(), k=1, **options)
+    assert alone.top1.images == 63
+    embedded = dino_vit.embed(Pairs(), output=tmp_path / "a.npy", **options)
+    assert embedded.labels[:3] == ["cat", "dog", "cat"]
+
+
+class Dimmed(torch.nn.Module):
+    """Photometry that draws from torch's generator."""
+
+    def forward(self, views):
+        assert 0 <= float(views.min()) <= float(views.max()) <= 1
+        return views * torch.rand(len(views), 1, 1, 1)
+
+
+@pytest.mark.parametrize("where", ["worker", "device"])
+def test_photometry_of_ones_own_is_as_reproducible(tmp_path, where):
+    settings = {**SETTINGS, "photometry.module": Dimmed(), "data.photometry": where, "verbose": False}
+    settings["data.workers"] = 2 if where == "worker" else 0
+    whole = dino_vit.pretrain(output=tmp_path / "whole", **settings)
+
+    def stop(reading):
+        if reading.step == 12:
+            raise InterruptedError
+
+    torch.manual_seed(5)
+    with pytest.raises(InterruptedError):
+        dino_vit.pretrain(output=tmp_path / "run", on_reading=stop, **settings)
+    dino_vit.pretrain(output=tmp_path / "run", **settings)
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+    ours = dino_vit.pretrain(output=tmp_path / "ours", **{**settings, "photometry.module": None})
+    assert ours.metrics()[-1]["loss"] != whole.metrics()[-1]["loss"]
+
+
+def test_photometry_that_changes_the_shape_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"photometry.module returned \(16, 1, 32, 32\) for views \(16, 3"):
+        dino_vit.pretrain(output=tmp_path, **SETTINGS, **{"photometry.module": lambda views: views[:, :1]})
