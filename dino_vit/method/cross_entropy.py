@@ -21,8 +21,8 @@ from dino_vit.models.onednn import linear
 CHUNK_BYTES = 2**25  # of a chunk's logits in float32; about three times that memory is needed
 Index = Any  # of a tensor
 
-# Given the index of a chunk, the student's log-probabilities (rows, k) and a factor, return the loss summed
-# over the chunk. Unless the factor is None, overwrite them by the gradient of the logits times the factor.
+# Given the index of a chunk, the student's logits (rows, k) and a factor, return the loss summed over the
+# chunk. Unless the factor is None, overwrite the logits by their gradient times the factor.
 ChunkLoss = Callable[[Index, Tensor, float | None], Tensor]
 
 
@@ -44,6 +44,11 @@ class LazyLogits:
     def __getitem__(self, rows: slice) -> Tensor:
         with torch.autocast(self.features.device.type, enabled=False):
             return linear(self.features[rows], self.prototypes)
+
+    def scores(self, rows: slice, center: Tensor, temperature: float) -> Tensor:
+        """Return (logits - center) / temperature of some rows, in one product."""
+        with torch.autocast(self.features.device.type, enabled=False):
+            return linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[rows] for rows in self.chunks())
@@ -96,13 +101,13 @@ def chunked_cross_entropy(
             shape = features[index].shape
             chunk = features[index].flatten(0, -2)
             scaled = (chunk / temperature).to(dtype)
-            log_probs = F.log_softmax(_matmul(scaled, weight.T, accurate), dim=-1, dtype=accurate)
+            logits = _matmul(scaled, weight.T, accurate)
             if not (needs_features or needs_weight):
-                total += chunk_loss(index, log_probs, None)
+                total += chunk_loss(index, logits, None)
                 continue
-            total += chunk_loss(index, log_probs, lift)
-            gradient = log_probs.to(dtype)  # the backward products use the autocast dtype too
-            del log_probs
+            total += chunk_loss(index, logits, lift)
+            gradient = logits.to(dtype)  # the backward products use the autocast dtype too
+            del logits
             if grad_features is not None:
                 grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
             if grad_weight is not None:
@@ -128,6 +133,11 @@ class _Loss(torch.autograd.Function):
         factor = grad_loss * ctx.factor
         grads = (None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors)
         return (*grads, None, None, None, None)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of logits, at least in float32."""
+    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

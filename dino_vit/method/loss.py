@@ -10,7 +10,14 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core.distributed import all_reduce_mean, world_size
-from dino_vit.method.cross_entropy import CHUNK_BYTES, Index, Logits, chunked_cross_entropy, teacher_targets
+from dino_vit.method.cross_entropy import (
+    CHUNK_BYTES,
+    Index,
+    Logits,
+    chunked_cross_entropy,
+    log_softmax,
+    teacher_targets,
+)
 
 
 def dino_loss(
@@ -34,9 +41,13 @@ def dino_loss(
     starts = range(0, images, images_at_once)
     teacher_logits = rearrange(teacher_logits, "(g b) k -> g b k", g=global_views)
 
-    def chunk_loss(index: Index, log_probs: Tensor, lift: float | None) -> Tensor:
+    def chunk_loss(index: Index, logits: Tensor, lift: float | None) -> Tensor:
+        log_probs = log_softmax(logits)
         targets = teacher_targets(teacher_logits[index], center, teacher_temperature).to(log_probs.dtype)
-        return _pairs_loss(rearrange(log_probs, "(v b) k -> v b k", v=views), targets, lift)
+        loss = _pairs_loss(rearrange(log_probs, "(v b) k -> v b k", v=views), targets, lift)
+        if lift is not None:
+            logits.copy_(log_probs)
+        return loss
 
     return chunked_cross_entropy(
         rearrange(student_features, "(v b) d -> v b d", v=views),

@@ -4,6 +4,7 @@ teacher makes of the same patch of the same view.
 m masked patches, k prototypes, d bottleneck features
 """
 
+import torch
 from torch import Tensor
 
 from dino_vit.method.cross_entropy import (
@@ -11,8 +12,12 @@ from dino_vit.method.cross_entropy import (
     Index,
     LazyLogits,
     chunked_cross_entropy,
-    teacher_targets,
+    log_softmax,
 )
+
+# Of rows in float32 that a CPU takes from the logits to their gradient at a time: they stay in the cache of a
+# core, where a whole chunk would go through memory once for each operation (`benchmarks/objective.py`).
+BLOCK_BYTES = 2**20
 
 
 def patch_loss(
@@ -25,7 +30,7 @@ def patch_loss(
     views: int,
     student_temperature: float,
     teacher_temperature: float,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = 2 * CHUNK_BYTES,  # as a block at a time needs half of the memory
 ) -> Tensor:
     """Return the sum of the mean cross-entropies of each view, divided by the number of global views.
 
@@ -33,13 +38,14 @@ def patch_loss(
     """
     assert len(student_features) == len(teacher_logits) == len(weights)
 
-    def chunk_loss(rows: Index, log_probs: Tensor, lift: float | None) -> Tensor:
-        targets = teacher_targets(teacher_logits[rows], center, teacher_temperature).to(log_probs.dtype)
-        weight = weights[rows, None].to(log_probs.dtype)
-        loss = -(weight * (targets * log_probs).sum(dim=1, keepdim=True)).sum()
-        if lift is not None:
-            log_probs.exp_().sub_(targets).mul_(lift * weight)
-        return loss
+    def chunk_loss(rows: Index, logits: Tensor, lift: float | None) -> Tensor:
+        scores = teacher_logits.scores(rows, center, teacher_temperature)
+        block = len(logits) if logits.is_cuda else max(1, BLOCK_BYTES // (4 * logits.shape[1]))
+        starts = range(0, max(1, len(logits)), block)
+        blocks = [slice(start, start + block) for start in starts]
+        weight = weights[rows, None]
+        losses = [_block_loss(logits[part], scores[part], weight[part], lift) for part in blocks]
+        return torch.stack(losses).sum()
 
     chunks = list(teacher_logits.chunks(chunk_bytes))
     return chunked_cross_entropy(
@@ -51,3 +57,14 @@ def patch_loss(
         terms=views,
         terms_at_once=max(1, chunks[0].stop - chunks[0].start),
     )
+
+
+def _block_loss(logits: Tensor, scores: Tensor, weight: Tensor, lift: float | None) -> Tensor:
+    """Return the loss of some rows; overwrite the logits by their gradient times `lift`."""
+    log_probs = log_softmax(logits)
+    targets = scores.softmax(dim=-1).to(log_probs.dtype)
+    weight = weight.to(log_probs.dtype)
+    loss = -(weight * (targets * log_probs).sum(dim=1, keepdim=True)).sum()
+    if lift is not None:
+        logits.copy_(log_probs.exp_().sub_(targets).mul_(lift * weight))
+    return loss
