@@ -53,6 +53,12 @@ def check_model(model: Model) -> Iterator[Problem]:
         near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
         text = f"model.width={width} is not divisible by model.heads={heads}"
         yield Problem(f"{text}; use {near} heads, or a width that is a multiple of {heads}", keys[1::2])
+    elif model.positions == "rotary" and model.shape[0] // model.shape[2] % 4:
+        text = "model.positions=rotary turns the channels of a head in fours"
+        yield Problem(
+            f"{text}, but a head has {model.shape[0] // model.shape[2]}; use other model.heads",
+            ("model.positions", *keys[1::2]),
+        )
 
 
 def check_parameters(model: Model, head: Head) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from dino_vit.core.sizes import VIT_SIZES, Size, height_width
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
-WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2"]
+WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
 Side = Dimension | tuple[Dimension, Dimension]
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 PositiveShare = Annotated[Positive, Field(le=1)]
@@ -83,6 +83,12 @@ class Model(Settings):
     depth: Few | None = setting(None, "number of blocks")
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
+    positions: Literal["learned", "rotary"] = setting(
+        "learned", "learned: an embedding of each; rotary: as in DINOv3, with keys without bias"
+    )
+    rotary_rescale: Annotated[float, Field(ge=1, le=100)] | None = setting(
+        2.0, "rescale rotary positions in training by up to this factor, up or down; null: never"
+    )
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting(

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.models.onednn import Linear
+from dino_vit.models.onednn import Linear, linear
+from dino_vit.models.positions import Rotation, rotate
 
 # Tokens of a block's output: the same ones of all images, or indices into the flattened tokens (B * N).
 Queries = slice | Tensor
@@ -26,6 +27,7 @@ class Attention(nn.Module):
         width: int,
         heads: int,
         qkv_bias: bool,
+        key_bias: bool,
         qk_scale: float | None,
         attention_dropout: float,
         dropout: float,
@@ -33,15 +35,15 @@ class Attention(nn.Module):
         super().__init__()
         if width % heads:
             raise ValueError(f"width={width} is not divisible by heads={heads}")
-        self.heads = heads
+        self.heads, self.key_bias = heads, key_bias or not qkv_bias
         self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
         self.attention_dropout = attention_dropout
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.proj = Linear(width, width)
         self.proj_drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, queries: Queries = slice(None)) -> Tensor:
-        q, k, v = self.split(x)
+    def forward(self, x: Tensor, queries: Queries = slice(None), rotation: Rotation | None = None) -> Tensor:
+        q, k, v = self.split(x, rotation)
         dropout = self.attention_dropout if self.training else 0.0
         if isinstance(queries, slice):
             q = q[:, :, queries]
@@ -56,12 +58,19 @@ class Attention(nn.Module):
             scores = q.float() @ k.float().transpose(-2, -1)
             return (scores * self.scale).softmax(dim=-1)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (B, N, D) to queries, keys and values, (B, h, N, d) each."""
-        qkv = rearrange(self.qkv(x), "b n (three h d) -> b n three h d", three=3, h=self.heads)
+        qkv = rearrange(self._project(x), "b n (three h d) -> b n three h d", three=3, h=self.heads)
         # Unbinding before the transposition makes the backward pass one copy instead of two.
         q, k, v = (rearrange(part, "b n h d -> b h n d") for part in qkv.unbind(2))
-        return q, k, v
+        return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
+
+    def _project(self, x: Tensor) -> Tensor:
+        if self.key_bias:
+            return self.qkv(x)
+        of_queries, of_keys, of_values = self.qkv.bias.chunk(3)  # the second part has no effect
+        bias = torch.cat([of_queries, torch.zeros_like(of_keys), of_values])
+        return linear(x, self.qkv.weight, bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -95,6 +104,7 @@ class Block(nn.Module):
         mlp_ratio: float,
         mlp: Literal["gelu", "swiglu"],
         qkv_bias: bool,
+        key_bias: bool,
         qk_scale: float | None,
         layer_scale: float | None,
         norm_eps: float,
@@ -108,6 +118,7 @@ class Block(nn.Module):
             width=width,
             heads=heads,
             qkv_bias=qkv_bias,
+            key_bias=key_bias,
             qk_scale=qk_scale,
             attention_dropout=attention_dropout,
             dropout=dropout,
@@ -118,9 +129,9 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, queries: Queries = slice(None)) -> Tensor:
+    def forward(self, x: Tensor, queries: Queries = slice(None), rotation: Rotation | None = None) -> Tensor:
         """Return the tokens (B, N, D) after this block, or only the queries."""
-        branch = self.ls1(self.attn(self.norm1(x), queries))
+        branch = self.ls1(self.attn(self.norm1(x), queries, rotation))
         if isinstance(queries, slice):
             x = x[:, queries] + self.drop_path(branch)
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))

@@ -1,4 +1,4 @@
-"""Position embeddings: learned or sinusoidal, and their interpolation to any grid.
+"""Positions: learned or sinusoidal embeddings, interpolated to any grid, or rotations of queries and keys.
 
 Libraries interpolate differently, with equal results at the trained grid alone, so a backbone has a mode:
 
@@ -8,6 +8,7 @@ dinov2  the same (DINOv2 without registers)
 timm    bicubic to the exact size, with antialiasing (timm; DINOv2 with registers)
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -16,8 +17,10 @@ from einops import rearrange
 from torch import SymInt, Tensor
 
 Grid = tuple[int, int]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, d) for each patch and channel of a head
 PositionMode = Literal["hf", "dino", "dinov2", "timm"]
 
+ROTARY_BASE = 100.0  # of the periods in DINOv3
 DINO_OFFSET = 0.1  # keeps rounding of the scale factor from losing a cell
 
 
@@ -52,3 +55,29 @@ def sinusoidal_pos_embs(count: int, width: int) -> Tensor:
     angle = torch.arange(count, dtype=torch.float64)[:, None] * frequency  # (count, width)
     table = torch.where(channel % 2 == 0, angle.sin(), angle.cos())
     return table.float()[None]
+
+
+def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:
+    """Return the rotations of the patches of a grid for heads of some channels, as DINOv3 defines them.
+
+    The centre of a patch has coordinates from -1 to 1 along each axis, times `scale`. The channels of the
+    first half are turned with those of the second, half of these pairs by the row and half by the column,
+    each with a period of its own.
+    """
+    row, column = ((2 * torch.arange(0.5, cells, device=scale.device) / cells - 1) * scale for cells in grid)
+    count = channels // 4
+    frequency = ROTARY_BASE ** (-torch.arange(count, device=scale.device) / count)
+    rows = row.repeat_interleave(grid[1])
+    columns = column.repeat(grid[0])
+    angles = 2 * math.pi * torch.cat([rows[:, None] * frequency, columns[:, None] * frequency], dim=1).tile(2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the patches of queries or keys (B, h, T, d), which are their last tokens; leave the others."""
+    cosines, sines = (part.to(x.dtype) for part in rotation)
+    first = x.shape[2] - len(cosines)
+    patches = x[:, :, first:]
+    half, other = patches.chunk(2, dim=-1)
+    rotated = patches * cosines + torch.cat([-other, half], dim=-1) * sines
+    return torch.cat([x[:, :, :first], rotated], dim=2)

@@ -1,14 +1,15 @@
 """The vision transformer: images of any size in, the CLS token or class logits out.
 
-- learned or sinusoidal positions, interpolated if the image is not of the trained size
+- learned or sinusoidal positions, interpolated if the image is not of the trained size, or rotary ones
 - convolutional, unfolding or hybrid (ResNet) stem, any number of channels, images that are not square
-- registers, layer scale and gated MLPs, so that DINOv2's weights load unchanged
+- registers, layer scale and gated MLPs, so that DINOv2's and DINOv3's weights load unchanged
 - tokens and attention weights of any block, an optional classifier
 
 Parameter names are those of the 2021 DINO code and of timm, so their weights load by name.
 B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -20,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.block import Block, Queries
 from dino_vit.models.onednn import Linear
-from dino_vit.models.positions import Grid, PositionMode, interpolate_pos_embs, sinusoidal_pos_embs
+from dino_vit.models.positions import (
+    Grid,
+    PositionMode,
+    Rotation,
+    interpolate_pos_embs,
+    rotary_positions,
+    sinusoidal_pos_embs,
+)
 from dino_vit.models.stems import STEMS
 
 ALL, CLS = slice(None), slice(0, 1)
@@ -60,7 +68,8 @@ class VisionTransformer(nn.Module):
         stem: Literal["conv", "unfold", "hybrid"] = "conv",
         resnet_layers: tuple[int, int, int] = (3, 4, 9),
         resnet_width: int = 64,
-        positions: Literal["learned", "sinusoidal"] = "learned",
+        positions: Literal["learned", "sinusoidal", "rotary"] = "learned",
+        rotary_rescale: float | None = None,
         position_mode: PositionMode = "hf",
         registers: int = 0,
         mask_token: bool = False,
@@ -88,15 +97,19 @@ class VisionTransformer(nn.Module):
         self.patch_embed = STEMS[stem](patch_size=self.patch_size, channels=channels, width=width, **hybrid)
         count = 1 + self.trained_grid[0] * self.trained_grid[1]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed: nn.Parameter | None = None
         if positions == "learned":
             self.pos_embed = nn.Parameter(torch.zeros(1, count, width))
-        else:
+        elif positions == "sinusoidal":
             self.pos_embed = nn.Parameter(sinusoidal_pos_embs(count, width), requires_grad=False)
+        self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
         self.pos_drop = nn.Dropout(dropout)
         block: dict[str, Any] = {"width": width, "heads": heads, "mlp_ratio": mlp_ratio, "mlp": mlp}
-        block |= {"qkv_bias": qkv_bias, "qk_scale": qk_scale, "layer_scale": layer_scale}
+        # As in DINOv3, where keys are rotated, and so their bias is not without effect, they have none.
+        block |= {"qkv_bias": qkv_bias, "key_bias": positions != "rotary", "qk_scale": qk_scale}
+        block |= {"layer_scale": layer_scale}
         block |= {"norm_eps": norm_eps, "dropout": dropout, "attention_dropout": attention_dropout}
         uniform = drop_path_schedule == "uniform"
         rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
@@ -129,9 +142,9 @@ class VisionTransformer(nn.Module):
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
-        tokens = self.embed_patches(images)
+        tokens, rotation = self.embed_patches(images), self.rotation(images)
         for index, block in enumerate(self.blocks, start=1):
-            tokens = self._run(block, tokens, CLS if index == self.depth else ALL)
+            tokens = self._run(block, tokens, rotation, CLS if index == self.depth else ALL)
         return self.norm(tokens)[:, 0]
 
     def forward_masked(self, images: Tensor, hidden: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,12 +153,12 @@ class VisionTransformer(nn.Module):
         `hidden` (B, N) says which patches the mask token replaces. `places` are indices into the flattened
         patches (B * N); the last block computes no other token.
         """
-        tokens = self.embed_patches(images, hidden)
+        tokens, rotation = self.embed_patches(images, hidden), self.rotation(images)
         count, length, patches = len(tokens), tokens.shape[1], tokens.shape[1] - 1 - self.registers
         cls = torch.arange(0, count * length, length, device=places.device)
         queries = torch.cat([cls, places // patches * length + places % patches + 1 + self.registers])
         for index, block in enumerate(self.blocks, start=1):
-            tokens = self._run(block, tokens, queries if index == self.depth else ALL)
+            tokens = self._run(block, tokens, rotation, queries if index == self.depth else ALL)
         tokens = self.norm(tokens)
         return tokens[:count], tokens[count:]
 
@@ -154,17 +167,17 @@ class VisionTransformer(nn.Module):
 
         The mask token replaces the patches that are hidden (B, N).
         """
-        tokens = self.embed_patches(images, hidden)
+        tokens, rotation = self.embed_patches(images, hidden), self.rotation(images)
         for block in self.blocks:
-            tokens = self._run(block, tokens)
+            tokens = self._run(block, tokens, rotation)
         return self.norm(tokens)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
-        tokens, taken = self.embed_patches(images), {}
+        tokens, rotation, taken = self.embed_patches(images), self.rotation(images), {}
         for index, block in enumerate(self.blocks):
-            tokens = self._run(block, tokens)
+            tokens = self._run(block, tokens, rotation)
             if index in wanted:
                 taken[index] = self.norm(tokens)
         return [taken[index] for index in wanted]
@@ -178,14 +191,14 @@ class VisionTransformer(nn.Module):
         of the CLS token alone, so that large images fit into memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
-        tokens, taken = self.embed_patches(images), {}
+        tokens, rotation, taken = self.embed_patches(images), self.rotation(images), {}
         for index, block in enumerate(self.blocks[: max(wanted) + 1]):
             assert isinstance(block, Block)
             if index in wanted:
-                q, k, _ = block.attn.split(block.norm1(tokens))
+                q, k, _ = block.attn.split(block.norm1(tokens), rotation)
                 taken[index] = block.attn.softmax(q[:, :, queries], k)
             if index < max(wanted):
-                tokens = block(tokens)
+                tokens = block(tokens, rotation=rotation)
         return [taken[index] for index in wanted]
 
     def embed_patches(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -197,23 +210,42 @@ class VisionTransformer(nn.Module):
             raise ValueError(
                 f"expected images (batch, {self.channels}, height, width), but got {tuple(images.shape)}"
             )
-        positions = self.interpolate_pos_embs(self.grid_of(*images.shape[-2:]))
+        grid = self.grid_of(*images.shape[-2:])
         patches = self.patch_embed(images)
         if hidden is not None:
             assert self.mask_token is not None, "hidden patches need VisionTransformer(mask_token=True)"
             patches = torch.where(hidden[..., None], self.mask_token.to(patches.dtype), patches)
-        patches = patches + positions[:, 1:]
+        cls: Tensor = self.cls_token
+        if self.pos_embed is not None:
+            positions = self.interpolate_pos_embs(grid)
+            cls, patches = cls + positions[:, :1], patches + positions[:, 1:]
         count = images.shape[0]  # len() would fix the batch size of an exported graph
-        parts = [(self.cls_token + positions[:, :1]).expand(count, -1, -1).to(patches.dtype), patches]
+        parts = [cls.expand(count, -1, -1).to(patches.dtype), patches]
         if self.register_tokens is not None:
             parts.insert(1, self.register_tokens.expand(count, -1, -1).to(patches.dtype))
         return self.pos_drop(torch.cat(parts, dim=1))
 
     def interpolate_pos_embs(self, grid: Grid) -> Tensor:
         """Return the position embeddings, CLS first, for a grid of (h, w) patches: (1, 1 + h·w, D)."""
+        assert self.pos_embed is not None, "rotary positions have no embeddings"
         return interpolate_pos_embs(
             self.pos_embed, grid, trained_grid=self.trained_grid, mode=self.position_mode
         )
+
+    def rotation(self, images: Tensor) -> Rotation | None:
+        """Return the rotation of each patch of images of this size, or None without rotary positions.
+
+        In training all coordinates are rescaled by a random factor from 1 / rotary_rescale to rotary_rescale.
+        """
+        if not self.rotary:
+            return None
+        scale = torch.ones(1, device=images.device)
+        if self.training and self.rotary_rescale:
+            reach = math.log(self.rotary_rescale)
+            scale = torch.empty_like(scale).uniform_(-reach, reach).exp()
+        with torch.autocast(images.device.type, enabled=False):
+            channels = self.width // self.heads
+            return rotary_positions(self.grid_of(*images.shape[-2:]), channels, scale=scale)
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Return the grid of patches (h, w) of an image of this size."""
@@ -224,11 +256,13 @@ class VisionTransformer(nn.Module):
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def _run(self, block: nn.Module, tokens: Tensor, queries: Queries = ALL) -> Tensor:
+    def _run(
+        self, block: nn.Module, tokens: Tensor, rotation: Rotation | None, queries: Queries = ALL
+    ) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
         if self.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(block, tokens, queries, use_reentrant=False)
-        return block(tokens, queries)
+            return checkpoint(block, tokens, queries, rotation, use_reentrant=False)
+        return block(tokens, queries, rotation)
 
     def _block_indices(self, blocks: Sequence[int]) -> list[int]:
         outside = [index for index in blocks if not -self.depth <= index < self.depth]
@@ -251,6 +285,11 @@ def _validate(arguments: dict[str, Any]) -> None:
     for name in ("depth", "registers", "num_classes"):
         if arguments[name] < 0:
             raise ValueError(f"{name}={arguments[name]} must be at least 0")
+    if arguments["positions"] == "rotary" and arguments["width"] // arguments["heads"] % 4:
+        text = f"{arguments['width'] // arguments['heads']} channels of a head"
+        raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {text}")
+    if (arguments["rotary_rescale"] or 1.0) < 1:
+        raise ValueError(f"rotary_rescale={arguments['rotary_rescale']} must be at least 1, or None")
     for name in ("dropout", "attention_dropout", "drop_path"):
         if not 0.0 <= arguments[name] < 1.0:
             raise ValueError(f"{name}={arguments[name]} must be at least 0 and below 1")
@@ -259,7 +298,7 @@ def _validate(arguments: dict[str, Any]) -> None:
 CHOICES: dict[str, tuple[str, ...]] = {
     "mlp": ("gelu", "swiglu"),
     "stem": ("conv", "unfold", "hybrid"),
-    "positions": ("learned", "sinusoidal"),
+    "positions": ("learned", "sinusoidal", "rotary"),
     "position_mode": get_args(PositionMode),
     "drop_path_schedule": ("linear", "uniform"),
 }

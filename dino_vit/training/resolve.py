@@ -113,6 +113,8 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     shape = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
     known = {f"model.{name}": value for name, value in shape.items()}
     known |= {"model.patch_size": height, "model.registers": trained["registers"]}
+    if trained["positions"] == "rotary":
+        known |= {"model.positions": "rotary", "model.rotary_rescale": trained["rotary_rescale"]}
     given = given_keys(config)
     if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
         known["data.channels"] = trained["channels"]

@@ -123,6 +123,8 @@ def build_untrained(
         "width": width,
         "depth": depth,
         "heads": heads,
+        "positions": config.model.positions,
+        "rotary_rescale": config.model.rotary_rescale if config.model.positions == "rotary" else None,
         "registers": config.model.registers,
         "layer_scale": config.model.layer_scale,
     }

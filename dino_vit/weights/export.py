@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dino_vit.core import log
 from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path, write_tensors
+from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.layouts import Layout
@@ -78,16 +79,22 @@ def export_backbone(
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(EXPORTS)}")
     _check_target(path, format, overwrite)
     _check_architecture(model, format)
-    layout = EXPORTS[format]
-    if format == "huggingface":
-        scaled = model.architecture["layer_scale"] is not None
-        layout = layouts.huggingface_layout(scaled, bool(model.registers))
     try:
-        summary = _write(model, path, format, layout)
+        summary = _write(model, path, format, _layout_of(model, format))
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} could not be written: {reason(error)}") from error
     log.info("%s: exported to the %s format; %s", path, format, summary)
     return summary
+
+
+def _layout_of(model: VisionTransformer, format: str) -> Layout:
+    a, huggingface = model.architecture, format == "huggingface"
+    if model.rotary:
+        of_huggingface = layouts.HF_DINOV3_GATED if a["mlp"] == "swiglu" else layouts.HF_DINOV3
+        return of_huggingface if huggingface else layouts.TIMM_DINOV3
+    if huggingface:
+        return layouts.huggingface_layout(a["layer_scale"] is not None, bool(model.registers))
+    return EXPORTS[format]
 
 
 def _write(model: VisionTransformer, path: Path, format: str, layout: Layout) -> str:
@@ -139,16 +146,21 @@ def _check_architecture(model: VisionTransformer, format: str) -> None:
         "a custom qk_scale": a["qk_scale"] is not None,
         "non-square images or patches": not square and format in ("torchvision", "huggingface"),
         "registers": registers and plain,
+        "rotary positions": model.rotary and plain,
+        "rotary positions without layer scale": model.rotary and not scaled and huggingface,
         "registers without layer scale": registers and not scaled and huggingface,
         "layer scale": scaled and plain,
-        f"mlp_ratio={a['mlp_ratio']:.3g}": scaled and huggingface and hidden != _dinov2_mlp(model)[1],
-        "gated MLPs": gated and not (scaled and huggingface),
+        f"mlp_ratio={a['mlp_ratio']:.3g}": scaled
+        and huggingface
+        and not model.rotary
+        and hidden != _dinov2_mlp(model)[1],
+        "gated MLPs": gated and not (scaled and huggingface) and not (model.rotary and format == "timm"),
         "qkv without bias": not a["qkv_bias"] and plain,
         "channels other than 3": model.channels != 3 and format == "torchvision",
         "a precision other than float32 (export model.float())": any(
             parameter.dtype != torch.float32 for parameter in model.parameters()
         ),
-        "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and not huggingface,
+        "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and not huggingface and not model.rotary,
     }
     if found := [fault for fault, present in faults.items() if present]:
         raise WeightsError(f"the {format} format does not support {', '.join(found)}")
@@ -159,18 +171,25 @@ def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
     if layout is layouts.TIMM and model.registers:  # its models with registers have no position for CLS
         tensors["cls_token"] = tensors["cls_token"] + tensors["pos_embed"][:, :1]
         tensors["pos_embed"] = tensors["pos_embed"][:, 1:].contiguous()
-    if layout.format == "huggingface":
+    huggingface, gated = layout.format == "huggingface", model.architecture["mlp"] == "swiglu"
+    if huggingface:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
-        for name in [name for name in tensors if ".attn.qkv." in name]:
-            for third, rows in zip("qkv", tensors.pop(name).chunk(3), strict=True):
+    separate = [".attn.qkv."] if huggingface else [".attn.qkv.bias"] if layout.rotary else []
+    for name in [name for name in tensors if any(part in name for part in separate)]:
+        for third, rows in zip("qkv", tensors.pop(name).chunk(3), strict=True):
+            if not (layout.rotary and third == "k" and name.endswith("bias")):
                 tensors[name.replace("qkv", third)] = rows.clone()
+    if layout.rotary and gated:
+        for name in [name for name in tensors if ".mlp.fc1." in name]:
+            for part, rows in zip(("gate", "up"), tensors.pop(name).chunk(2), strict=True):
+                tensors[name.replace("fc1", part)] = rows.clone()
     mask_token = tensors.pop("mask_token", torch.zeros(1, model.width))  # read by masked training only
-    if layout.format == "huggingface" and layout is not layouts.HF_VIT:
-        tensors["mask_token"] = mask_token
+    if huggingface and layout is not layouts.HF_VIT:
+        tensors["mask_token"] = mask_token[None] if layout.rotary else mask_token
     renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
-    if model.architecture["mlp"] == "swiglu":
-        for plain, gated in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
-            renamed = {name.replace(plain, gated): tensor for name, tensor in renamed.items()}
+    if gated and not layout.rotary:
+        for plain, whole in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
+            renamed = {name.replace(plain, whole): tensor for name, tensor in renamed.items()}
     return renamed
 
 
@@ -219,8 +238,15 @@ def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, A
         "hidden_act": "gelu",
         "torch_dtype": "float32",
     }
+    hidden = round(model.width * a["mlp_ratio"])
+    if layout.rotary:
+        bias = {f"{name}_bias": a["qkv_bias"] for name in ("query", "value")}
+        config |= {**bias, "key_bias": False, "mlp_bias": True, "proj_bias": True, "rope_theta": ROTARY_BASE}
+        config |= {"use_gated_mlp": a["mlp"] == "swiglu", "intermediate_size": hidden}
+        config |= {"hidden_act": "silu" if a["mlp"] == "swiglu" else "gelu", "layerscale_value": 1.0}
+        config |= {"num_register_tokens": model.registers, "pos_embed_rescale": a["rotary_rescale"]}
+        return {**config, "model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
     if layout is layouts.HF_VIT:
-        hidden = round(model.width * a["mlp_ratio"])
         return {**config, "model_type": "vit", "architectures": ["ViTModel"], "intermediate_size": hidden}
     config |= {
         "mlp_ratio": _dinov2_mlp(model)[0],
@@ -267,6 +293,8 @@ def _compare_features(model: VisionTransformer, written: Path, format: str) -> s
 
 def _note_on_other_sizes(model: VisionTransformer, layout: Layout) -> str:
     """Return a note if the other library resamples positions differently."""
+    if layout.rotary:
+        return ""
     if layout is layouts.TORCHVISION:
         return "; torchvision takes images of the trained size only"
     # Modes dino and dinov2 are the same rule.
@@ -285,8 +313,9 @@ def _open_peer(model: VisionTransformer, written: Path, format: str) -> Callable
     tensors = read_weights(written, "teacher").tensors
     if format == "timm":
         from timm.models import VisionTransformer as TimmTransformer
+        from timm.models.eva import Eva
 
-        peer = TimmTransformer(**arguments)
+        peer = (Eva if model.rotary else TimmTransformer)(**arguments)
         peer.load_state_dict(tensors)
         return lambda images: peer.eval().forward_features(images)[:, 0]
     from torchvision.models import VisionTransformer as TorchvisionTransformer

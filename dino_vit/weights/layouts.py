@@ -1,4 +1,4 @@
-"""Tensor names of other libraries: recognise whose they are, translate them to ours and back.
+"""Tensor names of other libraries, and their translation to ours and back.
 
 Our own names are those of the 2021 DINO code and of timm: cls_token, pos_embed, patch_embed.proj,
 blocks.{i}.norm1, blocks.{i}.attn.qkv, blocks.{i}.attn.proj, blocks.{i}.ls1.gamma, blocks.{i}.mlp.fc1, norm.
@@ -11,11 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dino_vit.core.text import brief
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
-from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.reading import RawWeights
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,7 @@ class Layout:
     norm_eps: float = 1e-6
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = IMAGENET_NORMALISATION
     removed: str = ""  # pattern of what is cut out of a name before it is looked up
+    rotary: bool = False  # rotary positions, and keys without bias
 
     def to_ours(self, name: str) -> str:
         """Return our name for one of theirs; a name that is not listed stays as it is."""
@@ -63,8 +61,39 @@ DINOV2 = Layout(
     removed=r"(?<=^blocks\.)\d+\.(?=\d+\.)",  # training stores blocks in chunks: blocks.{chunk}.{i}
 )
 DINOV2_REGISTERS = replace(DINOV2, position_mode="timm")
+DINOV3 = replace(
+    DINOV2,
+    format="dinov3",
+    pairs=(
+        ("storage_tokens", "register_tokens"),
+        ("blocks.{i}.mlp.w1", "blocks.{i}.mlp.gate"),
+        ("blocks.{i}.mlp.w2", "blocks.{i}.mlp.up"),
+        ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2"),
+    ),
+    dropped={
+        **DINOV2.dropped,
+        r"rope_embed\.periods": "periods",
+        r"blocks\.\d+\.attn\.qkv\.bias_mask": "mask",
+    },
+    norm_eps=1e-5,
+    rotary=True,
+)
 TIMM = Layout(
     "timm", "timm", pairs=(("reg_token", "register_tokens"),), dropped=CLASSIFIER, normalisation=None
+)
+TIMM_DINOV3 = replace(  # an Eva
+    TIMM,
+    pairs=(
+        ("reg_token", "register_tokens"),
+        ("blocks.{i}.gamma_1", "blocks.{i}.ls1.gamma"),
+        ("blocks.{i}.gamma_2", "blocks.{i}.ls2.gamma"),
+        ("blocks.{i}.attn.q_bias", "blocks.{i}.attn.q.bias"),
+        ("blocks.{i}.attn.v_bias", "blocks.{i}.attn.v.bias"),
+        ("blocks.{i}.mlp.fc1_g", "blocks.{i}.mlp.gate"),
+        ("blocks.{i}.mlp.fc1_x", "blocks.{i}.mlp.up"),
+    ),
+    norm_eps=1e-5,
+    rotary=True,
 )
 TORCHVISION = Layout(
     "torchvision",
@@ -145,25 +174,48 @@ HF_DINOV2 = replace(
     normalisation=IMAGENET_NORMALISATION,
 )
 HF_DINOV2_REGISTERS = replace(HF_DINOV2, position_mode="timm")
+_HF_DINOV3_SHARED = (
+    ("embeddings.cls_token", "cls_token"),
+    ("embeddings.mask_token", "mask_token"),
+    ("embeddings.register_tokens", "register_tokens"),
+    ("embeddings.patch_embeddings", "patch_embed.proj"),
+    *(
+        (f"{blocks}.{{i}}.{theirs}", f"blocks.{{i}}.{ours}")
+        for blocks in ("layer", "model.layer")  # the second of a model's state_dict()
+        for theirs, ours in (
+            *((f"attention.{name}_proj", f"attn.{name}") for name in "qkv"),
+            ("attention.o_proj", "attn.proj"),
+            ("layer_scale1.lambda1", "ls1.gamma"),
+            ("layer_scale2.lambda1", "ls2.gamma"),
+            ("norm1", "norm1"),
+            ("norm2", "norm2"),
+            ("mlp.down_proj", "mlp.fc2"),
+        )
+    ),
+)
+HF_DINOV3 = Layout(
+    "huggingface",
+    "hf",
+    pairs=(
+        *_HF_DINOV3_SHARED,
+        *((f"{blocks}.{{i}}.mlp.up_proj", "blocks.{i}.mlp.fc1") for blocks in ("layer", "model.layer")),
+    ),
+    dropped=MASK_TOKEN,
+    norm_eps=1e-5,
+    rotary=True,
+)
+HF_DINOV3_GATED = replace(
+    HF_DINOV3,
+    pairs=(
+        *_HF_DINOV3_SHARED,
+        *(
+            (f"{blocks}.{{i}}.mlp.{name}_proj", f"blocks.{{i}}.mlp.{name}")
+            for blocks in ("layer", "model.layer")
+            for name in ("gate", "up")
+        ),
+    ),
+)
 
-FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2")
-HYBRID_ROOT = "patch_embed.backbone.stem.conv.weight"
-TIMM_ONLY = ("reg_token", "head.weight", "blocks.0.ls1.gamma", HYBRID_ROOT)
-# Transformers with similar names that compute something else: pattern of their names, and what it shows.
-UNSUPPORTED = {
-    r"(.*\.)?(dist_token|distillation_token)": "a distillation token (DeiT)",
-    r"(.*\.)?(norm_pre|pre_layrnorm)\..*": "a normalisation before the first block (CLIP)",
-    r"(.*\.)?(rel_pos|relative_position)[^.]*(\..*)?": "relative positions (BEiT, SAM)",
-    r"(model\.)?(layer|rope|blocks\.\d+\.gamma_1)(\..*)?": "blocks of another kind (DINOv3, EVA, CaiT)",
-    r"(.*\.)?fc_norm\..*": "features that are averaged before they are normalised",
-    r"attn_pool\..*": "features that are pooled by attention (SigLIP)",
-}
-EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
-KNOWN_MODEL_ARGS = {  # of timm folders: shown by the tensors too, or without effect on the features
-    "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
-    "qkv_bias", "init_values", "reg_tokens", "no_embed_class", "global_pool", "dynamic_img_size",
-    "drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate",
-}  # fmt: skip
 MERGED = (  # a tensor of ours, and the separate ones that others store instead
     ("attn.qkv", ("attn.q", "attn.k", "attn.v")),
     ("attn.qkv", ("attn.query", "attn.key", "attn.value")),
@@ -171,9 +223,15 @@ MERGED = (  # a tensor of ours, and the separate ones that others store instead
 )
 
 
-def merge(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Concatenate separate q, k, v, and separate gate and up projections, into the single tensors of ours."""
+def merge(tensors: Mapping[str, Tensor], *, key_bias: bool = True) -> dict[str, Tensor]:
+    """Concatenate separate q, k, v, and separate gate and up projections, into the single tensors of ours.
+
+    Without `key_bias` it is zeros where there are others.
+    """
     merged = dict(tensors)
+    if not key_bias:
+        of_queries = [name for name in tensors if name.endswith(".attn.q.bias")]
+        merged |= {n.replace("attn.q.", "attn.k."): torch.zeros_like(tensors[n]) for n in of_queries}
     for name in tensors:
         for whole, parts in MERGED:
             names = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
@@ -182,74 +240,6 @@ def merge(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if joined not in merged and all(part in merged for part in names):
                 merged[joined] = torch.cat([merged.pop(part) for part in names])
     return merged
-
-
-def recognise(raw: RawWeights, format: str | None = None) -> Layout:
-    """Return the layout of the tensors; `format` decides where files of two libraries look the same."""
-    if format not in (None, *FORMATS):
-        raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
-    if raw.metadata:
-        return OURS
-    format = format or raw.export.get("format")
-    _refuse_unsupported(raw)
-    names = set(raw.tensors)
-    if any(name.endswith("embeddings.cls_token") for name in names):
-        scaled = any("layer_scale1" in name for name in names)
-        layout = huggingface_layout(
-            scaled, any(name.endswith("embeddings.register_tokens") for name in names)
-        )
-    elif "class_token" in names:
-        layout = TORCHVISION
-    elif {"cls_token", "pos_embed"} <= names:
-        layout = _reference_like_layout(raw, names, format)
-    else:
-        raise WeightsError(
-            f"{raw.source} is not a supported vision transformer (tensors: {', '.join(sorted(names)[:6])}, "
-            f"...); supported formats are {', '.join(FORMATS)}"
-        )
-    if format not in (None, layout.format):
-        raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
-    # A hub folder states what other files leave to the layout's defaults.
-    config = raw.hub_config
-    statistics = config.get("pretrained_cfg") or {}
-    mean = config.get("image_mean", statistics.get("mean"))
-    std = config.get("image_std", statistics.get("std"))
-    if isinstance(mean, list) and isinstance(std, list):
-        layout = replace(layout, normalisation=(tuple(mean), tuple(std)))
-    return replace(layout, norm_eps=config.get("layer_norm_eps", layout.norm_eps))
-
-
-def _refuse_unsupported(raw: RawWeights) -> None:
-    """Refuse weights, or a config.json beside them, that our backbone would compute differently."""
-    for pattern, what in UNSUPPORTED.items():
-        if found := next((name for name in raw.tensors if re.fullmatch(pattern, name)), None):
-            raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {found})")
-    activation = raw.hub_config.get("hidden_act", "gelu")
-    if activation not in EXACT_GELU:
-        raise WeightsError(
-            f"{raw.source}: config.json has hidden_act={brief(activation)}, but only the exact GELU is "
-            "supported"
-        )
-    unknown = set(raw.hub_config.get("model_args") or {}) - KNOWN_MODEL_ARGS
-    if unknown:
-        raise WeightsError(
-            f"{raw.source}: config.json has unsupported model_args ({', '.join(sorted(unknown))}), which may "
-            "change the features"
-        )
-
-
-def _reference_like_layout(raw: RawWeights, names: set[str], format: str | None) -> Layout:
-    """Distinguish DINO's, DINOv2's, timm's and our own bare state dicts, which share most names."""
-    dinov2 = DINOV2_REGISTERS if "register_tokens" in names else DINOV2
-    chunked = any(re.match(r"blocks\.\d+\.\d+\.", name) for name in names)
-    if "mask_token" in names or chunked:
-        return dinov2
-    if format in ("reference", "timm", "dino-vit", "dinov2"):
-        return next(layout for layout in (REFERENCE, TIMM, OURS, dinov2) if layout.format == format)
-    if "register_tokens" in names or any(".mlp.w12." in name for name in names):
-        return dinov2
-    from_timm = "architecture" in raw.hub_config or any(name in names for name in TIMM_ONLY)
-    return TIMM if from_timm and not raw.trained_with_dino else REFERENCE
 
 
 def huggingface_layout(scaled: bool, registers: bool) -> Layout:

@@ -19,11 +19,16 @@ from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import Provenance, VisionTransformer
 from dino_vit.weights.backbone import Backbone
-from dino_vit.weights.layouts import HYBRID_ROOT, Layout, merge, recognise
+from dino_vit.weights.layouts import Layout, merge
 from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.reading import RawWeights, check_finite, read_weights
+from dino_vit.weights.recognition import HYBRID_ROOT, recognise
 
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
+
+HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
+TRAINED_SIDE = 224  # pixels, of weights that show no size
+ROTARY_RESCALE = 2.0  # in DINOv3's training
 
 
 def load_backbone(
@@ -106,13 +111,15 @@ def _adapt(
     if positions is not None and positions.shape[1] == math.prod(old):
         adapted["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
         notes.append("added a zero position for the CLS token, which already includes its own")
-    if old != new:
+    if positions is not None and old != new:
         mode = wanted["position_mode"]
         adapted["pos_embed"] = interpolate_pos_embs(adapted["pos_embed"], new, trained_grid=old, mode=mode)
         notes.append(f"resampled positions from {old[0]} × {old[1]} to {new[0]} × {new[1]} (mode {mode})")
     if not wanted.get("mask_token"):
         adapted.pop("mask_token", None)
-    elif "mask_token" not in adapted:
+    elif "mask_token" in adapted:
+        adapted["mask_token"] = adapted["mask_token"].reshape(1, -1)
+    else:
         adapted["mask_token"] = torch.zeros(1, wanted["width"])
         notes.append("added a mask token of zeros")
     before, channels = stored["channels"], wanted["channels"]
@@ -162,7 +169,7 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
             kept[name] = tensor
         else:
             dropped[part] += 1
-    ours = merge(kept)
+    ours = merge(kept, key_bias=not layout.rotary)
     notes = [f"dropped {part} ({count} tensor{'s' * (count > 1)})" for part, count in dropped.items()]
     merged = {name.split(".")[-2] for name in ours.keys() - kept.keys()}
     if "qkv" in merged:
@@ -193,7 +200,7 @@ def _infer_architecture(
         stem = _infer_stem(tensors, overrides)
         hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
         gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
-        positions = tensors["pos_embed"].shape[1]
+        positions = 0 if layout.rotary else tensors["pos_embed"].shape[1]
     except KeyError as error:
         raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
     except (IndexError, ValueError, ZeroDivisionError) as error:
@@ -201,13 +208,20 @@ def _infer_architecture(
     patch = height_width(stem["patch_size"])
     if 0 in (width, hidden, *patch, stem["channels"]):
         raise WeightsError(f"{raw.source} has an empty tensor in its first block or its patch embedding")
-    grid = _infer_grid(positions, patch, raw, layout, trained_size)
+    if layout.rotary:
+        size = trained_size or _stated_size(raw) or TRAINED_SIDE
+        grid = _patch_grid(size, patch)
+    else:
+        grid = _infer_grid(positions, patch, raw, layout, trained_size)
+    rescale = raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE) if layout.rotary else None
     return {
+        "positions": "rotary" if layout.rotary else "learned",
+        "rotary_rescale": rescale,
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
         "depth": depth,
-        "heads": _infer_heads(width, raw, overrides),
+        "heads": _infer_heads(width, raw, layout, overrides),
         "mlp": "swiglu" if gated else "gelu",
         "mlp_ratio": hidden / width,
         "num_classes": len(tensors["head.weight"]) if "head.weight" in tensors else 0,
@@ -288,11 +302,11 @@ def _stated_size(raw: RawWeights) -> Grid | None:
     return height, width
 
 
-def _infer_heads(width: int, raw: RawWeights, overrides: Mapping[str, Any]) -> int:
-    config = raw.hub_config
+def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]) -> int:
+    config, known = raw.hub_config, HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
     stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
     stated = raw.export.get("heads") or stated
-    heads = overrides.get("heads") or stated or HEADS_OF_WIDTH.get(width)
+    heads = overrides.get("heads") or stated or known.get(width)
     if heads is None:
         raise WeightsError(
             f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N (to pretrain: "

@@ -11,7 +11,10 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
+from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.vit import VisionTransformer
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
@@ -21,6 +24,11 @@ _OPEN = {
     "timm": """\
 import timm
 model = timm.models.VisionTransformer({arguments})
+timm.models.load_checkpoint(model, {path!r})
+""",
+    "timm, rotary": """\
+import functools, timm
+model = timm.models.eva.Eva({arguments})
 timm.models.load_checkpoint(model, {path!r})
 """,
     "torchvision": """\
@@ -65,6 +73,18 @@ image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})
 """
 
 
+class LayerNorm(NamedTuple):
+    """A LayerNorm as an argument of timm's models."""
+
+    eps: float
+
+    def __call__(self, width: int, **keywords: Any) -> nn.Module:
+        return nn.LayerNorm(width, eps=self.eps, **keywords)
+
+    def __repr__(self) -> str:
+        return f"functools.partial(timm.layers.LayerNorm, eps={self.eps:g})"
+
+
 class Photos(NamedTuple):
     """How 8-bit photos are prepared for a backbone."""
 
@@ -101,7 +121,7 @@ def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
     a, size, patch = model.architecture, model.image_size[0], model.patch_size[0]
     sizes = {"depth": model.depth, "num_heads": model.heads}
     if format == "timm":
-        return {
+        arguments = {
             "img_size": model.image_size,
             "patch_size": model.patch_size,
             "in_chans": model.channels,
@@ -111,6 +131,16 @@ def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
             "mlp_ratio": a["mlp_ratio"],
             "qkv_bias": a["qkv_bias"],
             "init_values": a["layer_scale"],
+        }
+        if model.rotary:  # an Eva
+            arguments |= {"swiglu_mlp": a["mlp"] == "swiglu", "swiglu_align_to": 1}
+            arguments |= {"num_reg_tokens": model.registers}
+            arguments |= {"use_abs_pos_emb": False, "use_rot_pos_emb": True, "rope_type": "dinov3"}
+            arguments |= {"rope_temperature": ROTARY_BASE, "rope_rotate_half": True, "use_fc_norm": False}
+            arguments |= {"dynamic_img_size": True, "global_pool": "token"}
+            return {**arguments, "norm_layer": LayerNorm(a["norm_eps"])}
+        return {
+            **arguments,
             "reg_tokens": model.registers,
             "no_embed_class": bool(model.registers),
         }
@@ -122,7 +152,7 @@ def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
         sizes = {"num_layers": model.depth, "num_heads": model.heads}
         return {"image_size": size, "patch_size": patch, **sizes, **hidden}
     # A ViT of Hugging Face has a pooler, which is no part of the export.
-    return {"add_pooling_layer": False} if a["layer_scale"] is None else {}
+    return {"add_pooling_layer": False} if a["layer_scale"] is None and not model.rotary else {}
 
 
 def usage(model: VisionTransformer, path: Path, format: str) -> str:
@@ -134,7 +164,8 @@ def usage(model: VisionTransformer, path: Path, format: str) -> str:
         "arguments": ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items()),
         "tensors": f"safetensors.torch.load_file({name})" if safe else f"torch.load({name})",
     }
-    lines = ("import safetensors.torch\n" if safe and "{tensors}" in _OPEN[format] else "") + _OPEN[format]
+    opened = _OPEN["timm, rotary" if model.rotary and format == "timm" else format]
+    lines = ("import safetensors.torch\n" if safe and "{tensors}" in opened else "") + opened
     if photos:
         facts |= {**photos._asdict(), "crop_pct": photos.crop_pct}
         lines += _PREPARE[format] + _PHOTO

@@ -11,7 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from dino_vit import WeightsError, load_backbone
 from dino_vit.config.sections import WeightsFormat
-from dino_vit.weights.layouts import FORMATS
+from dino_vit.weights.recognition import FORMATS
 from tests.support.backbones import IMAGES, backbone
 from tests.support.peers import HEADS, HF_VIT, PEERS, SIZE, assert_same_tokens
 
@@ -121,7 +121,6 @@ def test_another_activation_is_refused_as_no_tensor_shows_it(tmp_path, activatio
     [
         ("deit_tiny_distilled_patch16_224", "distillation token"),
         ("vit_xsmall_patch16_clip_224", "normalisation before the first block"),
-        ("vit_small_patch16_dinov3", "blocks of another kind"),
         ("vit_wee_patch16_reg1_gap_256", "averaged before they are normalised"),
         ("vit_relpos_small_patch16_224", "relative positions"),
         ("pit_ti_224", r"form a square|lacks|impossible shape"),

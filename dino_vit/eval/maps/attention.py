@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from dino_vit.core.sizes import Size
 from dino_vit.eval.features.extraction import evaluating
 from dino_vit.models.block import Attention, Block
+from dino_vit.models.positions import Rotation
 from dino_vit.models.vit import VisionTransformer
 
 # Bytes of attention rows held at a time: those of all tokens of a large image would not fit in memory.
@@ -34,15 +35,15 @@ def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> 
 
 def attended_patches(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
     """Return the patch tokens (b, n, d) and the attention of the CLS token in the last block (b, h, n)."""
-    tokens = model.embed_patches(images)
+    tokens, rotation = model.embed_patches(images), model.rotation(images)
     for block in model.blocks[:-1]:
-        tokens = block(tokens)
+        tokens = block(tokens, rotation=rotation)
     last = model.blocks[-1]
     assert isinstance(last, Block)
-    q, k, _ = last.attn.split(last.norm1(tokens))
+    q, k, _ = last.attn.split(last.norm1(tokens), rotation)
     attention = last.attn.softmax(q[:, :, :1], k)[:, :, 0]
     first = 1 + model.registers
-    return model.norm(last(tokens))[:, first:], attention[..., first:]
+    return model.norm(last(tokens, rotation=rotation))[:, first:], attention[..., first:]
 
 
 def rollout(model: VisionTransformer, images: Tensor) -> Tensor:
@@ -52,22 +53,22 @@ def rollout(model: VisionTransformer, images: Tensor) -> Tensor:
     Zuidema, 2020). Multiplied from the last block to the first it stays one row: no attention matrix is held.
     """
     with evaluating(model):
-        tokens, inputs = model.embed_patches(images), []
+        tokens, rotation, inputs = model.embed_patches(images), model.rotation(images), []
         for block in model.blocks:
             assert isinstance(block, Block)
             inputs.append((block.attn, block.norm1(tokens)))
             if len(inputs) < model.depth:
-                tokens = block(tokens)
+                tokens = block(tokens, rotation=rotation)
         row = torch.zeros(tokens.shape[:2], device=tokens.device)
         row[:, 0] = 1
         for attention, x in reversed(inputs):
-            row = (row + _multiply(row, attention, x)) / 2
+            row = (row + _multiply(row, attention, x, rotation)) / 2
     return _patch_grid(model, images, row)
 
 
-def _multiply(row: Tensor, attention: Attention, x: Tensor) -> Tensor:
+def _multiply(row: Tensor, attention: Attention, x: Tensor, rotation: Rotation | None) -> Tensor:
     """Return row · A, where A is the mean attention of the heads among the tokens x, a few rows at a time."""
-    q, k, _ = attention.split(x)
+    q, k, _ = attention.split(x, rotation)
     batch, heads, count, _ = q.shape
     size = max(1, _ROW_BYTES // (4 * batch * heads * count))
     product = torch.zeros_like(row)

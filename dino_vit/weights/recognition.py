@@ -1,0 +1,129 @@
+"""Recognise whose weights some tensors are, and refuse those that our backbone would compute differently."""
+
+import re
+from dataclasses import replace
+
+from dino_vit.core.text import brief
+from dino_vit.models.positions import ROTARY_BASE
+from dino_vit.weights.layouts import (
+    DINOV2,
+    DINOV2_REGISTERS,
+    DINOV3,
+    HF_DINOV3,
+    HF_DINOV3_GATED,
+    OURS,
+    REFERENCE,
+    TIMM,
+    TIMM_DINOV3,
+    TORCHVISION,
+    Layout,
+    huggingface_layout,
+)
+from dino_vit.weights.metadata import WeightsError
+from dino_vit.weights.reading import RawWeights
+
+FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
+HYBRID_ROOT = "patch_embed.backbone.stem.conv.weight"
+TIMM_ONLY = ("reg_token", "head.weight", "blocks.0.ls1.gamma", HYBRID_ROOT)
+# Transformers with similar names that compute something else: pattern of their names, and what it shows.
+UNSUPPORTED = {
+    r"(.*\.)?(dist_token|distillation_token)": "a distillation token (DeiT)",
+    r"(.*\.)?(norm_pre|pre_layrnorm)\..*": "a normalisation before the first block (CLIP)",
+    r"(.*\.)?(rel_pos|relative_position)[^.]*(\..*)?": "relative positions (BEiT, SAM)",
+    r"(model\.)?(layer|rope|blocks\.\d+\.gamma_1)(\..*)?": "blocks of another kind (EVA, CaiT)",
+    r"local_cls_norm\..*": "a norm of its own for the CLS token (DINOv3 7B)",
+    r"(.*\.)?fc_norm\..*": "features that are averaged before they are normalised",
+    r"attn_pool\..*": "features that are pooled by attention (SigLIP)",
+}
+EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
+KNOWN_MODEL_ARGS = {  # of timm folders: shown by the tensors too, or without effect on the features
+    "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
+    "qkv_bias", "init_values", "reg_tokens", "no_embed_class", "global_pool", "dynamic_img_size",
+    "drop_rate", "drop_path_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate",
+}  # fmt: skip
+
+
+def recognise(raw: RawWeights, format: str | None = None) -> Layout:
+    """Return the layout of the tensors; `format` decides where files of two libraries look the same."""
+    if format not in (None, *FORMATS):
+        raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
+    if raw.metadata:
+        return OURS
+    format = format or raw.export.get("format")
+    names = set(raw.tensors)
+    dinov3 = _dinov3_layout(names)
+    _refuse_unsupported(raw, dinov3)
+    if dinov3:
+        layout = dinov3
+    elif any(name.endswith("embeddings.cls_token") for name in names):
+        scaled = any("layer_scale1" in name for name in names)
+        layout = huggingface_layout(
+            scaled, any(name.endswith("embeddings.register_tokens") for name in names)
+        )
+    elif "class_token" in names:
+        layout = TORCHVISION
+    elif {"cls_token", "pos_embed"} <= names:
+        layout = _reference_like_layout(raw, names, format)
+    else:
+        raise WeightsError(
+            f"{raw.source} is not a supported vision transformer (tensors: {', '.join(sorted(names)[:6])}, "
+            f"...); supported formats are {', '.join(FORMATS)}"
+        )
+    if format not in (None, layout.format):
+        raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
+    # A hub folder states what other files leave to the layout's defaults.
+    config = raw.hub_config
+    statistics = config.get("pretrained_cfg") or {}
+    mean = config.get("image_mean", statistics.get("mean"))
+    std = config.get("image_std", statistics.get("std"))
+    if isinstance(mean, list) and isinstance(std, list):
+        layout = replace(layout, normalisation=(tuple(mean), tuple(std)))
+    return replace(layout, norm_eps=config.get("layer_norm_eps", layout.norm_eps))
+
+
+def _dinov3_layout(names: set[str]) -> Layout | None:
+    """Return the layout of DINOv3's names: they have no positions."""
+    if "storage_tokens" in names:
+        return DINOV3
+    if "embeddings.patch_embeddings.weight" in names:
+        gated = any(name.endswith(".mlp.gate_proj.weight") for name in names)
+        return HF_DINOV3_GATED if gated else HF_DINOV3
+    return TIMM_DINOV3 if {"reg_token", "blocks.0.gamma_1"} <= names and "pos_embed" not in names else None
+
+
+def _refuse_unsupported(raw: RawWeights, dinov3: Layout | None) -> None:
+    """Refuse weights, or a config.json beside them, that our backbone would compute differently."""
+    for pattern, what in UNSUPPORTED.items():
+        found = next((name for name in raw.tensors if re.fullmatch(pattern, name)), None)
+        if found and not (dinov3 and dinov3.to_ours(found) != found):
+            raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {found})")
+    if (base := raw.hub_config.get("rope_theta", ROTARY_BASE)) != ROTARY_BASE:
+        raise WeightsError(
+            f"{raw.source}: config.json has rope_theta={base}, but only {ROTARY_BASE:g} is supported"
+        )
+    activation = raw.hub_config.get("hidden_act", "gelu")
+    if activation not in (*EXACT_GELU, *(["silu"] if dinov3 is HF_DINOV3_GATED else [])):
+        raise WeightsError(
+            f"{raw.source}: config.json has hidden_act={brief(activation)}, but only the exact GELU is "
+            "supported"
+        )
+    unknown = set(raw.hub_config.get("model_args") or {}) - KNOWN_MODEL_ARGS
+    if unknown:
+        raise WeightsError(
+            f"{raw.source}: config.json has unsupported model_args ({', '.join(sorted(unknown))}), which may "
+            "change the features"
+        )
+
+
+def _reference_like_layout(raw: RawWeights, names: set[str], format: str | None) -> Layout:
+    """Distinguish DINO's, DINOv2's, timm's and our own bare state dicts, which share most names."""
+    dinov2 = DINOV2_REGISTERS if "register_tokens" in names else DINOV2
+    chunked = any(re.match(r"blocks\.\d+\.\d+\.", name) for name in names)
+    if "mask_token" in names or chunked:
+        return dinov2
+    if format in ("reference", "timm", "dino-vit", "dinov2"):
+        return next(layout for layout in (REFERENCE, TIMM, OURS, dinov2) if layout.format == format)
+    if "register_tokens" in names or any(".mlp.w12." in name for name in names):
+        return dinov2
+    from_timm = "architecture" in raw.hub_config or any(name in names for name in TIMM_ONLY)
+    return TIMM if from_timm and not raw.trained_with_dino else REFERENCE

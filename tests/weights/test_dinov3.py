@@ -1,0 +1,237 @@
+"""DINOv3's backbone: rotary positions as in timm and transformers, its three layouts read, two written."""
+
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models.eva import Eva
+from torch.testing import assert_close
+from transformers import AutoModel, DINOv3ViTConfig, DINOv3ViTModel
+
+from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
+from dino_vit.models.positions import rotary_positions, rotate
+from dino_vit.weights import WeightsError
+
+SMALL = {"image_size": 64, "patch_size": 16, "width": 128, "depth": 2, "heads": 2}
+ROTARY = {**SMALL, "positions": "rotary", "registers": 4, "layer_scale": 1e-5, "norm_eps": 1e-5}
+IMAGES = [
+    torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)) for size in ((64, 64), (96, 48))
+]
+
+
+@pytest.fixture
+def huggingface(request):
+    """A model with random weights that count, registers and layer scales too."""
+    gated = getattr(request, "param", False)
+    torch.manual_seed(0)
+    config = DINOv3ViTConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_register_tokens=4,
+        image_size=64,
+        use_gated_mlp=gated,
+        hidden_act="silu" if gated else "gelu",
+    )
+    return with_values(DINOv3ViTModel(config).eval())
+
+
+def with_values(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tokens_of(model, images):
+    with torch.no_grad():
+        return model.eval().forward_features(images)
+
+
+def original(model):
+    """Return the weights of a Hugging Face model as DINOv3's own code names them."""
+    tensors, found = (
+        model.state_dict(),
+        {"rope_embed.periods": torch.ones(16), "mask_token": torch.zeros(1, 128)},
+    )
+    for name, tensor in tensors.items():
+        theirs = name.removeprefix("model.")
+        for old, new in (
+            ("embeddings.cls_token", "cls_token"),
+            ("embeddings.register_tokens", "storage_tokens"),
+            ("embeddings.patch_embeddings", "patch_embed.proj"),
+            ("layer.", "blocks."),
+            ("attention.o_proj", "attn.proj"),
+            ("layer_scale1.lambda1", "ls1.gamma"),
+            ("layer_scale2.lambda1", "ls2.gamma"),
+            ("mlp.gate_proj", "mlp.w1"),
+            ("mlp.up_proj", "mlp.w2" if model.config.use_gated_mlp else "mlp.fc1"),
+            ("mlp.down_proj", "mlp.w3" if model.config.use_gated_mlp else "mlp.fc2"),
+        ):
+            theirs = theirs.replace(old, new)
+        if not any(part in theirs for part in ("_proj", "mask_token")):
+            found[theirs] = tensor
+    for block in range(2):
+        prefix = f"model.layer.{block}.attention"
+        q, v = (tensors[f"{prefix}.{part}_proj.bias"] for part in "qv")
+        # The bias of the keys is masked, whatever it is.
+        found[f"blocks.{block}.attn.qkv.bias"] = torch.cat([q, torch.randn_like(q), v])
+        found[f"blocks.{block}.attn.qkv.bias_mask"] = torch.cat(
+            [torch.ones(128), torch.zeros(128), torch.ones(128)]
+        )
+        weights = [tensors[f"{prefix}.{part}_proj.weight"] for part in "qkv"]
+        found[f"blocks.{block}.attn.qkv.weight"] = torch.cat(weights)
+    return found
+
+
+def test_rotations_are_those_of_the_formula():
+    """Patch by patch and channel by channel; the tokens before the patches stay."""
+    q = torch.randn(1, 1, 7, 8, dtype=torch.float64)
+    cosines, sines = rotary_positions((2, 3), 8, scale=torch.tensor([1.3]))
+    rotated = rotate(q, (cosines.double(), sines.double()))
+    assert torch.equal(rotated[:, :, 0], q[:, :, 0])
+    for patch in range(6):
+        row, column = divmod(patch, 3)
+        x, y = (2 * (column + 0.5) / 3 - 1) * 1.3, (2 * (row + 0.5) / 2 - 1) * 1.3
+        for pair, (coordinate, period) in enumerate(((y, 1), (y, 10), (x, 1), (x, 10))):
+            angle = 2 * math.pi * coordinate / period
+            first, second = q[0, 0, 1 + patch, pair], q[0, 0, 1 + patch, pair + 4]
+            wanted = first * math.cos(angle) - second * math.sin(angle)
+            assert_close(rotated[0, 0, 1 + patch, pair], wanted, rtol=0, atol=1e-5)
+            wanted = second * math.cos(angle) + first * math.sin(angle)
+            assert_close(rotated[0, 0, 1 + patch, pair + 4], wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("huggingface", [False, True], indirect=True, ids=["mlp", "gated"])
+@pytest.mark.parametrize("layout", ["folder", "file", "original"])
+def test_weights_of_transformers_and_of_dinov3_give_the_same_features(tmp_path, huggingface, layout):
+    """At the trained size and at another, all tokens; and the attention."""
+    if layout == "folder":
+        huggingface.save_pretrained(tmp_path / "model")
+        model = load_backbone(tmp_path / "model")
+    else:
+        tensors = original(huggingface) if layout == "original" else huggingface.state_dict()
+        save_file({name: one.contiguous() for name, one in tensors.items()}, tmp_path / "a.safetensors")
+        model = load_backbone(tmp_path / "a.safetensors", image_size=64, heads=2)
+    assert (model.heads, model.registers, model.architecture["positions"]) == (2, 4, "rotary")
+    assert model.provenance.format == ("dinov3" if layout == "original" else "huggingface")
+    for images in IMAGES:
+        with torch.no_grad():
+            theirs = huggingface(images)
+            assert_close(tokens_of(model, images), theirs.last_hidden_state, rtol=0, atol=1e-5)
+            assert_close(model(images), theirs.last_hidden_state[:, 0], rtol=0, atol=1e-5)
+    huggingface.set_attn_implementation("eager")
+    with torch.no_grad():
+        theirs = huggingface(IMAGES[1], output_attentions=True).attentions
+        ours = model.get_attention(IMAGES[1])
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["small_patch16_dinov3_qkvb", "small_patch16_dinov3", "small_plus_patch16_dinov3"]
+)
+def test_weights_of_timm_give_the_same_features(tmp_path, name):
+    torch.manual_seed(0)
+    peer = with_values(timm.create_model(f"vit_{name}", depth=2, num_classes=0).eval())
+    save_file(peer.state_dict(), tmp_path / "a.safetensors")
+    model = load_backbone(tmp_path / "a.safetensors")
+    assert (model.heads, model.architecture["norm_eps"]) == (6, 1e-5)
+    for size in ((224, 224), (96, 160)):
+        images = torch.randn(2, 3, *size)
+        assert_close(tokens_of(model, images), tokens_of(peer, images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("format", ["timm", "huggingface"])
+def test_exports_open_in_their_library(tmp_path, mlp, format):
+    torch.manual_seed(0)
+    model = with_values(VisionTransformer(**ROTARY, mlp=mlp)).eval()
+    path = tmp_path / ("vit" if format == "huggingface" else "vit.safetensors")
+    export_backbone(model, path, format)
+    again = load_backbone(path)
+    for key in ("positions", "width", "depth", "heads", "mlp", "registers", "norm_eps", "qkv_bias"):
+        assert again.architecture[key] == model.architecture[key]
+    for images in IMAGES:
+        assert_close(tokens_of(again, images), tokens_of(model, images), rtol=0, atol=1e-5)
+        if format == "huggingface":
+            with torch.no_grad():
+                theirs = AutoModel.from_pretrained(path).eval()(images).last_hidden_state
+            assert_close(theirs, tokens_of(model, images), rtol=0, atol=1e-4)
+
+
+def test_the_printed_lines_open_an_export(tmp_path):
+    import dino_vit
+
+    save_backbone(VisionTransformer(**ROTARY), tmp_path / "a.safetensors")
+    written = dino_vit.export(tmp_path / "a.safetensors", tmp_path / "b.pth", format="timm", verbose=False)
+    names = {}
+    lines = str(written).splitlines()
+    exec("\n".join(lines[: next(i for i, line in enumerate(lines) if "load_checkpoint" in line) + 1]), names)
+    assert isinstance(names["model"], Eva)
+    images = IMAGES[0]
+    ours = load_backbone(tmp_path / "a.safetensors")
+    assert_close(tokens_of(names["model"], images), tokens_of(ours, images), rtol=0, atol=1e-5)
+
+
+def test_our_own_file_has_all_of_it(tmp_path):
+    model = with_values(VisionTransformer(**ROTARY, rotary_rescale=2.0)).eval()
+    save_backbone(model, tmp_path / "a.safetensors")
+    again = load_backbone(tmp_path / "a.safetensors", image_size=96)
+    assert again.rotary_rescale == 2.0
+    assert_close(tokens_of(again, IMAGES[1]), tokens_of(model, IMAGES[1]), rtol=0, atol=0)
+
+
+def test_the_coordinates_are_rescaled_in_training_alone():
+    model = with_values(VisionTransformer(**ROTARY, rotary_rescale=2.0))
+    one, two = model.train()(IMAGES[0]), model(IMAGES[0])
+    assert not torch.equal(one, two)
+    torch.manual_seed(1)
+    one = model(IMAGES[0])
+    torch.manual_seed(1)
+    assert torch.equal(one, model(IMAGES[0]))
+    assert torch.equal(model.eval()(IMAGES[0]), model(IMAGES[0]))
+    still = copy.deepcopy(model).train()
+    still.rotary_rescale = None
+    assert torch.equal(still(IMAGES[0]), model.eval()(IMAGES[0]))
+
+
+def test_keys_have_no_bias_and_get_no_gradient():
+    model = with_values(VisionTransformer(**ROTARY))
+    model(IMAGES[0]).sum().backward()
+    for block in model.blocks:
+        of_queries, of_keys, of_values = block.attn.qkv.bias.grad.chunk(3)
+        assert of_queries.any()
+        assert of_values.any()
+        assert not of_keys.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 50.0}, "rope_theta=50.0, but only 100 is supported"),
+        ({"hidden_act": "relu"}, "hidden_act=relu"),
+    ],
+)
+def test_what_would_be_computed_differently_is_refused(tmp_path, huggingface, change, message):
+    huggingface.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    text = path.read_text()
+    for key, value in change.items():
+        old = {"rope_theta": '"rope_theta": 100.0', "hidden_act": '"hidden_act": "gelu"'}[key]
+        assert old in text
+        text = text.replace(
+            old, f'"{key}": {value if isinstance(value, float) else repr(value)}'.replace("'", '"')
+        )
+    path.write_text(text)
+    with pytest.raises(WeightsError, match=message):
+        load_backbone(tmp_path / "model")
+
+
+def test_rotary_positions_need_channels_in_fours():
+    with pytest.raises(ValueError, match="needs a multiple of 4 channels in a head, not 6 channels"):
+        VisionTransformer(**{**ROTARY, "width": 12})
