@@ -1,6 +1,7 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from pydantic import Field
 
 from dino_vit.commands import Result
 from dino_vit.config.sections import Side, WeightsFormat
-from dino_vit.config.settings import Few, Settings, setting
+from dino_vit.config.settings import Few, Problem, Settings, setting
 from dino_vit.core.sizes import height_width
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import export_backbone, load_backbone
@@ -50,13 +51,24 @@ class InspectWeightsConfig(_WeightsConfig):
 class ExportConfig(_WeightsConfig):
     """Write a backbone in the format of another library, and check that its features agree."""
 
-    out: str = Field(description="file to write (.pth, .pt, .safetensors), or folder for huggingface")
-    format: Literal["reference", "timm", "torchvision", "huggingface"] = Field(description="format to write")
+    out: str = Field(
+        description="file to write (.pth, .pt, .safetensors, .onnx, .pt2), or folder for huggingface"
+    )
+    format: Literal["reference", "timm", "torchvision", "huggingface", "onnx", "pt2"] = Field(
+        description="format to write; pt2: a program of torch.export"
+    )
+    dynamic: bool = setting(False, "onnx and pt2: take images of any size; otherwise of that of the weights")
     overwrite: bool = setting(False, "replace OUT if it exists")
 
     positional: ClassVar = ("source", "out")
     options: ClassVar = ("format", *_WeightsConfig.options)
-    switches: ClassVar = {"overwrite": "overwrite"}
+    switches: ClassVar = {"overwrite": "overwrite", "dynamic": "dynamic"}
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a switch that would have no effect."""
+        if self.dynamic and self.format not in ("onnx", "pt2"):
+            text = f"--dynamic is for onnx and pt2; {self.format} takes images of any size that it can"
+            yield Problem(f"{text}, so leave it out", ("dynamic", "format"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +97,7 @@ def inspect(config: InspectWeightsConfig) -> WeightsFacts:
 def export(config: ExportConfig) -> ExportResult:
     """Write a backbone for another library."""
     model, path = config.load(), Path(config.out)
-    export_backbone(model, path, config.format, overwrite=config.overwrite)
+    export_backbone(model, path, config.format, overwrite=config.overwrite, dynamic=config.dynamic)
     return ExportResult(path=path, text=usage(model, path, config.format))
 
 

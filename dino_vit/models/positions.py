@@ -9,7 +9,7 @@ timm    bicubic to the exact size, with antialiasing (timm; DINOv2 with register
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +64,11 @@ def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:
     first half are turned with those of the second, half of these pairs by the row and half by the column,
     each with a period of its own.
     """
-    row, column = ((2 * torch.arange(0.5, cells, device=scale.device) / cells - 1) * scale for cells in grid)
+    numbers: dict[str, Any] = {"dtype": torch.float32, "device": scale.device}
+    row, column = ((2 * ((torch.arange(cells, **numbers) + 0.5) / cells) - 1) * scale for cells in grid)
     count = channels // 4
-    frequency = ROTARY_BASE ** (-torch.arange(count, device=scale.device) / count)
-    rows = row.repeat_interleave(grid[1])
-    columns = column.repeat(grid[0])
+    frequency = 1 / ROTARY_BASE ** (torch.arange(count, **numbers) / count)
+    rows, columns = row[:, None].expand(grid).flatten(), column.expand(grid).flatten()
     angles = 2 * math.pi * torch.cat([rows[:, None] * frequency, columns[:, None] * frequency], dim=1).tile(2)
     return angles.cos(), angles.sin()
 
@@ -76,7 +76,7 @@ def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the patches of queries or keys (B, h, T, d), which are their last tokens; leave the others."""
     cosines, sines = (part.to(x.dtype) for part in rotation)
-    first = x.shape[2] - len(cosines)
+    first = x.shape[2] - cosines.shape[0]  # len() would fix the size of an exported graph
     patches = x[:, :, first:]
     half, other = patches.chunk(2, dim=-1)
     rotated = patches * cosines + torch.cat([-other, half], dim=-1) * sines

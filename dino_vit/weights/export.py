@@ -18,7 +18,7 @@ from dino_vit.core import log
 from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path, write_tensors
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights import layouts
+from dino_vit.weights import graphs, layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
 from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
@@ -32,6 +32,7 @@ EXPORTS = {
     "huggingface": layouts.HF_VIT,  # or a DINOv2, which has layer scale
 }
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "huggingface": "transformers"}
+LIBRARIES |= {"onnx": "onnxruntime", "pt2": "torch.export"}
 SUFFIXES = (".pth", ".pt", ".safetensors")
 HUGGINGFACE_FILES = {"config.json", "preprocessor_config.json", "model.safetensors"}
 TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
@@ -66,21 +67,25 @@ def save_backbone(
 
 
 def export_backbone(
-    model: VisionTransformer, path: str | Path, format: str, *, overwrite: bool = False
+    model: VisionTransformer, path: str | Path, format: str, *, overwrite: bool = False, dynamic: bool = False
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
-    The formats are `reference`, `timm` and `torchvision`, each a .pth or .safetensors file, and
-    `huggingface`, a folder for `AutoModel.from_pretrained`. The export only appears at `path` if its features
-    equal those of the model.
+    The formats are `reference`, `timm` and `torchvision`, each a .pth or .safetensors file, `huggingface`, a
+    folder for `AutoModel.from_pretrained`, and the graphs `onnx` and `pt2`, of the trained size or, if
+    `dynamic`, of any. The export only appears at `path` if its features equal those of the model.
     """
     path = Path(path)
-    if format not in EXPORTS:
-        raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(EXPORTS)}")
+    if format not in (*EXPORTS, *graphs.SUFFIXES):
+        known = ", ".join((*EXPORTS, *graphs.SUFFIXES))
+        raise WeightsError(f"format={format!r} is not supported; choose from {known}")
     _check_target(path, format, overwrite)
-    _check_architecture(model, format)
+    if format in graphs.SUFFIXES:
+        graphs.check_graph(model, path, format, dynamic=dynamic)
+    else:
+        _check_architecture(model, format)
     try:
-        summary = _write(model, path, format, _layout_of(model, format))
+        summary = _write(model, path, format, dynamic)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} could not be written: {reason(error)}") from error
     log.info("%s: exported to the %s format; %s", path, format, summary)
@@ -97,24 +102,20 @@ def _layout_of(model: VisionTransformer, format: str) -> Layout:
     return EXPORTS[format]
 
 
-def _write(model: VisionTransformer, path: Path, format: str, layout: Layout) -> str:
+def _write(model: VisionTransformer, path: Path, format: str, dynamic: bool) -> str:
     """Write an export beside `path`, compare its features, and move it there."""
-    tensors = _to_layout(model, layout)
-    check_finite(tensors, "the model")
+    check_finite(model.state_dict(), "the model")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
-        about = {EXPORT_KEY: describe_export(model, format)}
-        if format == "huggingface":
-            _write_huggingface(model, layout, tensors, written, about)
-        elif path.suffix == ".safetensors":
-            save_plain(tensors, written, {"format": "pt", **about})
-        else:
-            plain = OrderedDict(tensors)
-            vars(plain).update(about)  # attributes, which others do not look at
-            written.write_bytes(pickled(plain))
+        if format in graphs.SUFFIXES:
+            graphs.write_graph(model, written, format, dynamic=dynamic)
             sync(written)
-        summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
+            summary = _compare_features(model, written, format, dynamic)
+        else:
+            layout = _layout_of(model, format)
+            _write_tensors(model, layout, written, format)
+            summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
         if path.is_dir():
             shutil.rmtree(path)  # _check_target found nothing but an older export in it
         written.replace(path)
@@ -122,10 +123,24 @@ def _write(model: VisionTransformer, path: Path, format: str, layout: Layout) ->
     return summary
 
 
+def _write_tensors(model: VisionTransformer, layout: Layout, path: Path, format: str) -> None:
+    """Write the tensors under the names of another library."""
+    tensors, about = _to_layout(model, layout), {EXPORT_KEY: describe_export(model, format)}
+    if format == "huggingface":
+        _write_huggingface(model, layout, tensors, path, about)
+    elif path.suffix == ".safetensors":
+        save_plain(tensors, path, {"format": "pt", **about})
+    else:
+        plain = OrderedDict(tensors)
+        vars(plain).update(about)  # attributes, which others do not look at
+        path.write_bytes(pickled(plain))
+        sync(path)
+
+
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise WeightsError(f"{path} already exists; choose another name or allow overwriting")
-    if format != "huggingface" and path.suffix not in SUFFIXES:
+    if format not in ("huggingface", *graphs.SUFFIXES) and path.suffix not in SUFFIXES:
         raise WeightsError(f"{path} must end in {', '.join(SUFFIXES)}")
     if path.is_dir():
         others = sorted({entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES)
@@ -269,17 +284,23 @@ def _dinov2_mlp(model: VisionTransformer) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _compare_features(model: VisionTransformer, written: Path, format: str) -> str:
+def _compare_features(model: VisionTransformer, written: Path, format: str, larger: bool = False) -> str:
     """Compare with the features of the written file, in the library it is for if that is installed."""
     library = LIBRARIES.get(format)
-    if library and find_spec(library):
+    peer: Callable[[Tensor], Tensor]
+    if format in graphs.SUFFIXES:
+        with utf8_path(written) as path:
+            peer, how = graphs.open_graph(Path(path), format), f"with {library}"
+    elif library and find_spec(library):
         with utf8_path(written) as path:
             peer, how = _open_peer(model, Path(path), format), f"with {library}"
     else:
         again, _ = read_backbone(written, format=format, heads=model.heads)  # unlogged: its name is temporary
         peer, how = again, "by loading it again"
     was_training, device = model.training, next(model.parameters()).device
-    images = torch.randn(2, model.channels, *model.image_size, generator=torch.Generator().manual_seed(0))
+    (height, width), (p, q) = model.image_size, model.patch_size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, model.channels, height + larger * p, width + larger * q, generator=generator)
     ours = model.eval().forward_features(images.to(device))[:, 0].float().cpu()
     model.train(was_training)
     error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()

@@ -26,6 +26,14 @@ import timm
 model = timm.models.VisionTransformer({arguments})
 timm.models.load_checkpoint(model, {path!r})
 """,
+    "onnx": """\
+import onnxruntime
+session = onnxruntime.InferenceSession({path!r})
+""",
+    "pt2": """\
+import torch
+model = torch.export.load({path!r}).module()
+""",
     "timm, rotary": """\
 import functools, timm
 model = timm.models.eva.Eva({arguments})
@@ -65,6 +73,8 @@ transform = timm.data.create_transform(
 """,
     "torchvision": _TRANSFORM,
     "reference": _TRANSFORM,
+    "onnx": f"import torch\n{_TRANSFORM}",
+    "pt2": _TRANSFORM,
     "huggingface": "processor = AutoImageProcessor.from_pretrained({path!r})\n",
 }
 _PHOTO = """\
@@ -151,6 +161,8 @@ def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
         hidden = {"hidden_dim": model.width, "mlp_dim": round(model.width * a["mlp_ratio"])}
         sizes = {"num_layers": model.depth, "num_heads": model.heads}
         return {"image_size": size, "patch_size": patch, **sizes, **hidden}
+    if format in ("onnx", "pt2"):
+        return {}
     # A ViT of Hugging Face has a pooler, which is no part of the export.
     return {"add_pooling_layer": False} if a["layer_scale"] is None and not model.rotary else {}
 
@@ -174,5 +186,11 @@ def usage(model: VisionTransformer, path: Path, format: str) -> str:
         shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
         lines += f"images = ...  # ({shape}), float32, normalised as in the training\n"
         images = "images"
-    cls = ".last_hidden_state[:, 0]" if huggingface else ""
-    return (lines + f"output = model.eval()({images}){cls}").format(**facts).replace(", )", ")")
+    if format == "onnx":
+        lines += f'cls, patches = session.run(None, {{{{"images": {images}.numpy()}}}})'
+    elif format == "pt2":
+        lines += f"cls, patches = model({images})"
+    else:
+        cls = ".last_hidden_state[:, 0]" if huggingface else ""
+        lines += f"output = model.eval()({images}){cls}"
+    return lines.format(**facts).replace(", )", ")")
