@@ -33,7 +33,11 @@ from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
 from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
+from dino_vit.reports.record import read_run
 from dino_vit.training.loop import seconds_per_step
+from dino_vit.training.setup import build_untrained
+from dino_vit.views.build import normalisation
+from dino_vit.weights import save_backbone
 
 # By set, what is fixed for all. A patch of 12 pixels shows two periods of a pattern of scenes.
 SETS = {
@@ -82,8 +86,10 @@ def main() -> None:
     tables = {table.title.partition(",")[0]: table for table in earlier}
     for name in options.sets:
         found = {
-            variant: [judged[name, variant, seed] for seed in range(options.seeds)] for variant in VARIANTS
+            variant: [judged[name, variant, seed]["trained"] for seed in range(options.seeds)]
+            for variant in VARIANTS
         }
+        found["untrained"] = [judged[name, "all", seed]["untrained"] for seed in range(options.seeds)]
         rows = [row_of(figure, found) for figure in FIGURES if figure in found["all"][0]]
         how = " ".join(["recipe=auto", *ALWAYS, *SETS[name]])
         title = f"{name}, {options.minutes:g} minutes of one core, {how}, seeds: {options.seeds}"
@@ -123,17 +129,23 @@ def step_seconds(settings: list[str]) -> float:
     return seconds_per_step(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))
 
 
-def figures(job: Job, folders: dict[str, Path]) -> dict[str, float]:
-    """Return the figures of a run."""
-    found = judge(job.output, job.name, folders)["trained"]
-    return found | (of_patches(job.output) if job.name == "scenes" else {})
+def figures(job: Job, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
+    """Return the figures of a run, and those of its network before the first step."""
+    found = judge(job.output, job.name, folders)
+    if job.name == "scenes":
+        config, first = read_run(job.output).config, job.output / "untrained.safetensors"
+        mean, std = normalisation(config)
+        save_backbone(build_untrained(config)[1].backbone, first, mean=mean, std=std)
+        for title, weights in (("trained", job.output), ("untrained", first)):
+            found[title] |= of_patches(weights)
+    return found
 
 
-def of_patches(run: Path) -> dict[str, float]:
+def of_patches(weights: Path) -> dict[str, float]:
     """Return what the patches of scenes are worth."""
     side = SIZES["scenes"]
     scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
-    frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(run)))
+    frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(weights)))
     bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
     classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
     counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
