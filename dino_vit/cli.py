@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interruptible = Interruption() if COMMANDS[args.command].resumes else nullcontext()
         with interruptible:
             result = run_function(args.command)(config)
-        if result is not None and os.environ.get("RANK", "0") == "0":
+        if result is not None and is_rank_0():
             print(printable_lines(str(result)))
     except BrokenPipeError:  # such as when `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -131,10 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _fail(error, args)
     except SystemExit as stop:  # by a signal, or without a loader process
-        print(f"dino-vit {args.command}: stopped; run the same command again", file=sys.stderr)
+        _say(f"dino-vit {args.command}: stopped; run the same command again")
         return _leave(int(stop.code or 0))
     except KeyboardInterrupt:
-        print(f"dino-vit {args.command}: interrupted", file=sys.stderr)
+        _say(f"dino-vit {args.command}: interrupted")
         return _leave(130)
     return 0
 
@@ -155,6 +155,16 @@ def _fail(error: Exception, args: argparse.Namespace) -> int:
         text = f"out of memory: use a smaller batch, smaller images or a smaller network. {first}"
     print(printable_lines(f"dino-vit {args.command}: {text}"), file=sys.stderr)
     return _leave(1 if lost else getattr(error, "exit_code", 2))
+
+
+def is_rank_0() -> bool:
+    """Tell whether this process prints, also after the process group has ended."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    if is_rank_0():
+        print(text, file=sys.stderr)
 
 
 def _leave(code: int) -> int:

@@ -9,7 +9,8 @@ an object of them, that these change. `dino-vit COMMAND --help` lists them. A mi
 the sentence that the command would print. `verbose=False` prints nothing but warnings.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
-(see `data/custom.py`); "photometry.module" a module on batches of views from 0 to 1.
+(see `data/custom.py`); "photometry.module" a module on batches of views from 0 to 1. What one function
+returns another takes: a run for weights, a file of embeddings.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dino_vit.cli import config_class, run_function
+from dino_vit.cli import config_class, is_rank_0, run_function
 from dino_vit.config.loading import load, replace
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.core import log
@@ -69,6 +70,9 @@ def pretrain(
     """
     from dino_vit.run import Run
 
+    for name, hook in (("on_reading", on_reading), ("on_checkpoint", on_checkpoint)):
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{name} must be a function, not {hook!r}")
     hooks = {"on_reading": on_reading, "on_checkpoint": on_checkpoint}
     ready: Any = _config("pretrain", config, settings, {"data.source": source, "output": output})
     _run("pretrain", ready, verbose, hooks)
@@ -213,6 +217,8 @@ def _named(key: str, value: Any) -> Any:
     if value is None or isinstance(value, str | os.PathLike) or key not in (*SOURCES, MODULE):
         return value
     if key == MODULE:
+        if not callable(value) or isinstance(value, type):
+            raise TypeError(f"{MODULE} must be a module or a function, not {value!r}")
         return pass_object(value, title_of(value))
     from dino_vit.data.custom import CustomSource  # imports torch
 
@@ -224,7 +230,7 @@ def _run(name: str, config: Settings, verbose: bool, keywords: Mapping[str, Any]
     set_torch_environment()
     with _logging(verbose):
         result = run_function(name)(config, **keywords)
-    if verbose and result is not None and os.environ.get("RANK", "0") == "0":
+    if verbose and result is not None and is_rank_0():
         print(printable_lines(str(result)))
     return result
 

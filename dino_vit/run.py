@@ -23,6 +23,9 @@ class Run:
         record = self._record()
         return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps:,}, {self.state}"
 
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
     def metrics(self) -> list[dict[str, Any]]:
         """Return the readings, one for each log line; `pandas.DataFrame` takes them."""
         return [reading.to_record() for reading in self._record().readings]

@@ -136,7 +136,7 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert found.names[0] == "train/class0/0.png"
     assert found.labels.count("class0") == 12
     image = photos / found.names[3]
-    near = dino_vit.search(found.path, image, k=2, verbose=False)
+    near = dino_vit.search(found, image, weights=run, k=2, verbose=False)
     assert near.images == [str(image)]
     assert near.nearest[0][0].name == found.names[3]
     assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
@@ -181,6 +181,9 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
             TypeError,
             "got data.source by position and by name",
         ),
+        (lambda: dino_vit.pretrain(on_reading=3), TypeError, "on_reading must be a function, not 3"),
+        (lambda: dino_vit.pretrain(photometry={"module": dict}), TypeError, "must be a module or a function"),
+        (lambda: dino_vit.pretrain("tests", "tests"), ValueError, "output=tests is the source of the images"),
         (
             lambda: dino_vit.knn(config=PretrainConfig()),
             TypeError,

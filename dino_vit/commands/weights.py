@@ -55,7 +55,7 @@ class ExportConfig(_WeightsConfig):
         description="file to write (.pth, .pt, .safetensors, .onnx, .pt2), or folder for huggingface"
     )
     format: Literal["reference", "timm", "torchvision", "huggingface", "onnx", "pt2"] = Field(
-        description="format to write; pt2: a program of torch.export"
+        description="format to write"
     )
     dynamic: bool = setting(False, "onnx and pt2: take images of any size; otherwise of that of the weights")
     overwrite: bool = setting(False, "replace OUT if it exists")

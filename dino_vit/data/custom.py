@@ -2,11 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from dino_vit.core.text import printable
 from dino_vit.data.images import formats
 from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import number_labels
+from dino_vit.data.sources.source import spread
+
+FINGERPRINTED = 4  # images that tell a source from others with the same names
 
 
 class CustomSource:
@@ -33,16 +38,18 @@ class CustomSource:
         self.given = given
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")
-        labels = number_labels(self._labels())
-        self._numbers = labels.numbers
-        self.classes: Sequence[str] = tuple(getattr(given, "classes", None) or labels.classes)
-        self.fingerprint: str = getattr(given, "fingerprint", None) or self._digest()
+        self._numbers, self.classes = self._labels()
+        self.fingerprint = str(getattr(given, "fingerprint", None) or self._digest())
 
     def __len__(self) -> int:
         return len(self.given)
 
     def read(self, index: int) -> bytes | Tensor:
-        item = self.given.read(index) if hasattr(self.given, "read") else self.given[index]
+        read = self._method("read")
+        try:
+            item = read(index) if read else self.given[index]
+        except Exception as error:  # of any kind, as of code that is not ours; the image counts as unreadable
+            raise ValueError(f"{type(error).__name__} {error}") from error
         if isinstance(item, tuple):
             item = item[0]
         if isinstance(item, str | os.PathLike):
@@ -60,7 +67,8 @@ class CustomSource:
         return None if number < 0 else number
 
     def name(self, index: int) -> str:
-        return printable(self.given.name(index)) if hasattr(self.given, "name") else str(index)
+        name = self._method("name")
+        return printable(name(index)) if name else str(index)
 
     @property
     def title(self) -> str:
@@ -68,12 +76,36 @@ class CustomSource:
         digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()
         return f"{title_of(self.given)}-{digest[:12]}"
 
-    def _labels(self) -> list[object]:
-        if hasattr(self.given, "label"):
-            return [self.given.label(index) for index in range(len(self))]
-        return list(getattr(self.given, "targets", None) or [None] * len(self))
+    def _method(self, name: str) -> Callable[[int], Any] | None:
+        found = getattr(self.given, name, None)  # a data set may have a `name` that is a text
+        return found if callable(found) else None
+
+    def _labels(self) -> tuple[NDArray[np.int32], Sequence[str]]:
+        """Return the number of the class of each image, -1 for none, and the names of the classes."""
+        label, targets = self._method("label"), getattr(self.given, "targets", None)
+        classes = getattr(self.given, "classes", None)
+        if label:
+            targets = [label(index) for index in range(len(self))]
+        elif targets is None:
+            targets = [None] * len(self)
+        elif hasattr(targets, "tolist"):  # a tensor or an array
+            targets = targets.tolist()
+        if classes is None or callable(classes):
+            numbered = number_labels(targets)
+            return numbered.numbers, tuple(numbered.classes)
+        names = [str(name) for name in classes]
+        places: dict[object, int] = {name: place for place, name in enumerate(names)}
+        places |= {place: place for place in range(len(names))} | {None: -1}
+        if unknown := [target for target in targets if target not in places]:
+            text = f"{title_of(self.given)} has the label {unknown[0]!r}, which is none of its"
+            raise ValueError(f"{text} {len(names)} classes, nor the place of one")
+        return np.array([places[target] for target in targets], dtype=np.int32), tuple(names)
 
     def _digest(self) -> str:
-        """Return a digest of the names; without names other images of the same number look the same."""
-        names = "\n".join(self.name(index) for index in range(len(self)))
-        return f"{title_of(self.given)}-{hashlib.sha256(names.encode()).hexdigest()[:32]}"
+        """Return a digest of the names and of a few images."""
+        digest = hashlib.sha256("\n".join(self.name(index) for index in range(len(self))).encode())
+        for index in spread(len(self), FINGERPRINTED):
+            with suppress(Exception):  # an image that cannot be read is met when it is used
+                item = self.read(index)
+                digest.update(item if isinstance(item, bytes) else item.contiguous().numpy().tobytes())
+        return f"{title_of(self.given)}-{len(self)}-{digest.hexdigest()[:32]}"

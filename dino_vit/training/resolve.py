@@ -113,9 +113,9 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     shape = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
     known = {f"model.{name}": value for name, value in shape.items()}
     known |= {"model.patch_size": height, "model.registers": trained["registers"]}
-    if trained["positions"] == "rotary":
-        known |= {"model.positions": "rotary", "model.rotary_rescale": trained["rotary_rescale"]}
-    given = given_keys(config)
+    given, rotary = given_keys(config), trained["positions"] == "rotary"
+    if rotary or "model.positions" in given:
+        known["model.positions"] = "rotary" if rotary else "learned"
     if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
         known["data.channels"] = trained["channels"]
     wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]

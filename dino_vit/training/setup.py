@@ -44,6 +44,11 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
 
     `measure` returns the seconds of a step; a new run of some `budget.minutes` needs it.
     """
+    output = Path(config.output)
+    if output.resolve() == Path(config.data.source).resolve():
+        raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output={config.output} is a file; give a folder")
     source = open_source(config.data.source, config.data.labels)
     weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
@@ -124,13 +129,14 @@ def build_untrained(
         "depth": depth,
         "heads": heads,
         "positions": config.model.positions,
-        "rotary_rescale": config.model.rotary_rescale if config.model.positions == "rotary" else None,
         "registers": config.model.registers,
         "layer_scale": config.model.layer_scale,
     }
     keywords = dict(architecture or from_settings)
     keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
     keywords["drop_path_schedule"] = config.model.drop_path_schedule
+    rotary = keywords["positions"] == "rotary"
+    keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
     keywords["mask_token"] = bool(config.loss.patch_weight)
     return build_networks(
         backbone=keywords,

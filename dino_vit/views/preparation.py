@@ -76,8 +76,8 @@ class Transform:
     def __call__(self, image: object) -> Tensor:
         """Return a path, Pillow image, array or tensor, prepared (C, height, width) for the backbone.
 
-        Arrays are (height, width, channels) or (height, width), tensors (channels, height, width); values are
-        those of their type, from 0 to 1 in floating point.
+        Tensors are (channels, height, width); of an array the shorter of first and last axis has the
+        channels. Values are those of the type, from 0 to 1 in floating point.
         """
         resized = self.preparation.resize(read_given(image, self.preparation.pixels))
         return self.preparation.normaliser(resized.device)(resized)

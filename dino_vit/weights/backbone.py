@@ -28,17 +28,20 @@ class Backbone(VisionTransformer):
     def embed(self, images: object, *, batch_size: int = 64) -> Tensor:
         """Return the CLS token (D,) of an image, or (n, D) of several, on the CPU.
 
-        An image is what `transform` takes; several are an iterable of them, or a tensor or array (n, ...).
-        They are read and sent through the backbone `batch_size` at a time.
+        An image is what `transform` takes; several are an iterable of them, a tensor (n, C, H, W) or an array
+        (n, H, W, C). They are read and sent through the backbone `batch_size` at a time.
         """
-        if isinstance(images, str) or not isinstance(images, Iterable) or getattr(images, "ndim", 4) < 4:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        one = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
+        if one or not isinstance(images, Iterable):
             return self.embed([images])[0]
-        training, device, waiting = self.training, self.cls_token.device, iter(images)
+        training, like, waiting = self.training, self.cls_token, iter(images)
         self.eval()
         try:
             found = [torch.empty(0, self.width)]
             while batch := [self.transform(image) for image in islice(waiting, batch_size)]:
-                found.append(self.forward_cls(torch.stack(batch).to(device)).float().cpu())
+                found.append(self.forward_cls(torch.stack(batch).to(like.device, like.dtype)).float().cpu())
         finally:
             self.train(training)
         return torch.cat(found)

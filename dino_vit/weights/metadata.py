@@ -68,6 +68,7 @@ class _Export(_Provenance):
     format: str
     heads: PositiveInt
     image_size: tuple[PositiveInt, PositiveInt]
+    positions: str = "learned"
 
 
 class _Hub(_Metadata):
@@ -114,7 +115,15 @@ def parse_metadata(path: Path, text: str) -> dict[str, Any]:
 def describe_export(model: VisionTransformer, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     origin = {name: getattr(model.provenance, name, None) for name in _Provenance.model_fields}
-    return json.dumps({**origin, "format": format, "heads": model.heads, "image_size": model.image_size})
+    return json.dumps(
+        {
+            **origin,
+            "format": format,
+            "heads": model.heads,
+            "image_size": model.image_size,
+            "positions": model.architecture["positions"],
+        }
+    )
 
 
 def parse_export(path: Path, text: object) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import re
 from dataclasses import replace
 
+import torch
+
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.weights.layouts import (
@@ -52,6 +54,8 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     format = format or raw.export.get("format")
     names = set(raw.tensors)
     dinov3 = _dinov3_layout(names)
+    if raw.export.get("positions") == "rotary" and raw.export.get("format") == "timm":
+        dinov3 = TIMM_DINOV3
     _refuse_unsupported(raw, dinov3)
     if dinov3:
         layout = dinov3
@@ -91,18 +95,36 @@ def _dinov3_layout(names: set[str]) -> Layout | None:
     return TIMM_DINOV3 if {"reg_token", "blocks.0.gamma_1"} <= names and "pos_embed" not in names else None
 
 
+def _check_dinov3(raw: RawWeights) -> None:
+    """Refuse rotations of other periods, and keys with a bias."""
+    periods = raw.tensors.get("rope_embed.periods")
+    if periods is not None:
+        ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
+        if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
+            raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
+    for name, tensor in raw.tensors.items():
+        bias = tensor if name.endswith((".k_proj.bias", ".attn.k_bias")) else None
+        if name.endswith(".qkv.bias") and f"{name}_mask" not in raw.tensors:
+            bias = tensor.chunk(3)[1]
+        if bias is not None and bias.any():
+            raise WeightsError(f"{raw.source} has keys with a bias ({name}), which is not supported")
+
+
 def _refuse_unsupported(raw: RawWeights, dinov3: Layout | None) -> None:
     """Refuse weights, or a config.json beside them, that our backbone would compute differently."""
     for pattern, what in UNSUPPORTED.items():
         found = next((name for name in raw.tensors if re.fullmatch(pattern, name)), None)
         if found and not (dinov3 and dinov3.to_ours(found) != found):
             raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {found})")
-    if (base := raw.hub_config.get("rope_theta", ROTARY_BASE)) != ROTARY_BASE:
+    stated = raw.hub_config.get("rope_parameters") or raw.hub_config
+    if (base := stated.get("rope_theta", ROTARY_BASE)) != ROTARY_BASE:
         raise WeightsError(
             f"{raw.source}: config.json has rope_theta={base}, but only {ROTARY_BASE:g} is supported"
         )
-    activation = raw.hub_config.get("hidden_act", "gelu")
-    if activation not in (*EXACT_GELU, *(["silu"] if dinov3 is HF_DINOV3_GATED else [])):
+    if dinov3:
+        _check_dinov3(raw)
+    activation = raw.hub_config.get("hidden_act", "silu" if dinov3 is HF_DINOV3_GATED else "gelu")
+    if activation not in (["silu"] if dinov3 is HF_DINOV3_GATED else EXACT_GELU):
         raise WeightsError(
             f"{raw.source}: config.json has hidden_act={brief(activation)}, but only the exact GELU is "
             "supported"

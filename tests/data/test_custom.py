@@ -165,3 +165,52 @@ def test_photometry_of_ones_own_is_as_reproducible(tmp_path, where):
 def test_photometry_that_changes_the_shape_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"photometry.module returned \(16, 1, 32, 32\) for views \(16, 3"):
         dino_vit.pretrain(output=tmp_path, **SETTINGS, **{"photometry.module": lambda views: views[:, :1]})
+
+
+class Plain(Dataset):
+    """What `targets` and `classes` may be; a `name` that is a text."""
+
+    name = "plain"
+
+    def __init__(self, targets, classes=None, shift=0):
+        self.targets, self.shift = targets, shift
+        if classes:
+            self.classes = classes
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return np.full((8, 8, 3), index + self.shift, dtype=np.uint8), None
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_targets_are_places_of_the_classes(kind):
+    source = CustomSource(Plain(kind([2, 5, 2]), list("abcdef")))
+    assert [source.classes[source.label(index)] for index in range(3)] == ["c", "f", "c"]
+    assert CustomSource(Plain(kind([2, 5, 2]))).classes == ("2", "5")
+    named = CustomSource(Plain(["c", "a"], list("abc")))
+    assert [named.label(index) for index in range(2)] == [2, 0]
+    with pytest.raises(
+        ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the place"
+    ):
+        CustomSource(Plain([6], list("abcdef")))
+
+
+def test_sources_with_the_same_names_but_other_images_are_two():
+    one, two, again = (CustomSource(Plain([0] * 9, shift=shift)) for shift in (0, 1, 0))
+    assert one.title == again.title
+    assert one.title != two.title
+    assert one.name(3) == "3"
+
+
+def test_an_image_that_fails_in_any_way_is_replaced(tmp_path):
+    class Faulty(Photos):
+        def read(self, index):
+            if index == 7:
+                raise KeyError("gone")
+            return super().read(index)
+
+    run = dino_vit.pretrain(Faulty(), tmp_path / "run", verbose=False, **PLAIN)
+    assert "photo 7" in (run.folder / "unreadable.txt").read_text()
+    assert "KeyError 'gone'" in (run.folder / "unreadable.txt").read_text()

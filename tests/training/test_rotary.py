@@ -57,3 +57,15 @@ def test_training_goes_on_from_dinov3(tmp_path):
 def test_channels_that_cannot_be_turned_are_refused(tmp_path):
     said = run(tmp_path, {**ROTARY, "model.width": 30, "model.heads": 5}, code=2)
     assert "turns the channels of a head in fours, but a head has 6; use other model.heads" in said
+
+
+def test_settings_of_positions_are_those_of_the_weights(tmp_path):
+    run(tmp_path / "learned", {"budget.steps": 10})
+    settings = {"init.weights": tmp_path / "learned", "init.head_epochs": 0.5, "model.positions": "rotary"}
+    said = run(tmp_path / "run", settings, code=2)
+    assert "model.positions=rotary does not match the weights" in said
+    run(tmp_path / "rotary", {**ROTARY, "budget.steps": 10})
+    settings = {"init.weights": tmp_path / "rotary", "init.head_epochs": 0.5, "model.rotary_rescale": "null"}
+    state = opened(tmp_path / "run", {**settings, "views.local_size": 24}).state
+    assert state.student.backbone.rotary
+    assert state.student.backbone.rotary_rescale is None

@@ -56,7 +56,10 @@ def original(model):
     """Return the weights of a Hugging Face model as DINOv3's own code names them."""
     tensors, found = (
         model.state_dict(),
-        {"rope_embed.periods": torch.ones(16), "mask_token": torch.zeros(1, 128)},
+        {
+            "rope_embed.periods": (100 ** (torch.arange(16) / 16)).bfloat16(),
+            "mask_token": torch.zeros(1, 128),
+        },
     )
     for name, tensor in tensors.items():
         theirs = name.removeprefix("model.")
@@ -230,6 +233,35 @@ def test_what_would_be_computed_differently_is_refused(tmp_path, huggingface, ch
     path.write_text(text)
     with pytest.raises(WeightsError, match=message):
         load_backbone(tmp_path / "model")
+
+
+@pytest.mark.parametrize("huggingface", [True], indirect=True)
+def test_a_gated_mlp_with_another_activation_is_refused(tmp_path, huggingface):
+    huggingface.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(path.read_text().replace('"silu"', '"gelu"'))
+    with pytest.raises(WeightsError, match="hidden_act=gelu"):
+        load_backbone(tmp_path / "model")
+
+
+def test_other_periods_and_biases_of_keys_are_refused(huggingface):
+    tensors = original(huggingface)
+    with pytest.raises(WeightsError, match="rotary positions of other periods"):
+        load_backbone({**tensors, "rope_embed.periods": torch.full((16,), 5.0)}, heads=2)
+    unmasked = {name: one for name, one in tensors.items() if not name.endswith("bias_mask")}
+    with pytest.raises(WeightsError, match=r"keys with a bias \(blocks\.0\.attn\.qkv\.bias\)"):
+        load_backbone(unmasked, heads=2)
+    theirs = huggingface.state_dict()
+    with pytest.raises(WeightsError, match="keys with a bias"):
+        load_backbone({**theirs, "model.layer.0.attention.k_proj.bias": torch.ones(128)}, heads=2)
+
+
+@pytest.mark.parametrize("change", [{"registers": 0}, {"layer_scale": None}])
+def test_a_timm_export_without_registers_or_layer_scale_loads_again(tmp_path, change):
+    model = with_values(VisionTransformer(**{**ROTARY, **change})).eval()
+    export_backbone(model, tmp_path / "a.safetensors", "timm")
+    again = load_backbone(tmp_path / "a.safetensors")
+    assert_close(tokens_of(again, IMAGES[1]), tokens_of(model, IMAGES[1]), rtol=0, atol=1e-5)
 
 
 def test_rotary_positions_need_channels_in_fours():

@@ -47,6 +47,9 @@ class EmbeddingFile(Result):
 
     path: Path
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @cached_property
     def content(self) -> Embeddings:
         """Everything in the file."""
