@@ -82,7 +82,7 @@ def test_a_killed_loader_process_costs_no_step(tmp_path, whole, settings):
 @pytest.mark.parametrize("place", ["open_source", "build_networks"])
 def test_a_signal_before_the_first_step_asks_for_another_start_too(tmp_path, place):
     said = run(tmp_path / "run", code=75, before=partial(signal_at, place))
-    assert said.endswith("dino-vit pretrain: stopped by a signal; run the same command again\n")
+    assert said.endswith("dino-vit pretrain: stopped; run the same command again\n")
     run(tmp_path / "run")
 
 

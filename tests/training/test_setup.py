@@ -30,7 +30,8 @@ def weights(tmp_path_factory):
 FROM = {"init.head_epochs": 0.5, "budget.steps": 10, "run.eval_every": 1, "teacher.momentum": 0.9}
 
 
-def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, student_at, capsys):
+def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, student_at, capsys, caplog):
+    caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
     state = trained(tmp_path / "run", {**FROM, "init.weights": weights})
     start = load_backbone(weights)
     assert not moved(
