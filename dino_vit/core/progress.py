@@ -104,9 +104,8 @@ class NotebookLive:
 
     def __init__(self, get_renderable: Callable[[], RenderableType], *, transient: bool = False) -> None:
         self.get_renderable, self.transient = get_renderable, transient
-        self.console = Console(
-            file=sys.stderr, width=NOTEBOOK_COLUMNS, force_jupyter=False
-        )  # of lines that stay
+        # For lines that stay.
+        self.console = Console(file=sys.stderr, width=NOTEBOOK_COLUMNS, force_jupyter=False)
         self.handle: Any = None
 
     def start(self, refresh: bool = True) -> None:

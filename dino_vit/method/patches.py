@@ -30,7 +30,7 @@ def patch_loss(
     views: int,
     student_temperature: float,
     teacher_temperature: float,
-    chunk_bytes: int = 2 * CHUNK_BYTES,  # as a block at a time needs half of the memory
+    chunk_bytes: int = 2 * CHUNK_BYTES,  # of which a CPU needs half the memory, a block at a time
 ) -> Tensor:
     """Return the sum of the mean cross-entropies of each view, divided by the number of global views.
 
