@@ -5,8 +5,8 @@
 
 Each takes what its command takes by position, then settings by keyword: those in sections by their dotted
 name in a dictionary, or a section as a dictionary (`optim={"lr": 1e-3}`). `config` is a file of settings, or
-an object of them, that these change. `dino-vit COMMAND --help` lists them. A mistake raises a ValueError with
-the sentence that the command would print. `verbose=False` prints nothing but warnings.
+a dictionary or object of them, that these change. `dino-vit COMMAND --help` lists them. A mistake raises a
+ValueError with the sentence that the command would print. `verbose=False` prints nothing but warnings.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
 (see `data/custom.py`); "photometry.module" a module on batches of views from 0 to 1. What one function
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dino_vit.cli import config_class, is_rank_0, run_function
+from dino_vit.cli import COMMANDS, config_class, is_rank_0, run_function
 from dino_vit.config.loading import load, replace
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.core import log
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dino_vit.training.readings import Reading
 
     PathLike = str | os.PathLike[str]
-    Config = Settings | PathLike | None
+    Config = Settings | Mapping[str, Any] | PathLike | None
 
 
 def pretrain(
@@ -205,6 +205,9 @@ def _config(
     values = {key: _named(key, value) for key, value in {**settings, **given}.items()}
     if isinstance(config, cls):
         return replace(config, values)
+    if isinstance(config, Mapping):
+        values = {**config, **values}
+        config = None
     if config is not None and not isinstance(config, str | os.PathLike):
         raise TypeError(f"config must be a file or a {cls.__name__}, not a {type(config).__name__}")
     return load(cls, None if config is None else Path(config), values)
@@ -249,3 +252,10 @@ def _logging(verbose: bool) -> Iterator[None]:
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
+
+
+for _name in COMMANDS:
+    _function = globals()[_name.replace("-", "_")]
+    _function.__doc__ += (
+        f"\n\n    The settings, what they mean and their defaults: `dino-vit {_name} --help`.\n    "
+    )

@@ -45,7 +45,7 @@ def test_every_command_is_a_function_that_takes_what_it_takes_by_position(name):
     ]
     positional = ("source", "output") if name == "pretrain" else config_class(name).positional
     assert tuple(taken) == positional
-    assert function.__doc__
+    assert f"`dino-vit {name} --help`" in function.__doc__
 
 
 def test_pretrain_returns_its_run(run, tmp_path):
@@ -162,6 +162,8 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
     assert resumed.folder == run.folder
     changed = dino_vit.pretrain(config=run.config, output=tmp_path, verbose=False, budget={"steps": 10})
     assert (len(changed.metrics()), changed.config.optim) == (10, run.config.optim)
+    with pytest.raises(ValueError, match=r"optim.lr = fast .in code.: must be a number"):
+        dino_vit.pretrain(config={"optim": {"lr": "fast"}})
 
 
 @pytest.mark.parametrize(

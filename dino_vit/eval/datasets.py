@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import rank, world_size
@@ -144,9 +145,12 @@ def open_subset(spec: str, labels: str | None, labels_setting: str = "labels") -
     targets = np.fromiter((-1 if number is None else number for number in numbers), np.int64, len(source))
     indices = np.flatnonzero(targets >= 0)
     if not len(indices):
+        advice = "sort them into one folder per class"
+        if is_object(spec):
+            advice = "let the object have `targets` or `label(i)`"
         raise ValueError(
-            f"none of the {len(source)} images of {spec} has a label; sort them into one folder per class, "
-            f"or give {labels_setting}=FILE with a line for each image"
+            f"none of the {len(source)} images of {spec} has a label; {advice}, or give "
+            f"{labels_setting}=FILE with a line for each image"
         )
     return LabelledSubset(source, indices, targets[indices])
 

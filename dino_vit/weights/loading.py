@@ -62,6 +62,9 @@ def read_backbone(
     **overrides: Any,
 ) -> tuple[Backbone, str]:
     """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
+    known = signature(VisionTransformer).parameters
+    if unknown := [name for name in overrides if name not in known]:
+        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(known)}")
     raw = read_weights(source, network)
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))

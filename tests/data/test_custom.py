@@ -214,3 +214,9 @@ def test_an_image_that_fails_in_any_way_is_replaced(tmp_path):
     run = dino_vit.pretrain(Faulty(), tmp_path / "run", verbose=False, **PLAIN)
     assert "photo 7" in (run.folder / "unreadable.txt").read_text()
     assert "KeyError 'gone'" in (run.folder / "unreadable.txt").read_text()
+
+
+def test_an_object_without_labels_says_where_they_belong(tmp_path):
+    run = dino_vit.pretrain(Photos(), tmp_path / "run", verbose=False, **PLAIN)
+    with pytest.raises(ValueError, match="has a label; let the object have `targets` or"):
+        dino_vit.knn([np.zeros((32, 32, 3), np.uint8)] * 9, weights=run, cache=tmp_path, verbose=False)

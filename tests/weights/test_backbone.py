@@ -111,3 +111,10 @@ def test_a_damaged_file_is_named(model, tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"\xff\xd8\xff nothing")
     with pytest.raises(UnreadableImage, match=r"a\.jpg: it cannot be decoded"):
         model.embed([tmp_path / "a.jpg"])
+
+
+def test_an_argument_that_there_is_not_is_said(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"load_backbone\(\) has no argument 'device'; there are image_size, "
+    ):
+        load_backbone(tmp_path / "a.safetensors", device="cuda")
