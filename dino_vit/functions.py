@@ -31,6 +31,7 @@ from dino_vit.core.native import set_torch_environment
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 SOURCES, MODULE = ("source", "train", "data.source"), "photometry.module"  # settings that take objects too
+OF_WEIGHTS = "inspect-weights", "export"  # commands whose source is no images
 
 if TYPE_CHECKING:
     from dino_vit.commands.classification import Classification
@@ -167,14 +168,14 @@ def report(
 
 
 def inspect_weights(
-    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
+    source: PathLike | None = None, *, config: Config = None, verbose: bool = True, **settings: Any
 ) -> WeightsFacts:
     """Return what is known of a weights file or run folder."""
     return _call("inspect-weights", config, settings, verbose, source=source)
 
 
 def export(
-    source: object = None,
+    source: PathLike | None = None,
     out: PathLike | None = None,
     *,
     config: Config = None,
@@ -202,7 +203,9 @@ def _config(
     given = {key: value for key, value in positional.items() if value is not None}
     if both := [key for key in given if key in settings]:
         raise TypeError(f"{name.replace('-', '_')}() got {both[0]} by position and by name; give it once")
-    values = {key: _named(key, value) for key, value in {**settings, **given}.items()}
+    values = {**settings, **given}
+    if name not in OF_WEIGHTS:
+        values = {key: _named(key, value) for key, value in values.items()}
     if isinstance(config, cls):
         return replace(config, values)
     if isinstance(config, Mapping):
@@ -256,6 +259,6 @@ def _logging(verbose: bool) -> Iterator[None]:
 
 for _name in COMMANDS:
     _function = globals()[_name.replace("-", "_")]
-    _function.__doc__ += (
+    _function.__doc__ = (_function.__doc__ or "") + (
         f"\n\n    The settings, what they mean and their defaults: `dino-vit {_name} --help`.\n    "
     )

@@ -183,6 +183,7 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
             TypeError,
             "got data.source by position and by name",
         ),
+        (lambda: dino_vit.inspect_weights(7), ValueError, "source = 7 .in code.: must be"),
         (lambda: dino_vit.pretrain(on_reading=3), TypeError, "on_reading must be a function, not 3"),
         (lambda: dino_vit.pretrain(photometry={"module": dict}), TypeError, "must be a module or a function"),
         (lambda: dino_vit.pretrain("tests", "tests"), ValueError, "output=tests is the source of the images"),

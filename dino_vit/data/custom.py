@@ -1,15 +1,12 @@
 """A source of the user's own: an object with `read(i)` and `name(i)`, or a PyTorch Dataset."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL.Image import Image
 from torch import Tensor
 
 from dino_vit.config.objects import title_of
@@ -25,9 +22,9 @@ FINGERPRINTED = 4  # images that tell a source from others with the same names
 class CustomSource:
     """Wrap an object with a length, and `read(i)` or `object[i]`, which return an image.
 
-    An image is the bytes of a file, a path, a Pillow image, an array (H, W, C) or a tensor (C, H, W); of a
-    tuple the first. It must be the same at every call. `name(i)`, `label(i)`, `targets`, `classes` and
-    `fingerprint` are used where the object has them.
+    An image is the bytes of a file, a path, a Pillow image (whose alpha is dropped), an array (H, W, C) or a
+    tensor (C, H, W); of a tuple the first. It must be the same at every call. `name(i)`, `label(i)`,
+    `targets`, `classes` and `fingerprint` are used where the object has them.
     """
 
     def __init__(self, given: Any) -> None:
@@ -48,19 +45,12 @@ class CustomSource:
         read = self._method("read")
         try:
             item = read(index) if read else self.given[index]
-        except Exception as error:  # of any kind, as of code that is not ours; the image counts as unreadable
-            raise ValueError(f"{type(error).__name__} {error}") from error
-        if isinstance(item, tuple):
-            item = item[0]
-        if isinstance(item, str | os.PathLike):
-            return Path(item).read_bytes()
-        if isinstance(item, Image):
-            return formats.by_pillow(item, alpha=True, max_pixels=MAX_PIXELS)
-        if isinstance(item, np.ndarray):
-            return formats.from_array(item)
-        if isinstance(item, bytes | Tensor):
-            return item
-        raise ValueError(f"it is of the type {type(item).__name__}, which is no image")
+            image = item[0] if isinstance(item, tuple) else item
+            return formats.from_given(image, alpha=False, max_pixels=MAX_PIXELS)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # of any kind, as the code is not ours; the image counts as unreadable
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def label(self, index: int) -> int | None:
         number = int(self._numbers[index])

@@ -95,13 +95,8 @@ class VisionTransformer(nn.Module):
 
         hybrid = {"layers": resnet_layers, "base_width": resnet_width} if stem == "hybrid" else {}
         self.patch_embed = STEMS[stem](patch_size=self.patch_size, channels=channels, width=width, **hybrid)
-        count = 1 + self.trained_grid[0] * self.trained_grid[1]
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed: nn.Parameter | None = None
-        if positions == "learned":
-            self.pos_embed = nn.Parameter(torch.zeros(1, count, width))
-        elif positions == "sinusoidal":
-            self.pos_embed = nn.Parameter(sinusoidal_pos_embs(count, width), requires_grad=False)
+        self.pos_embed = self._build_pos_embed(positions)
         self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
@@ -117,6 +112,14 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
+
+    def _build_pos_embed(self, positions: str) -> nn.Parameter | None:
+        count = 1 + self.trained_grid[0] * self.trained_grid[1]
+        if positions == "learned":
+            return nn.Parameter(torch.zeros(1, count, self.width))
+        if positions == "sinusoidal":
+            return nn.Parameter(sinusoidal_pos_embs(count, self.width), requires_grad=False)
+        return None
 
     def init_weights(self) -> None:
         """Initialise linear layers and tokens from truncated normals; convolutions keep PyTorch's default."""

@@ -94,7 +94,7 @@ def test_embedding_leaves_the_backbone_as_it_was(model):
 @pytest.mark.parametrize(
     ("image", "error", "message"),
     [
-        (7, TypeError, "int is not an image: give a path, a Pillow image, an array"),
+        (7, TypeError, "int is not an image: give a path, the bytes of a file"),
         ([[1, 2]], TypeError, "list is not an image"),
         (np.zeros((5, 40, 40, 3)), ValueError, r"an array of shape \(5, 40, 40, 3\) is not an image"),
         (torch.zeros(5, 32, 32), ValueError, "the number of channels is 5, but must be 3"),

@@ -1,15 +1,11 @@
 """Decode image files, and read items of a source as pixels."""
 
-import os
 import re
 import struct
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 from PIL import BmpImagePlugin, GifImagePlugin, WebPImagePlugin
-from PIL.Image import Image
 from torch import Tensor
 
 from dino_vit.core.native import silenced
@@ -59,21 +55,12 @@ def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
 
 
 def read_given(image: object, pixels: Pixels = RGB) -> Tensor:
-    """Return a path, Pillow image, array or tensor, converted to `pixels`."""
-    if isinstance(image, str | os.PathLike):
-        path = os.fspath(image)
-        item = decode(Path(path).read_bytes(), path, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
-    elif isinstance(image, Image):
-        item = formats.by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
-    elif isinstance(image, np.ndarray):
-        item = formats.from_array(image)
-    elif isinstance(image, Tensor):
-        item = image[None] if image.ndim == 2 else image
-    else:
-        raise TypeError(
-            f"{type(image).__name__} is not an image: give a path, a Pillow image, an array (height, width, "
-            "channels) or a tensor (channels, height, width)"
-        )
+    """Return an image of any kind, converted to `pixels`."""
+    alpha, max_pixels = pixels.keeps_alpha, pixels.max_pixels
+    item = formats.from_given(image, alpha=alpha, max_pixels=max_pixels)
+    if isinstance(item, bytes):
+        name = "the image" if isinstance(image, bytes) else str(image)
+        item = decode(item, name, alpha=alpha, max_pixels=max_pixels)
     return pixels.conform(item)
 
 

@@ -5,12 +5,14 @@ operator is called directly, since its Python function warns at every call from 
 """
 
 import logging
+import os
 import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from math import ceil, prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +85,24 @@ def from_array(array: NDArray[Any]) -> Tensor:
     if _channels_last(array.shape) or array.ndim == 2:
         return to_tensor(array)
     return to_tensor(rearrange(array, "c h w -> h w c"))
+
+
+def from_given(image: object, *, alpha: bool, max_pixels: int) -> bytes | Tensor:
+    """Return an image of any kind as the bytes of a file, or as a tensor (C, H, W)."""
+    if isinstance(image, str | os.PathLike):
+        return Path(image).read_bytes()
+    if isinstance(image, Image):
+        return by_pillow(image, alpha, max_pixels)
+    if isinstance(image, np.ndarray):
+        return from_array(image)
+    if isinstance(image, Tensor):
+        return image[None] if image.ndim == 2 else image
+    if isinstance(image, bytes):
+        return image
+    raise TypeError(
+        f"{type(image).__name__} is not an image: give a path, the bytes of a file, a Pillow image, an array "
+        "(height, width, channels) or a tensor (channels, height, width)"
+    )
 
 
 def _channels_last(shape: tuple[int, ...]) -> bool:
