@@ -12,6 +12,8 @@ from dino_vit.data.custom import CustomSource
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.views.custom import CustomPhotometry
+from dino_vit.views.photometry import ViewPhotometry, draw_photometry
 from tests.support.runs import SETTINGS, assert_same_end
 
 PLAIN = {key: value for key, value in SETTINGS.items() if key != "data.source"}
@@ -161,6 +163,21 @@ def test_photometry_of_ones_own_is_as_reproducible(tmp_path, where):
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
     ours = dino_vit.pretrain(output=tmp_path / "ours", **{**settings, "photometry.module": None})
     assert ours.metrics()[-1]["loss"] != whole.metrics()[-1]["loss"]
+
+
+def test_photometry_draws_other_numbers_for_other_samples_and_leaves_the_generator():
+    photometry = CustomPhotometry(Dimmed(), mean=(0.0,), std=(1.0,))
+    views = torch.ones(4, 1, 2, 2)
+    one, other = (
+        torch.from_numpy(draw_photometry([ViewPhotometry()], seed=0, epoch=0, samples=samples)[:, 0])
+        for samples in np.arange(8).reshape(2, 4)
+    )
+    state = torch.get_rng_state()
+    drawn = photometry(views, one)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(photometry(views, one), drawn)
+    assert not torch.equal(photometry(views, other), drawn)
 
 
 def test_photometry_that_changes_the_shape_is_refused(tmp_path):

@@ -85,6 +85,13 @@ def test_embeddings_are_those_of_the_evaluations(model, photos):
     assert model.embed([]).shape == (0, model.width)
 
 
+def test_embedding_is_without_stochastic_depth_in_training_too(tmp_path):
+    save_backbone(backbone(), tmp_path / "vit.safetensors", mean=MEAN, std=STD)
+    model = load_backbone(tmp_path / "vit.safetensors", drop_path=0.9).train()
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(model.embed(images), model.eval().embed(images))
+
+
 def test_embedding_leaves_the_backbone_as_it_was(model):
     assert model.train().embed(torch.zeros(3, 32, 32)).grad_fn is None
     assert model.training
