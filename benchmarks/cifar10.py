@@ -23,7 +23,7 @@ from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
@@ -44,7 +44,7 @@ def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
     device = here()
     precision = choose_precision("auto", device)
 
-    def features(model: VisionTransformer) -> list[Features]:
+    def features(model: Backbone) -> list[Features]:
         return [
             extract_features(
                 model.to(device),

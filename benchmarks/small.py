@@ -38,7 +38,7 @@ from dino_vit.eval.features.extraction import FeatureSpec, extract_features, pix
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import rankme
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import outcome, read_run
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation
@@ -188,7 +188,7 @@ def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[s
     targets = [labels(source, torch.tensor(places)) for source, places in sets]
     spec = FeatureSpec(tokens="cls+mean", blocks=min(4, record.config.model.shape[1]))
 
-    def features(model: VisionTransformer) -> list[Tensor]:
+    def features(model: Backbone) -> list[Tensor]:
         return [
             extract_features(model, source, places, preparation=preparation, batch_size=256, spec=spec).values
             for source, places in sets

@@ -28,6 +28,7 @@ from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import Precision, start_processes
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.loop import take_step
 from dino_vit.training.plan import Rates
 from dino_vit.training.setup import set_up
@@ -83,6 +84,7 @@ class Ours:
         self.state: TrainingState = run_.state
         self.state.augment = cast(Augment, lambda views, _: views)  # they are ready
         for network in (self.state.student, self.state.teacher):
+            assert isinstance(network.backbone, VisionTransformer)
             network.backbone.position_mode = "dino"  # as the other resamples them
         self.batches = repeat(make_batch(case.config, self.state.device))
 

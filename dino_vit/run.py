@@ -7,9 +7,9 @@ from dino_vit.commands import report
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.record import RunRecord, outcome, read_run, state
 from dino_vit.weights import load_backbone
+from dino_vit.weights.backbone import LoadedBackbone
 
 
 class Run:
@@ -52,7 +52,7 @@ class Run:
 
     def backbone(
         self, network: Literal["teacher", "student"] = "teacher", *, step: int | None = None
-    ) -> VisionTransformer:
+    ) -> LoadedBackbone:
         """Load a network of the newest checkpoint, or of that of a step."""
         if step is None:
             return load_backbone(self.folder, network=network)

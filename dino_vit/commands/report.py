@@ -98,10 +98,15 @@ def _draw_network(
         pictures.notes.append("The images differ from those that the run started with.")
     teacher = LoadedTeacher(checkpoint, device)
     found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])
-    pictures.attention = attention_rows(teacher, source, found)
+    if teacher.has_attention:
+        pictures.attention = attention_rows(teacher, source, found)
+    else:
+        name = record.config.model.title
+        pictures.missing["attention"] = f"{name} has no attention of a CLS token to show."
     pictures.neighbours = neighbour_rows(teacher, source, found)
     pictures.explorer = to_json(found)
-    pictures.notes.append(f"Map, attention and neighbours: teacher at step {checkpoint.step:,}.")
+    drawn = "Map, attention" if teacher.has_attention else "Map"
+    pictures.notes.append(f"{drawn} and neighbours: teacher at step {checkpoint.step:,}.")
     pictures.notes += found.notes
 
 

@@ -12,8 +12,10 @@ from dino_vit.commands import Result
 from dino_vit.config.sections import Side, WeightsFormat
 from dino_vit.config.settings import Few, Problem, Settings, setting
 from dino_vit.core.sizes import height_width
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import export_backbone, load_backbone
+from dino_vit.weights.backbone import LoadedBackbone
 from dino_vit.weights.usage import usage
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
@@ -33,7 +35,7 @@ class _WeightsConfig(Settings):
     positional: ClassVar[tuple[str, ...]] = ("source",)
     options: ClassVar[tuple[str, ...]] = ("network", "source_format", "heads", "image_size")
 
-    def load(self) -> VisionTransformer:
+    def load(self) -> LoadedBackbone:
         """Load the backbone."""
         overrides: dict[str, Any] = {"heads": self.heads} if self.heads else {}
         if self.image_size:
@@ -101,9 +103,9 @@ def export(config: ExportConfig) -> ExportResult:
     return ExportResult(path=path, text=usage(model, path, config.format))
 
 
-def describe(model: VisionTransformer) -> dict[str, Any]:
+def describe(model: Backbone) -> dict[str, Any]:
     """Return the facts about a backbone, most important first."""
-    a, known = model.architecture, model.provenance
+    known = model.provenance
     origin = {name: getattr(known, name, None) for name in ("format", "sha256", "network", "step")}
     pixels = {name: getattr(known, name, None) for name in ("mean", "std", "bits", "range")}
     if pixels["bits"] and not pixels["range"]:
@@ -111,20 +113,32 @@ def describe(model: VisionTransformer) -> dict[str, Any]:
     return {
         "file": known.source if known else None,
         **origin,
-        "architecture": f"{FAMILIES.get(model.width, 'ViT')}/{model.patch_size[0]}",
+        **(_of_transformer(model) if isinstance(model, VisionTransformer) else _of_timm(model)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **{name: getattr(model, name) for name in ("width", "depth", "heads", "registers")},
-        "mlp": f"{a['mlp']} × {a['mlp_ratio']:.4g}",
-        "patch_size": list(model.patch_size),
+        "width": model.width,
+        "patch_size": list(model.patch_size) if model.has_patches else None,
         "image_size": list(model.image_size),
-        "grid": list(model.trained_grid),  # of patches
+        "grid": list(model.grid_of(*model.image_size)),  # of patches
         "channels": model.channels,
-        "layer_scale": a["layer_scale"] is not None,
-        **{name: a[name] for name in ("stem", "norm_eps", "positions")},
-        "position_mode": model.position_mode,
         **pixels,
         "config": known.config if known else {},
     }
+
+
+def _of_transformer(model: VisionTransformer) -> dict[str, Any]:
+    a = model.architecture
+    return {
+        "architecture": f"{FAMILIES.get(model.width, 'ViT')}/{model.patch_size[0]}",
+        **{name: getattr(model, name) for name in ("depth", "heads", "registers")},
+        "mlp": f"{a['mlp']} × {a['mlp_ratio']:.4g}",
+        "layer_scale": a["layer_scale"] is not None,
+        **{name: a[name] for name in ("stem", "norm_eps", "positions")},
+        "position_mode": model.position_mode,
+    }
+
+
+def _of_timm(model: Backbone) -> dict[str, Any]:
+    return {"architecture": f"{model.architecture['name']} of timm"}
 
 
 def _show(name: str, value: Any) -> str:

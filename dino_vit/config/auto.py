@@ -19,6 +19,7 @@ PUBLISHED_STEPS = 125_000  # 100 epochs of ImageNet at batch 1024
 PUBLISHED_HALF_LIFE = 173  # steps; an EMA of 0.996
 PUBLISHED_WIDTH = 384  # ViT-S
 PATCHES = (2, 4, 8, 16)
+TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of timm's models
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
 ENOUGH_IMAGES = 100_000  # seen in a run, with repeats, before a larger network learns better
@@ -148,7 +149,11 @@ def _choose_sizes(choices: _Choices, image_size: int) -> None:
         fixed += views.local_shape
     fitting = [p for p in PATCHES if all(side % p == 0 for side in fixed)] or PATCHES
     patch = min(fitting, key=lambda p: abs(log2(p / _patch(image_size))))
-    patch = choices.choose("model.patch_size", patch, f"detail of {image_size} pixels: 16 at 224, 4 at 32")
+    if choices.config.model.timm:
+        patch = TIMM_PATCH
+    else:
+        reason = f"detail of {image_size} pixels: 16 at 224, 4 at 32"
+        patch = choices.choose("model.patch_size", patch, reason)
     side = max(min(image_size, 224) // patch, 2) * patch
     reason = f"images of {image_size} pixels in whole patches, up to 224"
     side = min(height_width(choices.choose("views.global_size", side, reason)))
@@ -192,7 +197,7 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
 
 def _choose_head(choices: _Choices, steps: int) -> None:
     """Make the head of a narrow network narrow too, and keep that of a short run from the uniform state."""
-    narrow = min(1.0, choices.config.model.shape[0] / PUBLISHED_WIDTH)
+    narrow = min(1.0, _width(choices.config) / PUBLISHED_WIDTH)
     for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
@@ -214,6 +219,11 @@ def _choose_head(choices: _Choices, steps: int) -> None:
     sharp = max(0.02, 0.04 / _shortness(steps) ** (1 / 9))
     reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
     choices.choose("loss.teacher_temp", _round(sharp), reason)
+
+
+def _width(config: PretrainConfig) -> int:
+    """Return the width of the backbone; that of timm's, still unknown, counts as the published one."""
+    return PUBLISHED_WIDTH if config.model.timm else config.model.shape[0]
 
 
 def _is_long(choices: _Choices, steps: int) -> bool:
@@ -239,7 +249,7 @@ def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
         return
     published = min(max(batch, 512), 1024)  # the batches for which linear scaling was published
     rate = 1e-3 * published / 512 * sqrt(batch / published)
-    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / choices.config.model.shape[0]))
+    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / _width(choices.config)))
     rate = min(rate * shortness ** (1 / 6), 5e-3)
     reason = f"{rate:.2g} at batch {batch}: the recipe's, raised below width 384 and below 125,000 steps"
     factor = scaled_lr(1.0, batch, optim.lr_scaling)

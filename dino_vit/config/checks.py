@@ -8,6 +8,7 @@ from math import ceil, prod, sqrt
 
 from dino_vit.config.sections import (
     HEAD_CHANNELS,
+    OF_OUR_TRANSFORMERS,
     Budget,
     Data,
     Head,
@@ -34,13 +35,29 @@ def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]
 
 
-def check_model(model: Model) -> Iterator[Problem]:
-    """Check the size of the backbone."""
+def check_model(model: Model, optim: Optim) -> Iterator[Problem]:
+    """Check the size of the backbone, and that what a model of timm ignores is not given."""
     sizes = {"width": model.width, "depth": model.depth, "heads": model.heads}
     given = [f"model.{name}={value}" for name, value in sizes.items() if value is not None]
     missing = [f"model.{name}" for name in ("width", "depth") if sizes[name] is None]
     keys = ("model.arch", "model.width", "model.depth", "model.heads")
-    if model.arch and given:
+    if model.timm and "." in model.timm:
+        text = f"model.arch={model.arch} names weights, but model.arch is a network without any"
+        bare = model.timm.partition(".")[0]
+        advice = f"start from them by init.weights={model.arch}, or give model.arch=timm:{bare}"
+        yield Problem(f"{text}; {advice}", keys[:1])
+    elif model.timm:
+        sections: dict[str, Model | Optim] = {"model": model, "optim": optim}
+        unused = []
+        for key in sorted(OF_OUR_TRANSFORMERS):
+            section, name = key.split(".")
+            if getattr(sections[section], name) != type(sections[section]).model_fields[name].default:
+                unused.append(key)
+        if given or unused:
+            text = f"model.arch={model.arch} is built as timm defines it"
+            named = ", ".join([*given, *unused])
+            yield Problem(f"{text}; remove {named}", ("model.arch", *unused))
+    elif model.arch and given:
         text = f"model.arch={model.arch} already sets width, depth and heads"
         yield Problem(f"{text}; remove it (model.arch=null) or remove {', '.join(given)}", keys)
     elif not model.arch and missing:
@@ -63,7 +80,7 @@ def check_model(model: Model) -> Iterator[Problem]:
 
 def check_parameters(model: Model, head: Head) -> Iterator[Problem]:
     """Refuse a network that no machine could hold."""
-    width, depth, _ = model.shape
+    width, depth, _ = (0, 0, 0) if model.timm else model.shape
     hidden, layers = head.hidden_dim, head.layers
     bottleneck, prototypes = head.bottleneck_dim, head.prototypes
     parts = (
@@ -79,8 +96,9 @@ def check_parameters(model: Model, head: Head) -> Iterator[Problem]:
             )
 
 
-def check_views(views: Views, photometry: Photometry, patch: int) -> Iterator[Problem]:
+def check_views(views: Views, photometry: Photometry, model: Model) -> Iterator[Problem]:
     """Check sizes, counts and ranges of the views."""
+    patch = 1 if model.timm else model.patch_size  # what timm's take is known once they are built
     for name, size in (("global_size", views.global_shape), ("local_size", views.local_shape)):
         odd = [side for side in size if side % patch]
         if odd and (name == "global_size" or views.local_count):
@@ -132,8 +150,13 @@ def check_temperatures(loss: Loss) -> Iterator[Problem]:
         yield Problem(f"{text}; raise loss.teacher_temp (0.07), or set {keys[2]}=0", keys)
 
 
-def check_masks(loss: Loss, masks: Masks, head: Head, views: Views, patch: int) -> Iterator[Problem]:
+def check_masks(loss: Loss, masks: Masks, head: Head, views: Views, model: Model) -> Iterator[Problem]:
     """Refuse masks that hide nothing, and what would have no effect without them."""
+    patch = model.patch_size
+    if loss.patch_weight and model.timm:
+        text = f"loss.patch_weight={loss.patch_weight} hides patches, which {model.arch} cannot"
+        yield Problem(f"{text}; set loss.patch_weight=0, or take one of our sizes", ("loss.patch_weight",))
+        return
     if not loss.patch_weight:
         if not head.shared:
             text = "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"

@@ -137,8 +137,12 @@ class PretrainConfig(Settings):
         """Use the method's defaults where nothing was given, without their counting as given."""
         defaults = METHODS.get(given.get("method", "dino"), {}) if isinstance(given, dict) else {}
         whole: dict[str, Any] = dict(given) if defaults else given
+        arch = whole["model"].get("arch") if defaults and isinstance(whole.get("model"), dict) else None
+        unused = sections.OF_OUR_TRANSFORMERS if str(arch).startswith("timm:") else frozenset[str]()
         filled = []
         for key, value in defaults.items():
+            if key in unused:
+                continue
             section, _, name = key.partition(".")
             inside = whole.setdefault(section, {})
             if isinstance(inside, dict) and name not in inside:
@@ -160,11 +164,11 @@ class PretrainConfig(Settings):
             yield from checks.check_phases(self.optim, self.loss, self.init, epochs, "budget.epochs")
 
     def _problems(self) -> Iterator[Problem]:
-        yield from checks.check_model(self.model)
+        yield from checks.check_model(self.model, self.optim)
         yield from checks.check_parameters(self.model, self.head)
-        yield from checks.check_views(self.views, self.photometry, self.model.patch_size)
+        yield from checks.check_views(self.views, self.photometry, self.model)
         yield from checks.check_channels(self.data, self.photometry)
         yield from checks.check_temperatures(self.loss)
-        yield from checks.check_masks(self.loss, self.masks, self.head, self.views, self.model.patch_size)
+        yield from checks.check_masks(self.loss, self.masks, self.head, self.views, self.model)
         yield from checks.check_rates(self.optim, self.teacher, self.data)
         yield from checks.check_lengths(self.budget, self.run)

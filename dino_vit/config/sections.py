@@ -22,12 +22,21 @@ from dino_vit.config.settings import (
     setting,
     whole,
 )
+from dino_vit.core.progress import plural
 from dino_vit.core.sizes import VIT_SIZES, Size, height_width
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
+TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
 Side = Dimension | tuple[Dimension, Dimension]
+# Settings that a model of timm has no use for.
+OF_OUR_TRANSFORMERS = frozenset(
+    (
+        *("model.patch_size", "model.positions", "model.rotary_rescale", "model.registers"),
+        *("model.layer_scale", "model.drop_path_schedule", "optim.patch_embed_lr"),
+    )
+)
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[PositiveShare, PositiveShare]
@@ -75,10 +84,10 @@ class Data(Settings):
 
 
 class Model(Settings):
-    """The backbone: a named size, or its own width, depth and heads."""
+    """The backbone: a named size, its own width, depth and heads, or a model of timm."""
 
     one_of: ClassVar = (("arch",), ("width", "depth", "heads"))
-    arch: Arch | None = setting("vit_small", "named size; null: by width, depth and heads")
+    arch: Arch | TimmName | None = setting("vit_small", "named size or timm:NAME; null: see width, depth")
     width: Dimension | None = setting(None, "embedding dimension")
     depth: Few | None = setting(None, "number of blocks")
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
@@ -112,9 +121,24 @@ class Model(Settings):
         return given
 
     @property
+    def timm(self) -> str | None:
+        """The name of a model of timm."""
+        return self.arch.partition(":")[2] if self.arch and ":" in self.arch else None
+
+    @property
+    def title(self) -> str:
+        """What the backbone is, in words."""
+        if self.timm:
+            return f"{self.timm} of timm"
+        width, depth, heads = self.shape
+        blocks, of_block = plural(depth, "block"), plural(heads, "head")
+        return f"ViT/{self.patch_size}, width {width}, {blocks}, {of_block}"
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Width, depth and heads, whichever way they were given."""
         if self.arch:
+            assert not self.timm, "a model of timm knows its shape only when it is built"
             size = VIT_SIZES[self.arch]
             return size["width"], size["depth"], size["heads"]
         width = self.width or 0
@@ -143,6 +167,11 @@ class Views(Settings):
     local_size: Side = setting(96, "in pixels: side, or [height, width]")
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
     ratio: tuple[Ratio, Ratio] = setting((3 / 4, 4 / 3), "width : height of a view, from and to")
+
+    @property
+    def shapes(self) -> list[Size]:
+        """Height and width of the views that there are."""
+        return [self.global_shape, *([self.local_shape] if self.local_count else [])]
 
     @property
     def global_shape(self) -> Size:

@@ -231,6 +231,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     if "items" in schema:
         count = " of 1 or more" if schema.get("minItems") else ""
         return f"a list{count}, each {_allowed(schema['items'])}"
+    if "examples" in schema:
+        return " or ".join(schema["examples"])
     if schema.get("type") not in _TYPES:
         return "null" if schema.get("type") == "null" else "a section"
     if {"minimum", "maximum"} <= schema.keys():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.storage import write_bytes
+from dino_vit.weights.names import is_name
 
 _Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
 
@@ -96,6 +97,8 @@ def results_path(name: str, *, weights: str, output: str | None = None) -> Path:
     """Return `output`, or eval/NAME.json in the run's folder, or a file beside the weights."""
     if output is not None:
         return Path(output)
+    if is_name(weights):
+        return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}.json")
     path = Path(weights)
     if path.is_dir():
         return path / "eval" / f"{name}.json"

@@ -17,7 +17,7 @@ from dino_vit.data.splits import choose_splits
 from dino_vit.eval.accuracy import accuracy_of_guesses
 from dino_vit.eval.features.extraction import CLS, Features, FeatureSpec, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 from dino_vit.views.preparation import Preparation
 
 NEIGHBOURS = 20
@@ -94,10 +94,11 @@ class OnlineEvaluation:
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
 
-    def __call__(self, backbone: VisionTransformer) -> Figures:
+    def __call__(self, backbone: Backbone) -> Figures:
         """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
         blocks = min(_BLOCKS, backbone.depth)
-        whole = FeatureSpec(tokens="cls+mean", blocks=blocks) if self.has_labels else CLS
+        tokens_of = _TOKENS if backbone.has_patches else _TOKENS[:1]
+        whole = FeatureSpec(tokens=tokens_of[-1], blocks=blocks) if self.has_labels else CLS
         features = self._features(backbone, whole)
         if not features.values.isfinite().all():
             return Figures(math.nan, math.nan if self.has_labels else None)
@@ -108,7 +109,7 @@ class OnlineEvaluation:
         rank = rankme(part(CLS))
         if not self.has_labels:
             return Figures(rank)
-        specs = [FeatureSpec(tokens=tokens, blocks=n) for tokens, n in product(_TOKENS, sorted({1, blocks}))]
+        specs = [FeatureSpec(tokens=one, blocks=n) for one, n in product(tokens_of, sorted({1, blocks}))]
         found = {spec: self._accuracy(part(spec), features.indices) for spec in specs}
         best = max(specs, key=lambda spec: found[spec])
         return Figures(rank, found[CLS], best.title, found[best])
@@ -131,7 +132,7 @@ class OnlineEvaluation:
         pixels = pixel_features(self.source, self.indices, preparation=small)
         return self._accuracy(pixels.values, pixels.indices)
 
-    def _features(self, backbone: VisionTransformer, spec: FeatureSpec) -> Features:
+    def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""
         mine = extract_features(
             backbone,

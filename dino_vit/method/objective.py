@@ -18,9 +18,9 @@ from dino_vit.method.gram import gram_loss, resize_patches
 from dino_vit.method.koleo import koleo_loss
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.patches import patch_loss
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.masks import Masks
 from dino_vit.models.student_teacher import Network, embedding_std
-from dino_vit.models.vit import VisionTransformer
 
 OF_PATCHES = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 
@@ -51,9 +51,7 @@ class Forward(NamedTuple):
 class Objective:
     """The terms of the loss with their weights, and the centres of the teacher's logits."""
 
-    def __init__(
-        self, config: PretrainConfig, device: torch.device, earlier: VisionTransformer | None = None
-    ) -> None:
+    def __init__(self, config: PretrainConfig, device: torch.device, earlier: Backbone | None = None) -> None:
         self.loss, self.views, self.anchor = config.loss, config.views, config.anchor
         self.earlier = earlier and earlier.to(device).requires_grad_(False)
         centring: dict[str, Any] = {
@@ -125,7 +123,7 @@ class Objective:
         """Return the patches (rows, N, width) of global views, as the earlier teacher sees them."""
         assert self.earlier
         earlier, (height, width) = self.earlier, views.shape[-2:]
-        patches = earlier.forward_features(views)[:, 1 + earlier.registers :]
+        patches = earlier.forward_features(views)[:, earlier.first_patch :]
         wanted = earlier.grid_of(*self.views.global_shape)
         return resize_patches(patches, earlier.grid_of(height, width), wanted)
 

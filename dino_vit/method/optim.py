@@ -1,6 +1,5 @@
 """Optimisers, gradient clipping and the EMA update; nothing here waits for the device."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.core.distributed import all_reduce_mean
+from dino_vit.models.backbone import Backbone
 
 ParameterGroup = dict[str, Any]  # params: list, decay_scale: float, lr_scale: float
 
-_BLOCK = re.compile(r"blocks\.(\d+)\.")
-
 
 def parameter_groups(
-    backbone: nn.Module,
+    backbone: Backbone,
     *heads: nn.Module,
     layer_decay: float | None = None,
     patch_embed_lr: float = 1.0,
@@ -29,7 +27,8 @@ def parameter_groups(
     `patch_embed_lr` is a further factor on the rate of the patch embedding, `head_weight_decay` one on the
     weight decay of the heads.
     """
-    scales = {} if layer_decay is None else _layer_scales(backbone, layer_decay)
+    layers = backbone.layers()
+    last = max(layers.values())
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for module in (backbone, *heads):
         for name, parameter in module.named_parameters():
@@ -37,7 +36,8 @@ def parameter_groups(
                 decay = 1.0 if module is backbone else head_weight_decay
                 if parameter.ndim == 1 or name.endswith("bias"):
                     decay = 0.0
-                scale = scales.get(parameter, 1.0)
+                layer = layers[name] if module is backbone else last
+                scale = 1.0 if layer_decay is None else layer_decay ** (last - layer)
                 if name.startswith("patch_embed."):
                     scale *= patch_embed_lr
                 groups.setdefault((scale, decay), []).append(parameter)
@@ -45,18 +45,6 @@ def parameter_groups(
         {"params": params, "decay_scale": decay, "lr_scale": scale}
         for (scale, decay), params in groups.items()
     ]
-
-
-def _layer_scales(backbone: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
-    """Return decay ** (depth + 1 - layer): layer 0 before the blocks, i + 1 for block i, then depth + 1."""
-    blocks = [_BLOCK.match(name) for name, _ in backbone.named_parameters()]
-    depth = 1 + max(int(block[1]) for block in blocks if block)
-    scales, outside = {}, 0
-    for parameter, block in zip(backbone.parameters(), blocks, strict=True):
-        if block:
-            outside = depth + 1
-        scales[parameter] = layer_decay ** (depth + 1 - (int(block[1]) + 1 if block else outside))
-    return scales
 
 
 def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_vit.core.distributed import all_reduce_sum, world_size
+from dino_vit.models.batch_norm import BatchNorm
 
 
 class Prototypes(nn.Module):
@@ -27,26 +27,6 @@ class Prototypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight())
-
-
-class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm with the statistics of the rows of all processes, on CPUs too, unlike nn.SyncBatchNorm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or world_size() == 1:
-            return super().forward(x)
-        values = x.float()
-        sums = all_reduce_sum(torch.cat([values.sum(0), values.new_full((1,), len(values))]))
-        rows = sums[-1].clamp(min=1)  # a pass may have no masked patch
-        mean = sums[:-1] / rows
-        centred = values - mean
-        variance = all_reduce_sum(centred.square().sum(0)) / rows
-        share = (self.momentum or 0.0) * (rows > 1)
-        unbiased = variance.detach() * rows / (rows - 1).clamp(min=1)
-        self.get_buffer("running_mean").lerp_(mean.detach(), share)
-        self.get_buffer("running_var").lerp_(unbiased, share)
-        self.get_buffer("num_batches_tracked").add_(1)
-        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).to(x.dtype)
 
 
 class DINOHead(nn.Module):

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.batch_norm import synchronise
 from dino_vit.models.head import DINOHead
 from dino_vit.models.masks import Masks
+from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
 
@@ -37,9 +40,7 @@ class Network(nn.Module):
     Masked patches pass a head of their own, or the same one.
     """
 
-    def __init__(
-        self, backbone: VisionTransformer, head: DINOHead, patch_head: DINOHead | None = None
-    ) -> None:
+    def __init__(self, backbone: Backbone, head: DINOHead, patch_head: DINOHead | None = None) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -84,11 +85,12 @@ class Network(nn.Module):
         patches = tokens = None
         if all_patches:
             whole = self.backbone.forward_features(views[0], hidden)
-            cls, tokens = whole[:, 0], whole[:, 1 + self.backbone.registers :]
+            cls, tokens = whole[:, 0], whole[:, self.backbone.first_patch :]
             patches = None if places is None else tokens.flatten(0, 1)[places]
         elif places is None:
             cls = self.backbone(views[0])
         else:
+            assert isinstance(self.backbone, VisionTransformer)
             cls, patches = self.backbone.forward_masked(views[0], hidden, places)
         return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), patches, tokens
 
@@ -104,9 +106,11 @@ def build_networks(
     """Return a student and a teacher with the same weights; the teacher needs no gradient."""
 
     def build(rate: float) -> Network:
-        vit = VisionTransformer(**backbone, drop_path=rate)
-        heads = [DINOHead(in_dim=vit.width, **head) for _ in range(1 + patch_head)]
-        return Network(vit, *heads)
+        kind = TimmBackbone if "name" in backbone else VisionTransformer
+        built = kind(**backbone, drop_path=rate)
+        synchronise(built)
+        heads = [DINOHead(in_dim=built.width, **head) for _ in range(1 + patch_head)]
+        return Network(built, *heads)
 
     student, teacher = build(drop_path), build(0.0)
     teacher.load_state_dict(student.state_dict())

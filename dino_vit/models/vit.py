@@ -10,8 +10,8 @@ B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 """
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core.sizes import VIT_SIZES, height_width
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import Block, Queries
 from dino_vit.models.onednn import Linear
 from dino_vit.models.positions import (
@@ -32,25 +33,10 @@ from dino_vit.models.positions import (
 from dino_vit.models.stems import STEMS
 
 ALL, CLS = slice(None), slice(0, 1)
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Where the weights of a backbone come from, and how their training images were normalised."""
-
-    format: str
-    source: str
-    sha256: str
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    bits: Literal[8, 16] | None = None
-    range: tuple[float, float] | None = None  # the pixel values that were mapped to 0 and 1
-    network: str | None = None
-    step: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-class VisionTransformer(nn.Module):
+class VisionTransformer(Backbone):
     """A pre-norm vision transformer: images (B, C, H, W) in, CLS features (B, D) or class logits out."""
 
     def __init__(
@@ -86,8 +72,7 @@ class VisionTransformer(nn.Module):
         _validate(arguments)
         super().__init__()
         self.architecture: dict[str, Any] = arguments
-        self.provenance: Provenance | None = None
-        self.checkpoint_blocks = False  # activation checkpointing: less memory, more time
+        self.checkpoint_blocks = False
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -113,6 +98,15 @@ class VisionTransformer(nn.Module):
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
 
+    def layers(self) -> dict[str, int]:
+        """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
+        layers, outside = {}, 0
+        for name, _ in self.named_parameters():
+            block = _BLOCK.match(name)
+            outside = self.depth + 1 if block else outside
+            layers[name] = int(block[1]) + 1 if block else outside
+        return layers
+
     def _build_pos_embed(self, positions: str) -> nn.Parameter | None:
         count = 1 + self.trained_grid[0] * self.trained_grid[1]
         if positions == "learned":
@@ -132,17 +126,6 @@ class VisionTransformer(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def add_classifier(self, classes: int) -> None:
-        """Replace the head by a new classifier."""
-        self.head = Linear(self.width, classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
-        self.architecture["num_classes"] = classes
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return CLS features (B, D), or class logits."""
-        return self.head(self.forward_cls(images))
-
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
         tokens, rotation = self.embed_patches(images), self.rotation(images)
@@ -157,9 +140,9 @@ class VisionTransformer(nn.Module):
         patches (B * N); the last block computes no other token.
         """
         tokens, rotation = self.embed_patches(images, hidden), self.rotation(images)
-        count, length, patches = len(tokens), tokens.shape[1], tokens.shape[1] - 1 - self.registers
+        count, length, patches = len(tokens), tokens.shape[1], tokens.shape[1] - self.first_patch
         cls = torch.arange(0, count * length, length, device=places.device)
-        queries = torch.cat([cls, places // patches * length + places % patches + 1 + self.registers])
+        queries = torch.cat([cls, places // patches * length + places % patches + self.first_patch])
         for index, block in enumerate(self.blocks, start=1):
             tokens = self._run(block, tokens, rotation, queries if index == self.depth else ALL)
         tokens = self.norm(tokens)

@@ -163,7 +163,9 @@ def _rank(record: RunRecord, levels: dict[str, float]) -> str:
     value = record.latest("rankme")
     if value is None:
         return ""
-    caption = f"The features span {value:.0f} of {record.config.model.shape[0]} dimensions"
+    model = record.config.model
+    whole = "" if model.timm else f"of {model.shape[0]} "
+    caption = f"The features span {value:.0f} {whole}dimensions"
     return caption + "".join(f", {level:.0f} before training" for level in levels.values()) + "."
 
 

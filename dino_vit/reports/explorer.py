@@ -29,9 +29,10 @@ from dino_vit.core.text import brief
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import evaluating, in_batches
-from dino_vit.eval.maps.attention import cls_attention, pad
+from dino_vit.eval.maps.attention import cls_attention, pad, with_attention
 from dino_vit.eval.maps.pictures import as_picture, resize, shorten
 from dino_vit.eval.neighbours import nearest
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import fit, preparation_of
@@ -95,10 +96,14 @@ class LoadedTeacher:
         self.preparation = preparation_of(self.backbone)
         self.normalise = self.preparation.normaliser(device)
 
+    @property
+    def has_attention(self) -> bool:
+        return isinstance(self.backbone, VisionTransformer)
+
     def attention(self, images: Tensor) -> Tensor:
         """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
         padded = pad(self.normalise(images), self.backbone.patch_size)
-        return cls_attention(self.backbone, padded).float().cpu()
+        return cls_attention(with_attention(self.backbone), padded).float().cpu()
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the CLS features of images and, of each, the prototype with the highest centred score."""
@@ -120,7 +125,7 @@ class ImageMap:
     cosines: Tensor  # (n, k)
     positions: dict[str, Positions]  # by the name of the method
     thumbnails: Tensor  # uint8 (n, 3, y, x)
-    attention: Tensor  # (n, y, x)
+    attention: Tensor | None  # (n, y, x); None of a network without heads to show
     notes: list[str]  # what is missing, and why
 
 
@@ -131,7 +136,7 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
         raise ValueError(
             f"{len(kept)} of {len(indices)} images could be read; a map needs at least {MIN_IMAGES}"
         )
-    features, prototypes, attention, thumbnails = outputs
+    features, prototypes, thumbnails, *attention = outputs
     features = F.normalize(features, dim=-1)
     cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), own=0)
     positions, notes = {"PCA": pca(features)}, []
@@ -154,14 +159,16 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
         cosines=cosines,
         positions=positions,
         thumbnails=thumbnails,
-        attention=attention,
+        attention=attention[0] if attention else None,
         notes=notes,
     )
 
 
 def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
-    """Return the readable indices and, of each, its features, prototype, attention and thumbnail."""
-    size, large = teacher.preparation.size, _attention_size(teacher.backbone, len(indices))
+    """Return the readable indices and, of each, its features, prototype, thumbnail and attention."""
+    size = large = teacher.preparation.size
+    if teacher.has_attention:
+        large = _attention_size(teacher.backbone, len(indices))
     kept: list[int] = []
     parts: list[tuple[Tensor, ...]] = []
     with progress("Computing features and attention", len(indices)) as advance:
@@ -174,14 +181,16 @@ def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tupl
                     larger.append(fit(image, large))
                     kept.append(index)
             if images:
-                attention = teacher.attention(torch.stack(larger)).mean(dim=1)
+                attention = []
+                if teacher.has_attention:
+                    attention.append(teacher.attention(torch.stack(larger)).mean(dim=1))
                 pictures = [resize(as_picture(image), None, THUMBNAILS[0][0]) for image in larger]
-                parts.append((*teacher.embed(torch.stack(images)), attention, torch.stack(pictures)))
+                parts.append((*teacher.embed(torch.stack(images)), torch.stack(pictures), *attention))
             advance(len(batch))
     return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def _attention_size(backbone: VisionTransformer, images: int) -> Size:
+def _attention_size(backbone: Backbone, images: int) -> Size:
     """Return the input size whose patch grid fits the page, at least the training size."""
     (h, w), patch = backbone.grid_of(*backbone.image_size), backbone.patch_size
     factor = max(1.0, _attention_rows(images) / min(h, w))
@@ -247,12 +256,6 @@ def to_json(found: ImageMap) -> dict[str, Any]:
         centred = (positions - (low + high) / 2) / span + 0.5
         grid = np.rint(np.clip(centred, 0, 1) * 65535).astype(np.uint16)
         layouts.append({"name": name, "positions": packed(grid)})
-    # One byte per patch, averaged over neighbouring patches if they are too many for a page.
-    rows = _attention_rows(len(found.indices))
-    maps = found.attention
-    size = min(rows, maps.shape[-2]), min(rows, maps.shape[-1])
-    maps = F.adaptive_avg_pool2d(maps[:, None], size)[:, 0]
-    maps = 255 * (maps / maps.amax(dim=(-2, -1), keepdim=True).clamp_min(TINY))
     return {
         "count": len(found.indices),
         "names": found.names,
@@ -264,8 +267,17 @@ def to_json(found: ImageMap) -> dict[str, Any]:
         "neighbours": packed(found.neighbours.numpy().astype(np.uint16)),
         "similarities": packed(found.cosines.numpy()),
         "thumbnails": build_atlas(found.thumbnails, THUMBNAIL_BYTES),
-        "attention": {"maps": packed(maps.round().to(torch.uint8).numpy()), "size": size},
+        "attention": None if found.attention is None else _packed_maps(found.attention),
     }
+
+
+def _packed_maps(maps: Tensor) -> dict[str, Any]:
+    """Return maps (n, y, x) with a byte per patch, averaged over neighbours if they are too many."""
+    rows = _attention_rows(len(maps))
+    size = min(rows, maps.shape[-2]), min(rows, maps.shape[-1])
+    maps = F.adaptive_avg_pool2d(maps[:, None], size)[:, 0]
+    maps = 255 * (maps / maps.amax(dim=(-2, -1), keepdim=True).clamp_min(TINY))
+    return {"maps": packed(maps.round().to(torch.uint8).numpy()), "size": size}
 
 
 def packed(values: NDArray[np.generic]) -> str:

@@ -77,8 +77,7 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
 def facts(record: RunRecord) -> dict[str, str]:
     """Return what ran, where, on what and for how long."""
     config, machine = record.config, dict[str, str]()
-    width, depth, heads = config.model.shape
-    network = f"ViT/{config.model.patch_size}, width {width}, {depth} blocks, {heads} heads"
+    network = config.model.title
     images = config.data.source
     global_size, local_size = (
         f"{height} × {width} px" for height, width in (config.views.global_shape, config.views.local_shape)

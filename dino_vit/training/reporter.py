@@ -206,13 +206,12 @@ def describe_start(run: ReadyRun) -> Iterator[str]:
         f"per epoch, {plural(plan.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
     yield from run.notes
-    width, depth, heads = config.model.shape
     parameters = parameter_counts(run)
     views = config.views
     yield (
-        f"ViT/{config.model.patch_size}, width {width}, {plural(depth, 'block')}, {plural(heads, 'head')} "
-        f"({parameters.backbone / 1e6:.1f} M parameters, projection head {parameters.head / 1e6:.1f} M); "
-        f"views {views.global_count} × {views.global_size} px and {views.local_count} × {views.local_size} px"
+        f"{config.model.title} ({parameters.backbone / 1e6:.1f} M parameters, projection head "
+        f"{parameters.head / 1e6:.1f} M); views {views.global_count} × {views.global_size} px and "
+        f"{views.local_count} × {views.local_size} px"
     )
     for choice in run.choices:
         yield f"  {choice.key}={yaml.write(choice.value)}: {choice.reason}"

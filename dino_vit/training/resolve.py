@@ -105,6 +105,12 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
 
 def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) -> list[Choice]:
     """Take the model settings from trained weights; settings that the user gave must agree."""
+    given = given_keys(config)
+    if "name" in trained:
+        if "model.arch" in given and config.model.timm != trained["name"]:
+            text = f"model.arch={config.model.arch} does not match the weights of init.weights"
+            raise ValueError(f"{text} ({trained['name']} of timm); leave it out")
+        return [Choice("model.arch", f"timm:{trained['name']}", "as the trained weights have")]
     height, width = patch = height_width(trained["patch_size"])
     if height != width:
         raise ValueError(
@@ -113,13 +119,14 @@ def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) ->
     shape = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
     known = {f"model.{name}": value for name, value in shape.items()}
     known |= {"model.patch_size": height, "model.registers": trained["registers"]}
-    given, rotary = given_keys(config), trained["positions"] == "rotary"
+    rotary = trained["positions"] == "rotary"
     if rotary or "model.positions" in given:
         known["model.positions"] = "rotary" if rotary else "learned"
     if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
         known["data.channels"] = trained["channels"]
     wrong = [key for key in known if key in given and get(config, key) not in (None, known[key])]
-    if "model.arch" in given and config.model.arch and config.model.shape != tuple(shape.values()):
+    arch = config.model.arch if "model.arch" in given else None
+    if arch and (config.model.timm or config.model.shape != tuple(shape.values())):
         wrong.append("model.arch")
     if wrong:
         text = ", ".join(f"{key}={get(config, key)}" for key in wrong)
@@ -238,8 +245,9 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
             f"(data.batch_size={config.data.batch_size} on {facts.processes} processes)"
         )
     pass_before = batch // before.optim.accumulate
+    norms = any(name.startswith("student.") and name.endswith(".running_mean") for name in resumed.tensors)
     for name, now, then in (
-        ("BatchNorm", config.head.batch_norm, before.head.batch_norm),
+        ("BatchNorm", norms, norms),
         ("Sinkhorn-Knopp", *(one.loss.centring == "sinkhorn" for one in (config, before))),
         ("KoLeo", config.loss.koleo_weight, before.loss.koleo_weight),
     ):

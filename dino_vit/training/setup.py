@@ -20,8 +20,8 @@ from dino_vit.data.splits import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
-from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import Facts, Measure, complete
@@ -53,13 +53,14 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
     weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     resumed = _find_checkpoint(checkpoints, config)
-    trained: VisionTransformer | None = None
+    trained: Backbone | None = None
     architecture: Mapping[str, Any] | None = None
     # A run that resumes has its weights in the checkpoint; the file it started from may be gone.
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
     elif config.init:
         overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+        overrides |= {"mask_token": True} if config.loss.patch_weight else {}
         trained = load_backbone(
             config.init.weights,
             network=config.init.network,
@@ -67,7 +68,6 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
             trained_size=config.init.trained_size,
             image_size=config.views.global_shape,
             channels=config.data.channels,
-            mask_token=bool(config.loss.patch_weight),
             **overrides,
         )
         architecture = trained.architecture
@@ -120,30 +120,30 @@ def build_untrained(
     `architecture` is that of trained weights, which the settings may not fully describe.
     """
     torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-    width, depth, heads = config.model.shape
-    from_settings = {
-        "image_size": config.views.global_shape,
-        "patch_size": config.model.patch_size,
-        "channels": config.data.channels,
-        "width": width,
-        "depth": depth,
-        "heads": heads,
-        "positions": config.model.positions,
-        "registers": config.model.registers,
-        "layer_scale": config.model.layer_scale,
-    }
-    keywords = dict(architecture or from_settings)
+    keywords = dict(architecture or _architecture(config))
     keywords.pop("drop_path", None)  # the student's is a setting of the run, the teacher has none
-    keywords["drop_path_schedule"] = config.model.drop_path_schedule
-    rotary = keywords["positions"] == "rotary"
-    keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
-    keywords["mask_token"] = bool(config.loss.patch_weight)
+    if not config.model.timm:
+        keywords["drop_path_schedule"] = config.model.drop_path_schedule
+        rotary = keywords["positions"] == "rotary"
+        keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
+        keywords["mask_token"] = bool(config.loss.patch_weight)
     return build_networks(
         backbone=keywords,
         drop_path=config.model.drop_path,
         head=config.head.model_dump(exclude={"shared"}),
         patch_head=bool(config.loss.patch_weight) and not config.head.shared,
     )
+
+
+def _architecture(config: PretrainConfig) -> dict[str, Any]:
+    """Return the arguments of the backbone that the settings describe."""
+    arguments = {"image_size": config.views.global_shape, "channels": config.data.channels}
+    if config.model.timm:
+        return {"name": config.model.timm, **arguments}
+    width, depth, heads = config.model.shape
+    arguments |= {"patch_size": config.model.patch_size, "width": width, "depth": depth, "heads": heads}
+    names = ("positions", "registers", "layer_scale")
+    return arguments | {name: getattr(config.model, name) for name in names}
 
 
 def _build_state(
@@ -157,6 +157,8 @@ def _build_state(
     plan = make_plan(config, len(facts.source), processes, steps)
     student, teacher = build_untrained(config, facts.trained)
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
+    for size in config.views.shapes:
+        student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
     _to_device(student, teacher, config, device)
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(
@@ -202,7 +204,7 @@ def _build_state(
     )
 
 
-def _earlier_teacher(config: PretrainConfig, student: VisionTransformer) -> VisionTransformer | None:
+def _earlier_teacher(config: PretrainConfig, student: Backbone) -> Backbone | None:
     """Load the network that `anchor` holds the patches to."""
     if config.anchor is None:
         return None
@@ -213,6 +215,8 @@ def _earlier_teacher(config: PretrainConfig, student: VisionTransformer) -> Visi
         )
     earlier = load_backbone(config.anchor.weights)
     known = earlier.provenance
+    if not (earlier.has_patches and student.has_patches):
+        raise ValueError("anchor is about patches, which these networks do not have; leave it out")
     for what, theirs, ours in (
         ("patches", earlier.patch_size, student.patch_size),
         ("channels", earlier.channels, student.channels),

@@ -14,7 +14,7 @@ from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.sources.open import Source
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 
 MAX_SIDE = 65_536
 Fit = Literal["crop", "whole"]
@@ -86,7 +86,7 @@ class Transform:
         return f"Transform({self.preparation})"
 
 
-def preparation_of(model: VisionTransformer, *, size: Size | None = None, fit: Fit = "crop") -> Preparation:
+def preparation_of(model: Backbone, *, size: Size | None = None, fit: Fit = "crop") -> Preparation:
     """Return the preparation stored with the weights of a backbone, by default that of ImageNet."""
     known = model.provenance
     mean, std = (known.mean, known.std) if known is not None else (None, None)

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
 if TYPE_CHECKING:
     from dino_vit.views.preparation import Transform
 
 
-class Backbone(VisionTransformer):
-    """A vision transformer from a file or a run."""
+class LoadedBackbone(Backbone):
+    """A backbone from a file or a run."""
 
     @cached_property
     def transform(self) -> "Transform":
@@ -36,7 +38,7 @@ class Backbone(VisionTransformer):
         one = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
         if one or not isinstance(images, Iterable):
             return self.embed([images])[0]
-        training, like, waiting = self.training, self.cls_token, iter(images)
+        training, like, waiting = self.training, next(self.parameters()), iter(images)
         self.eval()
         try:
             found = [torch.empty(0, self.width)]
@@ -45,3 +47,11 @@ class Backbone(VisionTransformer):
         finally:
             self.train(training)
         return torch.cat(found)
+
+
+class LoadedTransformer(LoadedBackbone, VisionTransformer):
+    """A vision transformer from a file or a run."""
+
+
+class LoadedTimmBackbone(LoadedBackbone, TimmBackbone):
+    """A model of timm from a file or a run."""

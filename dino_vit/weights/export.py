@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from dino_vit.core import log
 from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path, write_tensors
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
+from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import graphs, layouts
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
 from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
+from dino_vit.weights.of_timm import open_in_timm, timm_tensors
 from dino_vit.weights.reading import check_finite, read_weights
 from dino_vit.weights.usage import model_arguments, photos_of
 
@@ -39,7 +42,7 @@ TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another ord
 
 
 def save_backbone(
-    model: VisionTransformer,
+    model: Backbone,
     path: str | Path,
     *,
     mean: tuple[float, ...] | None = None,
@@ -67,7 +70,7 @@ def save_backbone(
 
 
 def export_backbone(
-    model: VisionTransformer, path: str | Path, format: str, *, overwrite: bool = False, dynamic: bool = False
+    model: Backbone, path: str | Path, format: str, *, overwrite: bool = False, dynamic: bool = False
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
@@ -92,9 +95,9 @@ def export_backbone(
     return summary
 
 
-def _layout_of(model: VisionTransformer, format: str) -> Layout:
+def _layout_of(model: Backbone, format: str) -> Layout:
     a, huggingface = model.architecture, format == "huggingface"
-    if model.rotary:
+    if isinstance(model, VisionTransformer) and model.rotary:
         of_huggingface = layouts.HF_DINOV3_GATED if a["mlp"] == "swiglu" else layouts.HF_DINOV3
         return of_huggingface if huggingface else layouts.TIMM_DINOV3
     if huggingface:
@@ -102,7 +105,7 @@ def _layout_of(model: VisionTransformer, format: str) -> Layout:
     return EXPORTS[format]
 
 
-def _write(model: VisionTransformer, path: Path, format: str, dynamic: bool) -> str:
+def _write(model: Backbone, path: Path, format: str, dynamic: bool) -> str:
     """Write an export beside `path`, compare its features, and move it there."""
     check_finite(model.state_dict(), "the model")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,9 +126,10 @@ def _write(model: VisionTransformer, path: Path, format: str, dynamic: bool) -> 
     return summary
 
 
-def _write_tensors(model: VisionTransformer, layout: Layout, path: Path, format: str) -> None:
+def _write_tensors(model: Backbone, layout: Layout, path: Path, format: str) -> None:
     """Write the tensors under the names of another library."""
-    tensors, about = _to_layout(model, layout), {EXPORT_KEY: describe_export(model, format)}
+    about = {EXPORT_KEY: describe_export(model, format)}
+    tensors = timm_tensors(model) if isinstance(model, TimmBackbone) else _to_layout(model, layout)
     if format == "huggingface":
         _write_huggingface(model, layout, tensors, path, about)
     elif path.suffix == ".safetensors":
@@ -149,8 +153,13 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")
 
 
-def _check_architecture(model: VisionTransformer, format: str) -> None:
+def _check_architecture(model: Backbone, format: str) -> None:
     """Refuse an architecture that the other library does not have."""
+    if isinstance(model, TimmBackbone):
+        if format != "timm":
+            text = f"{model.name} of timm is written for timm, or as a graph (onnx, pt2)"
+            raise WeightsError(f"{text}, not in the {format} format")
+        return
     a = model.architecture
     square = model.patch_size[0] == model.patch_size[1] and model.image_size[0] == model.image_size[1]
     scaled, gated, registers = a["layer_scale"] is not None, a["mlp"] == "swiglu", bool(model.registers)
@@ -181,7 +190,7 @@ def _check_architecture(model: VisionTransformer, format: str) -> None:
         raise WeightsError(f"the {format} format does not support {', '.join(found)}")
 
 
-def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
+def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if layout is layouts.TIMM and model.registers:  # its models with registers have no position for CLS
         tensors["cls_token"] = tensors["cls_token"] + tensors["pos_embed"][:, :1]
@@ -209,7 +218,7 @@ def _to_layout(model: VisionTransformer, layout: Layout) -> dict[str, Tensor]:
 
 
 def _write_huggingface(
-    model: VisionTransformer,
+    model: Backbone,
     layout: Layout,
     tensors: dict[str, Tensor],
     folder: Path,
@@ -239,7 +248,7 @@ def _write_huggingface(
         sync(folder / name)
 
 
-def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, Any]:
+def _huggingface_config(model: Backbone, layout: Layout) -> dict[str, Any]:
     a = model.architecture
     config = {
         "hidden_size": model.width,
@@ -274,7 +283,7 @@ def _huggingface_config(model: VisionTransformer, layout: Layout) -> dict[str, A
     return {**config, **names, "num_register_tokens": model.registers}
 
 
-def _dinov2_mlp(model: VisionTransformer) -> tuple[int, int]:
+def _dinov2_mlp(model: Backbone) -> tuple[int, int]:
     """Return the integer mlp_ratio of a DINOv2 config, and the hidden width that it means in transformers."""
     ratio: float = model.architecture["mlp_ratio"]
     if model.architecture["mlp"] != "swiglu":
@@ -284,7 +293,7 @@ def _dinov2_mlp(model: VisionTransformer) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _compare_features(model: VisionTransformer, written: Path, format: str, larger: bool = False) -> str:
+def _compare_features(model: Backbone, written: Path, format: str, larger: bool = False) -> str:
     """Compare with the features of the written file, in the library it is for if that is installed."""
     library = LIBRARIES.get(format)
     peer: Callable[[Tensor], Tensor]
@@ -312,9 +321,9 @@ def _compare_features(model: VisionTransformer, written: Path, format: str, larg
     return f"CLS features differ by at most {error:.1e} of the largest, checked {how}"
 
 
-def _note_on_other_sizes(model: VisionTransformer, layout: Layout) -> str:
+def _note_on_other_sizes(model: Backbone, layout: Layout) -> str:
     """Return a note if the other library resamples positions differently."""
-    if layout.rotary:
+    if layout.rotary or not isinstance(model, VisionTransformer):
         return ""
     if layout is layouts.TORCHVISION:
         return "; torchvision takes images of the trained size only"
@@ -323,8 +332,10 @@ def _note_on_other_sizes(model: VisionTransformer, layout: Layout) -> str:
     return "" if theirs == ours else f"; at other sizes positions are resampled in mode {theirs}, not {ours}"
 
 
-def _open_peer(model: VisionTransformer, written: Path, format: str) -> Callable[[Tensor], Tensor]:
+def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:
     """Open the written file in the library it is for; return a function from images to CLS features."""
+    if isinstance(model, TimmBackbone):
+        return open_in_timm(model, written)
     arguments = model_arguments(model, format)
     if format == "huggingface":
         from transformers import AutoModel

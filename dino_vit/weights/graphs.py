@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.metadata import WeightsError, describe_export
 
@@ -29,16 +30,16 @@ Graph = Callable[[Tensor], Any]
 class Features(nn.Module):
     """A backbone that returns the CLS token and the patches."""
 
-    def __init__(self, model: VisionTransformer) -> None:
+    def __init__(self, model: Backbone) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.model.forward_features(images)
-        return tokens[:, 0], tokens[:, 1 + self.model.registers :]
+        return tokens[:, 0], tokens[:, self.model.first_patch :]
 
 
-def check_graph(model: VisionTransformer, path: Path, format: str, *, dynamic: bool) -> None:
+def check_graph(model: Backbone, path: Path, format: str, *, dynamic: bool) -> None:
     """Refuse what a graph cannot hold."""
     if path.suffix != SUFFIXES[format]:
         raise WeightsError(f"{path} must end in {SUFFIXES[format]}")
@@ -48,7 +49,12 @@ def check_graph(model: VisionTransformer, path: Path, format: str, *, dynamic: b
     if format == "onnx" and size > LARGEST_ONNX:
         text = f"an ONNX file holds {LARGEST_ONNX / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
         raise WeightsError(f"{text}: use --format pt2")
-    if dynamic and not model.rotary and model.position_mode in ("dino", "dinov2"):
+    if not dynamic:
+        return
+    if not isinstance(model, VisionTransformer):
+        name = model.architecture["name"]
+        raise WeightsError(f"{name} of timm is written as a graph for one size: leave out --dynamic")
+    if not model.rotary and model.position_mode in ("dino", "dinov2"):
         raise WeightsError(
             f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
             "--dynamic, or load the weights with position_mode='hf', which is equal at the trained size, and "
@@ -57,7 +63,7 @@ def check_graph(model: VisionTransformer, path: Path, format: str, *, dynamic: b
 
 
 @torch.no_grad()
-def write_graph(model: VisionTransformer, path: Path, format: str, *, dynamic: bool) -> None:
+def write_graph(model: Backbone, path: Path, format: str, *, dynamic: bool) -> None:
     """Write a graph for any number of images, of the trained size or of any of two patches a side or more."""
     graph = Features(copy.deepcopy(model).cpu().float()).eval()
     (height, width), (p, q) = model.image_size, model.patch_size

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
@@ -15,14 +16,16 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.core.sizes import VIT_SIZES, height_width
+from dino_vit.models.backbone import Provenance
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
-from dino_vit.models.vit import Provenance, VisionTransformer
-from dino_vit.weights.backbone import Backbone
-from dino_vit.weights.layouts import Layout, merge
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights.backbone import LoadedBackbone, LoadedTransformer
+from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
 from dino_vit.weights.metadata import WeightsError
+from dino_vit.weights.of_timm import is_timm, load_timm
 from dino_vit.weights.reading import RawWeights, check_finite, read_weights
-from dino_vit.weights.recognition import HYBRID_ROOT, recognise
+from dino_vit.weights.recognition import HYBRID_ROOT, recognise, stated_normalisation
 
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 
@@ -38,9 +41,10 @@ def load_backbone(
     format: str | None = None,
     trained_size: int | Grid | None = None,
     **overrides: Any,
-) -> Backbone:
+) -> LoadedBackbone:
     """Return the backbone of a run folder, a hub folder, a file or a dict, in evaluation mode.
 
+    Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there.
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
     DINO and of timm look alike; `trained_size` is for files whose positions do not form a square. Any keyword
     of `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions,
@@ -60,12 +64,17 @@ def read_backbone(
     format: str | None = None,
     trained_size: int | Grid | None = None,
     **overrides: Any,
-) -> tuple[Backbone, str]:
+) -> tuple[LoadedBackbone, str]:
     """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
     known = signature(VisionTransformer).parameters
     if unknown := [name for name in overrides if name not in known]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(known)}")
     raw = read_weights(source, network)
+    if is_timm(raw):
+        timm = load_timm(raw, overrides)
+        layout = OURS if raw.metadata else replace(TIMM, normalisation=stated_normalisation(raw))
+        timm.provenance = _provenance(raw, layout, timm)
+        return timm.eval(), f"{raw.source}: loaded {timm.name} of timm ({_facts(timm.provenance)})"
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))
     asked = {"num_classes": "classifier", "mask_token": "mask token"}
@@ -76,7 +85,7 @@ def read_backbone(
         wanted["num_classes"] = 0
     try:
         with torch.device("meta"):
-            model = Backbone(**wanted)
+            model = LoadedTransformer(**wanted)
     except (TypeError, RuntimeError, ArithmeticError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     tensors = _adapt(tensors, stored, wanted, raw.source, notes)
@@ -87,9 +96,12 @@ def read_backbone(
         facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
         raise WeightsError(f"{raw.source} does not fit the inferred architecture: {facts}") from error
     model.provenance = _provenance(raw, layout, model)
-    facts = f"{layout.format}, {model.provenance.network or 'backbone'}, sha256 {raw.sha256[:12]}"
-    summary = "; ".join([f"{raw.source}: loaded {len(tensors)} tensors ({facts})", *notes])
-    return model.eval(), summary
+    loaded = f"{raw.source}: loaded {len(tensors)} tensors ({_facts(model.provenance)})"
+    return model.eval(), "; ".join([loaded, *notes])
+
+
+def _facts(known: Provenance) -> str:
+    return f"{known.format}, {known.network or 'backbone'}, sha256 {known.sha256[:12]}"
 
 
 def _adapt(
@@ -137,7 +149,7 @@ def _adapt(
     return adapted
 
 
-def _provenance(raw: RawWeights, layout: Layout, model: VisionTransformer) -> Provenance:
+def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
     mean, std = layout.normalisation or (None, None)
     known = raw.metadata or {"mean": mean, "std": std} | {
         k: v for k, v in raw.export.items() if v is not None

@@ -7,9 +7,19 @@ from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    create_model,
+)
 
 from dino_vit.core.text import brief
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
 
 FORMAT_VERSION = 1  # of the metadata in our own files
@@ -21,7 +31,8 @@ class WeightsError(ValueError):
     """The given weights cannot be used as requested."""
 
 
-_UNION = re.compile(r"int|float|constrained-\w+|(list|tuple|dict)\[.*")  # pydantic's names of its members
+# What pydantic calls the members of a union.
+_UNION = re.compile(r"int|float|constrained-\w+|(list|tuple|dict)\[.*")
 _Eps = Annotated[float, Field(gt=0, le=1)]
 _Scale = Annotated[float, Field(gt=0, le=1000)]
 
@@ -47,9 +58,19 @@ _ARGUMENTS: dict[str, Any] = {
     for name, parameter in signature(VisionTransformer).parameters.items()
 }
 _ARGUMENTS |= {"norm_eps": (_Eps, 1e-6), "qk_scale": (_Scale | None, None)}
-_Architecture = create_model(
-    "_Architecture", __config__=ConfigDict(allow_inf_nan=False, extra="forbid"), **_ARGUMENTS
-)
+_STRICT = ConfigDict(allow_inf_nan=False, extra="forbid")
+_Architecture = create_model("_Architecture", __config__=_STRICT, **_ARGUMENTS)
+
+
+class _TimmArchitecture(BaseModel):
+    """The arguments of a `TimmBackbone`."""
+
+    model_config = _STRICT
+    name: str
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
+    channels: PositiveInt = 3
+    drop_path: float = 0.0
+    num_classes: int = 0
 
 
 class _Own(_Provenance):
@@ -59,15 +80,17 @@ class _Own(_Provenance):
     mean: tuple[float, ...] | None
     std: tuple[PositiveFloat, ...] | None
     config: dict[str, Any] | None = None
-    architecture: _Architecture  # type: ignore[valid-type]
+    architecture: dict[str, Any]
 
 
 class _Export(_Provenance):
     """What a file of another library's format does not show."""
 
     format: str
-    heads: PositiveInt
+    heads: NonNegativeInt
     image_size: tuple[PositiveInt, PositiveInt]
+    name: str | None = None  # of a model of timm
+    channels: PositiveInt = 3
     positions: str = "learned"
 
 
@@ -94,6 +117,7 @@ class _HubConfig(_Hub):
     image_mean: list[float] | float | None = None
     image_std: list[PositiveFloat] | PositiveFloat | None = None
     model_args: _ModelArguments | None = None
+    architecture: str | None = None  # in timm's files
     pretrained_cfg: _PretrainedConfig | None = None
 
 
@@ -104,7 +128,10 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
             f"{path} has format version {brief(repr(version))}, but this dino-vit reads version "
             f"{FORMAT_VERSION}; upgrade dino-vit to load it"
         )
-    return checked(_Own, metadata, f"the metadata of {path}")
+    where = f"the metadata of {path}"
+    found = checked(_Own, metadata, where)
+    kind = _TimmArchitecture if "name" in found["architecture"] else _Architecture
+    return {**found, "architecture": checked(kind, found["architecture"], where, "architecture.")}
 
 
 def parse_metadata(path: Path, text: str) -> dict[str, Any]:
@@ -112,7 +139,7 @@ def parse_metadata(path: Path, text: str) -> dict[str, Any]:
     return check_metadata(path, _parse(f"the metadata of {path}", text))
 
 
-def describe_export(model: VisionTransformer, format: str) -> str:
+def describe_export(model: Backbone, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     origin = {name: getattr(model.provenance, name, None) for name in _Provenance.model_fields}
     return json.dumps(
@@ -121,7 +148,8 @@ def describe_export(model: VisionTransformer, format: str) -> str:
             "format": format,
             "heads": model.heads,
             "image_size": model.image_size,
-            "positions": model.architecture["positions"],
+            "channels": model.channels,
+            **{key: value for key, value in model.architecture.items() if key in ("positions", "name")},
         }
     )
 
@@ -154,13 +182,13 @@ def _parse(where: str, text: Any) -> dict[str, Any]:
     return found
 
 
-def checked(kind: type[BaseModel], found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked(kind: type[BaseModel], found: Mapping[str, Any], where: str, section: str = "") -> dict[str, Any]:
     """Return the values that are read of some metadata, in the types that they have in Python."""
     try:
         return kind.model_validate(found).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(part for part in map(str, first["loc"]) if not _UNION.fullmatch(part))
+        key = section + ".".join(part for part in map(str, first["loc"]) if not _UNION.fullmatch(part))
         reason = first["msg"][:1].lower() + first["msg"][1:]
         given = f"= {brief(repr(first['input']), 40)}, but {reason}"
         fault = {"missing": "is missing", "extra_forbidden": "is unknown"}.get(first["type"], given)

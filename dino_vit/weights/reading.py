@@ -26,6 +26,7 @@ from dino_vit.weights.metadata import (
     parse_metadata,
     read_hub_config,
 )
+from dino_vit.weights.names import fetch, is_name
 
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
@@ -40,12 +41,13 @@ class RawWeights:
     """The tensors of one backbone under their original names, and what is known about their origin."""
 
     tensors: dict[str, Tensor]
-    source: str
+    source: str  # as it was given, or the file in the folder that was given
     sha256: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of our own files
     export: Mapping[str, Any] = field(default_factory=dict)  # what an export of ours says about itself
     hub_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a hub folder
     network: str | None = None
+    path: str | None = None  # of the file that was read
     trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
 
 
@@ -55,13 +57,15 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
         raise WeightsError(f"network={network!r} is not supported; choose from {', '.join(NETWORKS)}")
     if isinstance(source, Mapping):
         return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
+    named = is_name(source)
     try:
-        path, content, about = _read_path(Path(source))
+        path, content, about = _read_path(fetch(str(source)) if named else Path(source))
     except StorageError as error:
         raise WeightsError(str(error)) from error
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return _unwrap(content, RawWeights({}, str(path), sha256, **about), network)
+    raw = RawWeights({}, str(source if named else path), sha256, path=str(path), **about)
+    return _unwrap(content, raw, network)
 
 
 def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:

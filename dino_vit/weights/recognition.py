@@ -76,13 +76,16 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     if format not in (None, layout.format):
         raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
     # A hub folder states what other files leave to the layout's defaults.
-    config = raw.hub_config
-    statistics = config.get("pretrained_cfg") or {}
-    mean = config.get("image_mean", statistics.get("mean"))
-    std = config.get("image_std", statistics.get("std"))
-    if isinstance(mean, list) and isinstance(std, list):
-        layout = replace(layout, normalisation=(tuple(mean), tuple(std)))
-    return replace(layout, norm_eps=config.get("layer_norm_eps", layout.norm_eps))
+    layout = replace(layout, normalisation=stated_normalisation(raw) or layout.normalisation)
+    return replace(layout, norm_eps=raw.hub_config.get("layer_norm_eps", layout.norm_eps))
+
+
+def stated_normalisation(raw: RawWeights) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return the mean and std that the config.json of a hub folder states."""
+    statistics = raw.hub_config.get("pretrained_cfg") or {}
+    mean = raw.hub_config.get("image_mean", statistics.get("mean"))
+    std = raw.hub_config.get("image_std", statistics.get("std"))
+    return (tuple(mean), tuple(std)) if isinstance(mean, list) and isinstance(std, list) else None
 
 
 def _dinov3_layout(names: set[str]) -> Layout | None:

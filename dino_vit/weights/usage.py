@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
+from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
@@ -25,6 +27,10 @@ _OPEN = {
 import timm
 model = timm.models.VisionTransformer({arguments})
 timm.models.load_checkpoint(model, {path!r})
+""",
+    "timm's own": """\
+import timm
+model = timm.create_model({arguments}, checkpoint_path={path!r})
 """,
     "onnx": """\
 import onnxruntime
@@ -112,7 +118,7 @@ class Photos(NamedTuple):
         return CROP if exact else self.size / (self.shorter_side + 0.5)
 
 
-def photos_of(model: VisionTransformer, format: str) -> Photos | None:
+def photos_of(model: Backbone, format: str) -> Photos | None:
     """Return how photos are prepared, or None where the other library cannot do it as we do."""
     known, (height, width), channels = model.provenance, model.image_size, model.channels
     mean, std = (known.mean, known.std) if known is not None else (None, None)
@@ -126,8 +132,11 @@ def photos_of(model: VisionTransformer, format: str) -> Photos | None:
     return Photos(channels, MODES[channels], height, round(height / CROP), tuple(mean), tuple(std))
 
 
-def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
+def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
     """Return the arguments with which another library builds or opens the model of an export."""
+    if isinstance(model, TimmBackbone):
+        return model.arguments if format == "timm" else {}
+    assert isinstance(model, VisionTransformer)
     a, size, patch = model.architecture, model.image_size[0], model.patch_size[0]
     sizes = {"depth": model.depth, "num_heads": model.heads}
     if format == "timm":
@@ -167,7 +176,7 @@ def model_arguments(model: VisionTransformer, format: str) -> dict[str, Any]:
     return {"add_pooling_layer": False} if a["layer_scale"] is None and not model.rotary else {}
 
 
-def usage(model: VisionTransformer, path: Path, format: str) -> str:
+def usage(model: Backbone, path: Path, format: str) -> str:
     """Return lines of Python that open an export and compute the CLS features of a photo."""
     photos, name = photos_of(model, format), repr(str(path))
     safe, huggingface = path.suffix == ".safetensors", format == "huggingface"
@@ -176,7 +185,12 @@ def usage(model: VisionTransformer, path: Path, format: str) -> str:
         "arguments": ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items()),
         "tensors": f"safetensors.torch.load_file({name})" if safe else f"torch.load({name})",
     }
-    opened = _OPEN["timm, rotary" if model.rotary and format == "timm" else format]
+    key = format
+    if format == "timm" and isinstance(model, TimmBackbone):
+        key = "timm's own"
+    elif format == "timm" and isinstance(model, VisionTransformer) and model.rotary:
+        key = "timm, rotary"
+    opened = _OPEN[key]
     lines = ("import safetensors.torch\n" if safe and "{tensors}" in opened else "") + opened
     if photos:
         facts |= {**photos._asdict(), "crop_pct": photos.crop_pct}

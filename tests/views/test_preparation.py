@@ -7,7 +7,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.models.vit import Provenance
+from dino_vit.models.backbone import Provenance
 from dino_vit.views.preparation import Preparation, fit, preparation_of
 from tests.support.backbones import backbone
 

@@ -61,6 +61,8 @@ from dino_vit.method.optim import (
     step_if_finite,
 )
 from dino_vit.method.schedules import warmup_cosine
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.batch_norm import synchronise
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry
@@ -273,7 +275,7 @@ class Finetuning:
             )
 
 
-def build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
+def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     """Return the network to start from, with a new classifier."""
     size = None if config.size is None else height_width(config.size)
     if config.weights is None:
@@ -285,6 +287,7 @@ def build_model(config: FinetuneConfig, classes: int) -> VisionTransformer:
     overrides: dict[str, Any] = {} if size is None else {"image_size": size}
     model = load_backbone(config.weights, network=config.network, drop_path=config.drop_path, **overrides)
     model.add_classifier(classes)
+    synchronise(model)
     return model.train()
 
 

@@ -46,6 +46,7 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
+from dino_vit.models.backbone import Backbone
 
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
@@ -109,7 +110,7 @@ def run(config: LinearConfig) -> Classification:
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
     """Train heads on cached features, evaluate all of them and choose the best."""
     sets = open_sets(config)
-    inputs = _inputs(config, frozen.model.depth)
+    inputs = _inputs(config, frozen.model)
     with_mean = any(spec.tokens == "cls+mean" for spec in inputs)
     blocks = max(spec.blocks for spec in inputs)
     cached = FeatureSpec(tokens="cls+mean" if with_mean else "cls", blocks=blocks)
@@ -164,14 +165,18 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     return results, "\n".join(text)
 
 
-def _inputs(config: LinearConfig, depth: int) -> list[FeatureSpec]:
-    """Return what the heads read; a backbone with fewer blocks gives all it has."""
+def _inputs(config: LinearConfig, model: Backbone) -> list[FeatureSpec]:
+    """Return what the heads read; a backbone with fewer blocks, or without patches, gives all it has."""
+    depth = model.depth
     if config.method == "grid":
         blocks, means = config.grid.blocks, config.grid.mean
     else:
         blocks, means = (config.logistic.blocks,), (config.logistic.mean,)
     if beyond := [count for count in blocks if count > depth]:
         log.warning("the backbone has only %d blocks: all of them are read for blocks=%s", depth, beyond)
+    if not model.has_patches and any(means):
+        log.warning("the backbone has no patches whose mean could be read: CLS is read alone")
+        means = (False,)
     counts = dict.fromkeys(min(count, depth) for count in blocks)
     return [
         FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=count)

@@ -34,6 +34,7 @@ from dino_vit.eval.maps.attention import (
     patch_tokens,
     principal_colours,
     rollout,
+    with_attention,
 )
 from dino_vit.eval.maps.pictures import Panel, resize, write_png, write_sheet
 from dino_vit.models.vit import VisionTransformer
@@ -88,7 +89,7 @@ class AttentionMaps(Result):
 def run(config: AttentionConfig) -> AttentionMaps:
     """Write pictures and maps of every image, or an overlay of a video; processes share the sheets."""
     accelerator = start_processes()
-    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
+    model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
     heads = chosen_heads(config, model)
     folder, block = Path(config.output), config.block % model.depth
     if Path(config.source).suffix.lower() in VIDEO_SUFFIXES and Path(config.source).is_file():
@@ -126,7 +127,7 @@ def draw_sheets(
     preparation, folder = preparation_of(model), Path(config.output)
     indices = range(len(source)) if config.count is None else spread(len(source), config.count)
     stems = file_stems(source.name(index) for index in indices)
-    drawn = torch.zeros(len(indices), dtype=torch.long, device=model.cls_token.device)
+    drawn = torch.zeros(len(indices), dtype=torch.long, device=model.device)
     starts = range(0, len(indices), SHEET_ROWS)
     for number in range(rank(), len(starts), world_size()):
         rows = range(len(indices))[starts[number] : starts[number] + SHEET_ROWS]
@@ -167,7 +168,7 @@ def compute_maps(
 ) -> ImageMaps:
     """Resize an image as the settings say, pad it to whole patches, and compute its maps."""
     image = resize(image, config.size, config.longest)
-    padded = pad(preparation.normaliser(model.cls_token.device)(image[None]), model.patch_size)
+    padded = pad(preparation.normaliser(model.device)(image[None]), model.patch_size)
     return ImageMaps(
         picture=pictures.as_picture(image),
         heads=cls_attention(model, padded, config.block)[0].cpu(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 from dino_vit.views.preparation import Preparation
 
 
@@ -30,7 +30,7 @@ class FeatureSpec:
     tokens: Literal["cls", "cls+mean", "patches"] = "cls"
     blocks: int = 1
 
-    def shape(self, model: VisionTransformer, size: Size) -> tuple[int, ...]:
+    def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
         """Return the shape of one image's features."""
         if self.tokens == "patches":
             height, width = model.grid_of(*size)
@@ -48,17 +48,16 @@ class FeatureSpec:
         end = whole.blocks + (self.tokens == "cls+mean")
         return slice((whole.blocks - self.blocks) * width, end * width)
 
-    def of(self, model: VisionTransformer, images: Tensor) -> Tensor:
+    def of(self, model: Backbone, images: Tensor) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""
-        first_patch = 1 + model.registers
         if self.tokens == "patches":
-            return model.forward_features(images)[:, first_patch:]
+            return model.forward_features(images)[:, model.first_patch :]
         if self.tokens == "cls" and self.blocks == 1:
             return model.forward_cls(images)
         blocks = model.get_intermediate_layers(images, self.blocks)
         parts = [tokens[:, 0] for tokens in blocks]
         if self.tokens == "cls+mean":
-            parts.append(blocks[-1][:, first_patch:].mean(dim=1))
+            parts.append(blocks[-1][:, model.first_patch :].mean(dim=1))
         return torch.cat(parts, dim=1)
 
 
@@ -81,7 +80,7 @@ class Extraction:
     Leaves the model as it was: the mode of each module, its gradients, every random state.
     """
 
-    model: VisionTransformer
+    model: Backbone
     source: Source
     _: KW_ONLY
     preparation: Preparation
@@ -93,7 +92,7 @@ class Extraction:
 
     @property
     def device(self) -> torch.device:
-        return self.model.cls_token.device
+        return self.model.device
 
     def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
         """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
@@ -120,7 +119,7 @@ class Extraction:
 
 
 def extract_features(
-    model: VisionTransformer,
+    model: Backbone,
     source: Source,
     indices: Sequence[int],
     *,

@@ -17,7 +17,7 @@ from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import CLS, Extraction, FeatureSpec
 from dino_vit.eval.features.store import Dtype, StoredFeatures, stored_features
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 from dino_vit.views.preparation import Fit, Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
@@ -49,13 +49,13 @@ class FrozenBackbone:
     """A backbone on this process's device, and how images are prepared for it."""
 
     config: BackboneConfig
-    model: VisionTransformer
+    model: Backbone
     preparation: Preparation
     autocast: torch.dtype | None
 
     @property
     def device(self) -> torch.device:
-        return self.model.cls_token.device
+        return self.model.device
 
     def describe_weights(self) -> dict[str, Any]:
         """Return where the weights come from, for a results file."""

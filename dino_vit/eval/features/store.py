@@ -38,7 +38,7 @@ from dino_vit.core.storage import (
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import Extraction, Features, in_batches
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.models.backbone import Backbone
 
 Dtype = Literal["float32", "float16"]
 VERSION = 2  # of the files
@@ -229,7 +229,7 @@ class _CacheEntry:
         shutil.rmtree(self.folder / "shards", ignore_errors=True)
 
 
-def weights_digest(model: VisionTransformer) -> str:
+def weights_digest(model: Backbone) -> str:
     """Return a digest of a backbone's tensors and architecture, independent of the file they came from."""
     return digest(model.state_dict(), {"architecture": json.dumps(model.architecture, sort_keys=True)})
 

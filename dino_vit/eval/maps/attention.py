@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from dino_vit.core.sizes import Size
 from dino_vit.eval.features.extraction import evaluating
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import Attention, Block
 from dino_vit.models.positions import Rotation
 from dino_vit.models.vit import VisionTransformer
@@ -24,6 +25,16 @@ def pad(images: Tensor, patch: Size) -> Tensor:
     """Repeat the last row and column of images (b, c, H, W) up to a whole number of patches."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch[1], 0, -height % patch[0]), mode="replicate")
+
+
+def with_attention(model: Backbone) -> VisionTransformer:
+    """Return a backbone whose attention can be shown, or raise."""
+    if isinstance(model, VisionTransformer):
+        return model
+    raise ValueError(
+        f"attention maps show the heads of a vision transformer of ours, but this is "
+        f"{model.architecture['name']} of timm; `dino-vit dense` judges its feature map"
+    )
 
 
 def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> Tensor:
@@ -42,7 +53,7 @@ def attended_patches(model: VisionTransformer, images: Tensor) -> tuple[Tensor, 
     assert isinstance(last, Block)
     q, k, _ = last.attn.split(last.norm1(tokens), rotation)
     attention = last.attn.softmax(q[:, :, :1], k)[:, :, 0]
-    first = 1 + model.registers
+    first = model.first_patch
     return model.norm(last(tokens, rotation=rotation))[:, first:], attention[..., first:]
 
 
@@ -86,10 +97,10 @@ def mass_mask(maps: Tensor, share: float) -> Tensor:
     return torch.zeros_like(marked).scatter(-1, indices, marked).reshape(maps.shape)
 
 
-def patch_tokens(model: VisionTransformer, images: Tensor) -> Tensor:
+def patch_tokens(model: Backbone, images: Tensor) -> Tensor:
     """Return the patch tokens after the final LayerNorm, (b, y, x, d)."""
     with evaluating(model):
-        tokens = model.forward_features(images)[:, 1 + model.registers :]
+        tokens = model.forward_features(images)[:, model.first_patch :]
     return rearrange(tokens, "b (y x) d -> b y x d", y=model.grid_of(*images.shape[-2:])[0])
 
 
@@ -116,4 +127,4 @@ def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
 def _patch_grid(model: VisionTransformer, images: Tensor, tokens: Tensor) -> Tensor:
     """Arrange values (..., n) of all tokens as the patches are, without the CLS token and the registers."""
     y, _ = model.grid_of(*images.shape[-2:])
-    return rearrange(tokens[..., 1 + model.registers :], "... (y x) -> ... y x", y=y)
+    return rearrange(tokens[..., model.first_patch :], "... (y x) -> ... y x", y=y)

@@ -25,19 +25,25 @@ from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import LinearHeads, sweep
 from dino_vit.eval.maps.attention import attended_patches
 from dino_vit.eval.maps.dense import patch_classes, upsample
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
 
 MOST_ITERATIONS = 200  # of the linear layer
 
 
 class AttendedPatches(FeatureSpec):
-    """Patch tokens, and behind the channels of each the attention that the heads of the CLS token pay it."""
+    """Patch tokens, and behind the channels of each the attention that the heads of the CLS token pay it.
 
-    def shape(self, model: VisionTransformer, size: Size) -> tuple[int, ...]:
+    Models of timm have no such heads.
+    """
+
+    def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
         height, width = model.grid_of(*size)
         return height * width, model.width + model.heads
 
-    def of(self, model: VisionTransformer, images: Tensor) -> Tensor:
+    def of(self, model: Backbone, images: Tensor) -> Tensor:
+        if not isinstance(model, VisionTransformer):
+            return model.forward_features(images)[:, model.first_patch :]
         tokens, attention = attended_patches(model, images)
         return torch.cat([tokens, rearrange(attention, "b h n -> b n h")], dim=2)
 
@@ -56,6 +62,8 @@ def read_patches(
 ) -> Iterator[Batch]:
     """Yield batches of images in order, their masks cropped as the images are; name those left out."""
     grid = frozen.model.grid_of(*frozen.preparation.size)
+    if not frozen.model.has_patches:
+        raise ValueError(f"{frozen.config.weights} has no patches: its features are made after pooling")
 
     def read_mask(index: int) -> Tensor | UnreadableImage:
         try:

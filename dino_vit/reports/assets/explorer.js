@@ -40,7 +40,7 @@ class Explorer {
     this.positions = this.layouts[0].positions.slice();
     this.neighbours = bytes(data.neighbours, Uint16Array);
     this.similarities = bytes(data.similarities, Float32Array);
-    this.maps = bytes(data.attention.maps, Uint8Array);
+    this.maps = data.attention && bytes(data.attention.maps, Uint8Array);
     this.thumbnails = new Image();
     this.thumbnails.src = data.thumbnails.uri;
     this.thumbnails.decode().then(() => this.redraw(), () => this.redraw());
@@ -265,7 +265,7 @@ class Explorer {
     this.panel.replaceChildren();
     this.redraw();
     if (n === null) {
-      element(this.panel, "p", { class: "caption" }, "Select an image to see its attention and nearest neighbours.");
+      element(this.panel, "p", { class: "caption" }, `Select an image to see its ${this.maps ? "attention and " : ""}nearest neighbours.`);
       return;
     }
     const near = this.nearest(n), [name, ...rest] = this.describe(n);
@@ -273,7 +273,7 @@ class Explorer {
     element(this.panel, "p", { class: "caption" }, rest.join(", "));
     const pair = element(this.panel, "div", { class: "pair" });
     this.picture(pair, "image", (canvas) => this.paint(canvas, n));
-    this.picture(pair, "attention (mean of heads)", (canvas) => this.paintAttention(canvas, n));
+    if (this.maps) this.picture(pair, "attention (mean of heads)", (canvas) => this.paintAttention(canvas, n));
     element(this.panel, "h3", {}, "Nearest neighbours").style.marginTop = "1.2rem";
     const list = element(this.panel, "ul", { class: "near" });
     const cosines = formatCosines([...this.similarities.subarray(n * this.data.k, n * this.data.k + near.length)]);

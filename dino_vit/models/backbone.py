@@ -1,0 +1,86 @@
+"""What the library needs of a backbone: CLS features of images, and patches where it has them."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dino_vit.core.sizes import Size
+from dino_vit.models.onednn import Linear
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the weights of a backbone come from, and how their training images were normalised."""
+
+    format: str
+    source: str
+    sha256: str
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    bits: Literal[8, 16] | None = None
+    range: tuple[float, float] | None = None  # the pixel values that were mapped to 0 and 1
+    network: str | None = None
+    step: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class Backbone(nn.Module):
+    """A network from images (B, C, H, W) to CLS features (B, D), or to class logits."""
+
+    architecture: dict[str, Any]  # the arguments that build it
+    provenance: Provenance | None = None
+    checkpoint_blocks: bool  # activation checkpointing: less memory, more time
+    image_size: Size
+    patch_size: Size
+    channels: int
+    width: int
+    depth: int  # blocks whose tokens `get_intermediate_layers` returns
+    heads: int  # whose attention can be shown
+    registers: int
+    has_patches: bool = True
+    head: nn.Module
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return CLS features (B, D), or class logits."""
+        logits: Tensor = self.head(self.forward_cls(images))
+        return logits
+
+    @abstractmethod
+    def forward_cls(self, images: Tensor) -> Tensor:
+        """Return CLS features (B, D)."""
+
+    @abstractmethod
+    def forward_features(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return all tokens (B, 1 + R + N, D), CLS first; `hidden` (B, N) are the masked patches."""
+
+    @abstractmethod
+    def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
+        """Return the tokens of the last n blocks, or of the given blocks."""
+
+    @abstractmethod
+    def grid_of(self, height: int, width: int) -> Size:
+        """Return the grid of patches (h, w) of an image of this size, or raise ValueError."""
+
+    @abstractmethod
+    def layers(self) -> dict[str, int]:
+        """Return the layer of each parameter, counted from the input; the head comes last."""
+
+    @property
+    def first_patch(self) -> int:
+        """The number of tokens before the patches."""
+        return 1 + self.registers
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def add_classifier(self, classes: int) -> None:
+        """Replace the head by a new classifier."""
+        self.head = Linear(self.width, classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+        self.architecture["num_classes"] = classes

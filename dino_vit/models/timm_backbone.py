@@ -1,0 +1,185 @@
+"""Any backbone of timm behind the interface of ours: pooled features as CLS, the feature map as patches."""
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from dino_vit.core.sizes import Size, height_width
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.onednn import Linear
+
+PREFIX = "timm:"  # of a name in the settings
+
+
+class TimmBackbone(Backbone):
+    """A model of timm without its classifier; its weights are drawn anew, or those of a file of timm's."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        image_size: int | Size = 224,
+        channels: int = 3,
+        drop_path: float = 0.0,
+        num_classes: int = 0,
+        file: str | None = None,
+    ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__", "file")}
+        super().__init__()
+        self.architecture: dict[str, Any] = arguments
+        self.name, self.image_size, self.channels = name, height_width(image_size), channels
+        self.depth, self.heads, self.registers = 1, 0, 0
+        self.model, self.arguments = _create(name, self.image_size, channels, drop_path, file)
+        self._shapes: dict[Size, tuple[int, Size]] = {}
+        self.width, grid = self._shapes_of(*self.image_size)
+        self.has_patches = grid != (0, 0)
+        height, width = (
+            math.ceil(side / max(count, 1)) for side, count in zip(self.image_size, grid, strict=True)
+        )
+        self.patch_size = height, width
+        self.head = Linear(self.width, num_classes) if num_classes else nn.Identity()
+
+    @property
+    def checkpoint_blocks(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        return bool(getattr(self.model, "grad_checkpointing", False))
+
+    @checkpoint_blocks.setter
+    def checkpoint_blocks(self, enable: bool) -> None:
+        if enable and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in self.modules()):
+            raise ValueError(
+                f"model.checkpoint_blocks=true would count each batch twice in the BatchNorm of {PREFIX}"
+                f"{self.name}; leave it out"
+            )
+        if enable:
+            self.model.set_grad_checkpointing(True)
+
+    def forward_cls(self, images: Tensor) -> Tensor:
+        """Return the pooled features (B, D)."""
+        self._check(images)
+        return self._pooled(self.model.forward_features(images))
+
+    def forward_features(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return the pooled features and those of the map, row by row, (B, 1 + N, D).
+
+        The map has no rows if the features are made wider after it is pooled.
+        """
+        assert hidden is None, "timm's models have no mask token"
+        self._check(images)
+        features = self.model.forward_features(images)
+        cls = self._pooled(features)[:, None]
+        if not self.has_patches:
+            return cls
+        height, width = images.shape[-2:]
+        return torch.cat([cls, self._map(features, (height, width)).flatten(1, 2)], dim=1)
+
+    def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
+        """Return the tokens after the last block, the only ones."""
+        if blocks not in (1, [0], [-1]):
+            raise ValueError(f"blocks={blocks}: of {PREFIX}{self.name} only the last features are taken")
+        return [self.forward_features(images)]
+
+    def grid_of(self, height: int, width: int) -> Size:
+        """Return the size of the feature map (h, w) of an image of this size."""
+        return self._shapes_of(height, width)[1]
+
+    def layers(self) -> dict[str, int]:
+        """Return timm's groups of parameters by depth; the head comes last."""
+        from timm.models import group_parameters
+
+        groups = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        last = 1 + max(groups.values())
+        names = (name for name, _ in self.named_parameters())
+        return {name: groups.get(name.removeprefix("model."), last) for name in names}
+
+    def _pooled(self, features: Tensor) -> Tensor:
+        pooled: Tensor = self.model.forward_head(features, pre_logits=True)
+        return pooled.flatten(1)
+
+    def _map(self, features: Tensor, size: Size) -> Tensor:
+        """Return features as a map (b, y, x, d)."""
+        if features.ndim == 4:
+            channels_last = getattr(self.model, "output_fmt", None) == "NHWC"
+            return features if channels_last else rearrange(features, "b d y x -> b y x d")
+        patches = features[:, getattr(self.model, "num_prefix_tokens", 0) :]
+        rows = round(math.sqrt(patches.shape[1] * size[0] / size[1]))
+        return rearrange(patches, "b (y x) d -> b y x d", y=rows)
+
+    def _check(self, images: Tensor) -> None:
+        """Raise ValueError for images that the model does not take."""
+        if images.ndim != 4 or images.shape[1] != self.channels:
+            raise ValueError(
+                f"expected images (batch, {self.channels}, height, width), but got {tuple(images.shape)}"
+            )
+        self.grid_of(*images.shape[-2:])
+
+    def _shapes_of(self, height: int, width: int) -> tuple[int, Size]:
+        """Return the width of the pooled features and the size of the map of an image of this size."""
+        size = height, width
+        if size not in self._shapes:
+            training = self.training
+            try:
+                self._shapes[size] = self._measure(size)
+            except Exception as error:  # each model has its own way to refuse a size
+                text = f"{PREFIX}{self.name} takes no images of {height} × {width} pixels"
+                raise ValueError(f"{text}: {error}") from error
+            finally:
+                self.train(training)
+        return self._shapes[size]
+
+    def _measure(self, size: Size) -> tuple[int, Size]:
+        outputs = _Outputs(self.model).eval()
+        meta = {
+            name: torch.empty_like(tensor, device="meta")
+            for name, tensor in (*outputs.named_parameters(), *outputs.named_buffers())
+        }
+        images = torch.empty(1, self.channels, *size, device="meta")
+        with torch.no_grad(), torch.device("meta"):
+            features, pooled = torch.func.functional_call(outputs, meta, (images,))
+        width = pooled.flatten(1).shape[1]
+        _, rows, columns, depth = self._map(features, size).shape
+        return width, (rows, columns) if depth == width else (0, 0)
+
+
+class _Outputs(nn.Module):
+    """The features of a model before and after pooling."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.model.forward_features(images)
+        return features, self.model.forward_head(features, pre_logits=True)
+
+
+def _create(
+    name: str, size: Size, channels: int, drop_path: float, file: str | None
+) -> tuple[Any, dict[str, Any]]:
+    """Build a model of timm for images of any size, where it can be; return the arguments of it too."""
+    try:
+        import timm
+    except ImportError as error:
+        text = f"{PREFIX}{name} is built by timm, which is not installed"
+        raise ValueError(f"{text}: pip install 'dino-vit[timm]'") from error
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=3)
+        advice = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() names them all"
+        raise ValueError(f"timm {timm.__version__} has no model {name!r}; {advice}")
+    fixed = {"model_name": name, "num_classes": 0, "in_chans": channels}
+    wanted: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
+    wanted |= {"pretrained": True, "pretrained_cfg_overlay": {"file": file}} if file else {}
+    faults = []
+    # Most transformers are built for a size, some take others too; convolutions know of none.
+    for sizes in ({"img_size": size, "dynamic_img_size": True}, {"img_size": size}, {}):
+        try:
+            return timm.create_model(**fixed, **wanted, **sizes), {**fixed, **sizes}
+        except TypeError as error:
+            faults.append(str(error))
+    advice = "; set model.drop_path=0" if "drop_path_rate" in faults[-1] else ""
+    raise ValueError(f"{PREFIX}{name} cannot be built: {faults[-1]}{advice}")

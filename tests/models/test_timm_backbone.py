@@ -1,0 +1,140 @@
+"""Models of timm behind our interface, compared with timm's own calls."""
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing import assert_close
+
+from dino_vit.models.batch_norm import AcrossProcesses, synchronise
+from dino_vit.models.timm_backbone import TimmBackbone
+
+IMAGES = [
+    torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)) for size in ((64, 64), (32, 96))
+]
+NAMES = ["test_convnext", "test_resnet", "test_vit", "swin_tiny_patch4_window7_224", "mobilenetv3_small_050"]
+
+
+def backbone(name, **changes):
+    torch.manual_seed(0)
+    return TimmBackbone(**{"name": name, "image_size": 64, **changes}).eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("images", IMAGES, ids=str)
+@torch.no_grad()
+def test_features_are_those_of_timm(name, images):
+    ours = backbone(name)
+    theirs = timm.create_model(**ours.arguments).eval()
+    theirs.load_state_dict(ours.model.state_dict())
+    assert_close(ours(images), theirs(images))
+    assert_close(ours.forward_features(images)[:, 0], theirs(images))
+    assert ours.width == theirs(images).shape[1]
+
+
+@pytest.mark.parametrize(("name", "stride"), [("test_convnext", 32), ("test_vit", 16), (NAMES[3], 32)])
+@torch.no_grad()
+def test_patches_are_the_feature_map_row_by_row(name, stride):
+    ours, images = backbone(name), IMAGES[1]
+    features = ours.model.forward_features(images)
+    rows, columns = ours.grid_of(32, 96)
+    assert (rows, columns) == (32 // stride, 96 // stride)
+    if name == "test_vit":
+        expected = features[:, 1:]
+    else:
+        places = [(y, x) for y in range(rows) for x in range(columns)]
+        of_place = {"test_convnext": lambda y, x: features[..., y, x]}.get(
+            name, lambda y, x: features[:, y, x]
+        )
+        expected = torch.stack([of_place(y, x) for y, x in places], dim=1)
+    assert ours.patch_size == (stride, stride)
+    assert_close(ours.forward_features(images)[:, ours.first_patch :], expected)
+
+
+@torch.no_grad()
+def test_features_made_after_pooling_have_no_patches():
+    ours = backbone("mobilenetv3_small_050")
+    assert not ours.has_patches
+    assert ours.forward_features(IMAGES[0]).shape == (2, 1, ours.width)
+
+
+def test_images_that_a_model_does_not_take_are_refused():
+    with pytest.raises(ValueError, match=r"timm:mixer_s16_224 takes no images of 96 × 96 pixels: .*match"):
+        backbone("mixer_s16_224", image_size=64).grid_of(96, 96)
+    with pytest.raises(ValueError, match=r"timm:test_vit takes no images of 40 × 64 pixels"):
+        backbone("test_vit")(torch.zeros(1, 3, 40, 64))
+    with pytest.raises(ValueError, match=r"expected images \(batch, 3, height, width\)"):
+        backbone("test_vit")(torch.zeros(1, 1, 64, 64))
+
+
+def test_a_model_that_cannot_be_built_is_said():
+    with pytest.raises(ValueError, match="has no model 'convnext_tinny'; did you mean convnext_tiny"):
+        backbone("convnext_tinny")
+    with pytest.raises(ValueError, match=r"vgg11 cannot be built: .*drop_path_rate.*; set model.drop_path=0"):
+        backbone("vgg11", drop_path=0.1)
+    with pytest.raises(ValueError, match="only the last features are taken"):
+        backbone("test_vit").get_intermediate_layers(IMAGES[0], 4)
+
+
+def test_channels_depth_of_layers_and_stochastic_depth():
+    ours = backbone("test_convnext", channels=5, drop_path=0.5)
+    assert ours(torch.zeros(1, 5, 64, 64)).shape == (1, ours.width)
+    layers = ours.layers()
+    assert layers.keys() == dict(ours.named_parameters()).keys()
+    assert layers["model.stem.0.weight"] == 0
+    order = [layers[f"model.stages.{stage}.blocks.0.gamma"] for stage in range(4)]
+    assert order == sorted(set(order))
+    ours.train()
+    first, second = ours(torch.ones(1, 5, 64, 64)), ours(torch.ones(1, 5, 64, 64))
+    assert not torch.equal(first, second)
+    ours.add_classifier(7)
+    assert ours.architecture["num_classes"] == 7
+    assert ours.layers()["head.weight"] == max(layers.values()) + 1 == max(ours.layers().values())
+
+
+def test_recomputation_changes_no_gradient_and_is_refused_with_batch_norm():
+    gradients = []
+    for again in (False, True):
+        ours = backbone("test_vit").train()
+        ours.checkpoint_blocks = again
+        assert ours.checkpoint_blocks is again
+        ours(IMAGES[0]).square().sum().backward()
+        gradients.append([parameter.grad for parameter in ours.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="count each batch twice in the BatchNorm of timm:test_resnet"):
+        backbone("test_resnet").checkpoint_blocks = True
+
+
+def through(network, images):
+    """Return the features, and what a step does to the gradients and the running statistics."""
+    features = network(images)
+    features.square().sum().backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+    return features.detach(), gradients, torch.cat([b.float().flatten() for b in network.buffers()])
+
+
+def in_one_of_two(number, rendezvous, folder, images):
+    dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
+    try:
+        network = backbone("test_resnet").train()
+        synchronise(network)
+        torch.save(through(network, images.chunk(2)[number]), folder / str(number))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_batch_norm_counts_the_images_of_all_processes(tmp_path):
+    """Also where timm's BatchNorm holds the activation that follows."""
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    network = backbone("test_resnet").train()
+    expected = through(network, images)
+    synchronise(network)
+    assert any(isinstance(module, AcrossProcesses) for module in network.modules())
+    mp.spawn(in_one_of_two, args=(f"file://{tmp_path / 'rendezvous'}", tmp_path, images), nprocs=2)
+    first, second = (torch.load(tmp_path / str(number)) for number in (0, 1))
+    assert_close(torch.cat([first[0], second[0]]), expected[0], atol=1e-5, rtol=1e-4)
+    assert_close(first[1] + second[1], expected[1], atol=1e-4 * float(expected[1].abs().max()), rtol=1e-3)
+    assert_close(first[2], expected[2], atol=1e-5, rtol=1e-4)
+    assert torch.equal(first[2], second[2])

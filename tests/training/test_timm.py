@@ -1,0 +1,107 @@
+"""Runs of timm's models: resumed, over two processes, from trained weights, and what they are refused."""
+
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+import dino_vit
+from dino_vit.models.timm_backbone import TimmBackbone
+from tests.support.processes import run_in_two
+from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.training import opened
+
+OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
+OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
+CONVNEXT = {**OF_TIMM, "model.arch": "timm:test_convnext"}
+RESNET = {**OF_TIMM, "model.arch": "timm:test_resnet"}  # with BatchNorm
+VIT = {**OF_TIMM, "model.arch": "timm:test_vit"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [CONVNEXT, RESNET, {**VIT, "run.compile": "true"}, {**CONVNEXT, "loss.koleo_weight": 0.1}],
+    ids=["convnext", "resnet", "vit-compiled", "koleo"],
+)
+def test_a_run_resumes_exactly(tmp_path, settings):
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings)
+    assert steps(tmp_path / "run")[-1] == 20
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+
+
+def test_two_processes_with_batch_norm_follow_one(tmp_path):
+    settings = {**RESNET, "budget.steps": 6, "model.drop_path": 0, "optim.name": "sgd"}
+    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
+    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
+    losses = [torch.tensor([line["loss"] for line in readings(tmp_path / name)]) for name in ("run", "alone")]
+    torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-4)
+    ours, theirs = (tensors(tmp_path / name, 5) for name in ("run", "alone"))
+    statistics = [name for name in ours if name.endswith("running_mean")]
+    assert len(statistics) > 10
+    for name in statistics:
+        torch.testing.assert_close(
+            ours[name], theirs[name], atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text
+        )
+
+
+def test_a_resumed_run_keeps_the_images_of_a_pass(tmp_path):
+    run(tmp_path / "run", {**RESNET, "budget.steps": 10})
+    settings = {**RESNET, "data.batch_size": 4, "optim.accumulate": 2}
+    said = run(tmp_path / "run", settings, code=2)
+    assert "BatchNorm used 8 images per forward pass and would now use 4" in said
+
+
+def test_training_goes_on_from_a_run_of_the_same_model(tmp_path):
+    run(tmp_path / "first", {**CONVNEXT, "budget.steps": 10})
+    settings = {"init.weights": tmp_path / "first", "init.head_epochs": 0.5}
+    said = run(tmp_path / "other", {**RESNET, **settings}, code=2)
+    assert "model.arch=timm:test_resnet does not match the weights of init.weights (test_convnext of" in said
+    backbone = opened(tmp_path / "run", {**CONVNEXT, **settings}).state.student.backbone
+    assert isinstance(backbone, TimmBackbone)
+    loaded = dino_vit.load_backbone(tmp_path / "first").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in backbone.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"model.registers": 2},
+            "model.arch=timm:test_convnext is built as timm defines it; remove model.registers",
+        ),
+        ({"model.width": 32}, "remove model.width=32"),
+        ({"optim.patch_embed_lr": 0.2}, "remove optim.patch_embed_lr"),
+        ({"loss.patch_weight": 1}, "hides patches, which timm:test_convnext cannot; set loss.patch_weight=0"),
+        ({"method": "dinov2"}, "set loss.patch_weight=0"),
+        ({"model.arch": "timm:test_convnet"}, "has no model 'test_convnet'; did you mean test_convnext"),
+        (
+            {"model.arch": "vit_smal"},
+            "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge or timm:NAME",
+        ),
+        ({"model.arch": "timm:test_convnext.r160_in1k"}, "init.weights=timm:test_convnext.r160_in1k"),
+        ({"model.arch": "timm:test_vit", "views.local_size": 40}, "takes no images of 40 × 40 pixels"),
+        (
+            {"model.arch": "timm:test_resnet", "model.checkpoint_blocks": "true"},
+            "would count each batch twice",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_timm_has_no_use_for_is_refused(tmp_path, settings, said):
+    assert said in run(tmp_path / "run", {**CONVNEXT, **settings}, code=2)
+
+
+def test_dinov2s_settings_without_masks(tmp_path):
+    settings = {"method": "dinov2", "loss.patch_weight": 0, "loss.warmup_teacher_temp_epochs": 0}
+    config = opened(tmp_path, {**CONVNEXT, **settings, "loss.teacher_temp": 0.04}).state.config
+    assert (config.model.layer_scale, config.model.drop_path, config.loss.koleo_weight) == (None, 0.3, 0.1)
+
+
+def test_auto_chooses_for_a_model_of_timm(tmp_path):
+    settings = {"recipe": "auto", "model.arch": "timm:test_convnext", "data.source": "synthetic:256:48"}
+    settings |= {"data.batch_size": 8, "budget.steps": 10, "output": tmp_path / "run", "data.workers": 0}
+    config = dino_vit.pretrain(**settings, verbose=False).config
+    assert (config.views.global_shape, config.views.local_shape) == ((64, 64), (32, 32))

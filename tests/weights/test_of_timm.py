@@ -1,0 +1,186 @@
+"""Models of timm in our files and in timm's: read, written, opened by timm itself, found by name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch.testing import assert_close
+
+import dino_vit
+from dino_vit.models.timm_backbone import TimmBackbone
+from dino_vit.weights import WeightsError
+from tests.support.images import smooth
+
+IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
+
+
+def saved(tmp_path, name="test_convnext", **changes):
+    torch.manual_seed(0)
+    model = TimmBackbone(name=name, image_size=64, **changes).eval()
+    dino_vit.save_backbone(model, tmp_path / "a.safetensors", **STATISTICS)
+    return model
+
+
+@torch.no_grad()
+def test_our_file_holds_the_name_and_what_rebuilds_it(tmp_path):
+    model = saved(tmp_path, "test_resnet", channels=3, drop_path=0.25)
+    before = torch.get_rng_state()
+    loaded = dino_vit.load_backbone(tmp_path / "a.safetensors")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not loaded.training
+    assert loaded.architecture == model.architecture
+    assert (loaded.provenance.mean, loaded.provenance.std) == tuple(STATISTICS.values())
+    assert torch.equal(loaded(IMAGES), model(IMAGES))
+    assert loaded.transform.preparation.size == (64, 64)
+    assert loaded.embed(IMAGES.sigmoid()).shape == (2, loaded.width)
+    larger = dino_vit.load_backbone(tmp_path / "a.safetensors", image_size=96, drop_path=0.0)
+    assert larger.grid_of(96, 96) == (3, 3)
+
+
+@torch.no_grad()
+def test_a_classifier_is_kept_on_request(tmp_path):
+    model = TimmBackbone(name="test_convnext", image_size=64)
+    model.add_classifier(7)
+    dino_vit.save_backbone(model.eval(), tmp_path / "a.safetensors", **STATISTICS)
+    assert dino_vit.load_backbone(tmp_path / "a.safetensors")(IMAGES).shape == (2, model.width)
+    kept = dino_vit.load_backbone(tmp_path / "a.safetensors", num_classes=7)
+    assert torch.equal(kept(IMAGES), model(IMAGES))
+
+
+def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(
+        TypeError, match=r"a model of timm, for which load_backbone.* has no argument 'heads'"
+    ):
+        dino_vit.load_backbone(tmp_path / "a.safetensors", heads=3)
+    model = TimmBackbone(name="test_convnext", image_size=64)
+    model.architecture["name"] = "test_resnet"
+    dino_vit.save_backbone(model, tmp_path / "b.safetensors", **STATISTICS)
+    with pytest.raises(WeightsError, match="does not fit the model that it names"):
+        dino_vit.load_backbone(tmp_path / "b.safetensors")
+    model.architecture["channels"] = 0
+    dino_vit.save_backbone(model, tmp_path / "c.safetensors", **STATISTICS)
+    with pytest.raises(WeightsError, match=r"architecture\.channels = 0, but input should be greater than 0"):
+        dino_vit.load_backbone(tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("test_convnext", ".pth"), ("test_resnet", ".safetensors"), ("test_vit", ".pth")]
+)
+@torch.no_grad()
+def test_exported_it_is_timms_own(tmp_path, name, suffix):
+    """The printed lines embed a photo as we do, and the file loads here again."""
+    saved(tmp_path, name)
+    smooth(size=(90, 75)).save(tmp_path / "photo.jpg")
+    result = dino_vit.export(
+        tmp_path / "a.safetensors", out=tmp_path / f"b{suffix}", format="timm", verbose=False
+    )
+    program = f"{result.text}\nimport json\nprint(json.dumps(output[0].tolist()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    ours = dino_vit.load_backbone(tmp_path / "a.safetensors").embed(tmp_path / "photo.jpg")
+    theirs = torch.tensor(json.loads(done.stdout))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9999
+    again = dino_vit.load_backbone(tmp_path / f"b{suffix}")
+    assert again.provenance.mean == STATISTICS["mean"]
+    assert_close(again.embed(tmp_path / "photo.jpg"), ours)
+
+
+def test_other_formats_are_refused_and_graphs_are_written(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(
+        WeightsError, match=r"is written for timm, or as a graph \(onnx, pt2\), not in the hugg"
+    ):
+        dino_vit.export(tmp_path / "a.safetensors", out=tmp_path / "hf", format="huggingface", verbose=False)
+    with pytest.raises(WeightsError, match="as a graph for one size: leave out --dynamic"):
+        dino_vit.export(
+            tmp_path / "a.safetensors", out=tmp_path / "a.pt2", format="pt2", dynamic=True, verbose=False
+        )
+    written = dino_vit.export(tmp_path / "a.safetensors", out=tmp_path / "a.pt2", format="pt2", verbose=False)
+    assert written.path.exists()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache of the hub with a convolution and a transformer of timm's, and a network that is off."""
+    torch.manual_seed(0)
+    models = {name: timm.create_model(name) for name in ("test_convnext", "test_vit")}
+    for name, model in models.items():
+        tagged = f"{name}.r160_in1k"
+        snapshot = tmp_path / "cache" / f"models--timm--{tagged}" / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+        save_file(model.state_dict(), snapshot / "model.safetensors")
+        known = model.pretrained_cfg
+        statistics = {"input_size": [3, 160, 160], "mean": list(known["mean"]), "std": list(known["std"])}
+        config = {
+            "architecture": name,
+            "num_classes": 1000,
+            "pretrained_cfg": {"tag": "r160_in1k", **statistics},
+        }
+        if name == "test_vit":
+            config |= {"model_args": {"num_heads": model.blocks[0].attn.num_heads}}
+        (snapshot / "config.json").write_text(json.dumps(config))
+    return models, {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+EMBED = """
+import json, sys, torch, dino_vit
+images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+for name in sys.argv[1:]:
+    try:
+        model = dino_vit.load_backbone(name)
+    except dino_vit.WeightsError as error:
+        print(json.dumps(str(error)))
+    else:
+        with torch.no_grad():
+            print(json.dumps([type(model).__name__, model.provenance.mean, model(images).tolist()]))
+"""
+
+
+def embedded(environ, *names):
+    """Load weights by name in a process of its own, as the hub reads its environment at the start."""
+    done = subprocess.run(
+        [sys.executable, "-c", EMBED, *names],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("test_convnext", "LoadedTimmBackbone"), ("test_vit", "LoadedTransformer")]
+)
+def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache, name, kind):
+    """A vision transformer becomes ours, with attention to look at; anything else stays timm's."""
+    models, environ = cache
+    images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    models[name].reset_classifier(0)
+    with torch.no_grad():
+        expected = models[name].eval()(images)
+    names = f"timm:{name}", f"timm:{name}.r160_in1k", f"hf:timm/{name}.r160_in1k"
+    for found, mean, features in embedded(environ, *names):
+        assert found == kind
+        assert mean == list(models[name].pretrained_cfg["mean"])
+        assert_close(torch.tensor(features), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_names_that_lead_nowhere_are_said(cache):
+    names = "hf:facebook/dinov2-small", "timm:test_convnet", "hf:no such name/at all"
+    absent, unknown, invalid = embedded(cache[1], *names)
+    assert "hf:facebook/dinov2-small could not be fetched, and the hub's cache does not have it" in absent
+    assert "run `hf download facebook/dinov2-small`, and give the folder that it prints" in absent
+    assert "knows no weights of this name; timm.list_pretrained() names those that there are" in unknown
+    assert "could not be fetched" in invalid
