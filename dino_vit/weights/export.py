@@ -218,11 +218,7 @@ def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
 
 
 def _write_huggingface(
-    model: Backbone,
-    layout: Layout,
-    tensors: dict[str, Tensor],
-    folder: Path,
-    about: dict[str, str],
+    model: Backbone, layout: Layout, tensors: dict[str, Tensor], folder: Path, about: dict[str, str]
 ) -> None:
     """Write config.json, preprocessor_config.json and model.safetensors."""
     folder.mkdir()
@@ -339,8 +335,15 @@ def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor]
     arguments = model_arguments(model, format)
     if format == "huggingface":
         from transformers import AutoModel
+        from transformers.utils import logging as bars
 
-        opened = AutoModel.from_pretrained(written, **arguments).eval()
+        shown = bars.is_progress_bar_enabled()
+        bars.disable_progress_bar()  # a bar of its own, also where nothing is to be printed
+        try:
+            opened = AutoModel.from_pretrained(written, **arguments).eval()
+        finally:
+            if shown:
+                bars.enable_progress_bar()
         return lambda images: opened(images).last_hidden_state[:, 0]
     tensors = read_weights(written, "teacher").tensors
     if format == "timm":

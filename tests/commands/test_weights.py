@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from tests.support.peers import timm_vit
@@ -57,3 +58,10 @@ def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
     assert "33" in capsys.readouterr().err
     assert main(["export", str(weights), str(tmp_path / "a.npz"), "--format", "timm"]) == 2
     assert "a.npz must end in .pth" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["huggingface", "timm"])
+def test_a_function_that_is_told_so_prints_nothing(weights, tmp_path, format, capfd):
+    out = tmp_path / ("out" if format == "huggingface" else "out.pth")
+    dino_vit.export(weights, out, format=format, verbose=False)
+    assert capfd.readouterr() == ("", "")
