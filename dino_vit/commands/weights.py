@@ -1,6 +1,7 @@
 """`dino-vit inspect-weights` and `dino-vit export`: describe a backbone, or write it for another library."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ from dino_vit.commands import Result
 from dino_vit.config.sections import Side, WeightsFormat
 from dino_vit.config.settings import Few, Problem, Settings, setting
 from dino_vit.core.sizes import height_width
+from dino_vit.core.text import brief
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.vit import VisionTransformer
+from dino_vit.training.readings import BASELINE, READING, read_records
+from dino_vit.training.verdict import figures_of
 from dino_vit.weights import export_backbone, load_backbone
 from dino_vit.weights.backbone import LoadedBackbone
+from dino_vit.weights.card import describe, model_card, show
 from dino_vit.weights.usage import usage
-
-FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 
 
 class _WeightsConfig(Settings):
@@ -61,16 +63,22 @@ class ExportConfig(_WeightsConfig):
     )
     dynamic: bool = setting(False, "onnx and pt2: take images of any size; otherwise of that of the weights")
     overwrite: bool = setting(False, "replace OUT if it exists")
+    license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
     positional: ClassVar = ("source", "out")
-    options: ClassVar = ("format", *_WeightsConfig.options)
+    options: ClassVar = ("format", "license", *_WeightsConfig.options)
     switches: ClassVar = {"overwrite": "overwrite", "dynamic": "dynamic"}
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield a switch that would have no effect."""
+        """Yield settings that would have no effect, and names that the hub does not take."""
         if self.dynamic and self.format not in ("onnx", "pt2"):
             text = f"--dynamic is for onnx and pt2; {self.format} takes images of any size that it can"
             yield Problem(f"{text}, so leave it out", ("dynamic", "format"))
+        if self.license is not None and self.format != "huggingface":
+            yield Problem(f"--license is for --format huggingface, not {self.format}", ("license", "format"))
+        if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
+            text = f"license={brief(self.license)} is not a licence's name on the hub"
+            yield Problem(f"{text}; write one such as apache-2.0, mit or cc-by-4.0", ("license",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,64 +98,30 @@ class ExportResult(Result):
 def inspect(config: InspectWeightsConfig) -> WeightsFacts:
     """Return the facts about a backbone; as text, two columns or JSON."""
     facts = describe(config.load())
-    lines = [
-        f"{name.replace('_', ' '):<14}  {_show(name, facts[name])}" for name in facts if name != "config"
-    ]
+    lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
     return WeightsFacts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
 
 def export(config: ExportConfig) -> ExportResult:
     """Write a backbone for another library."""
-    model, path = config.load(), Path(config.out)
-    export_backbone(model, path, config.format, overwrite=config.overwrite, dynamic=config.dynamic)
+    model, path, card = config.load(), Path(config.out), None
+    if config.format == "huggingface":
+        card = model_card(model, license=config.license, evaluation=_evaluation(model))
+    options = {"overwrite": config.overwrite, "dynamic": config.dynamic}
+    export_backbone(model, path, config.format, **options, card=card)
     return ExportResult(path=path, text=usage(model, path, config.format))
 
 
-def describe(model: Backbone) -> dict[str, Any]:
-    """Return the facts about a backbone, most important first."""
-    known = model.provenance
-    origin = {name: getattr(known, name, None) for name in ("format", "sha256", "network", "step")}
-    pixels = {name: getattr(known, name, None) for name in ("mean", "std", "bits", "range")}
-    if pixels["bits"] and not pixels["range"]:
-        pixels["range"] = "0 to the largest value of the type"
-    return {
-        "file": known.source if known else None,
-        **origin,
-        **(_of_transformer(model) if isinstance(model, VisionTransformer) else _of_timm(model)),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "width": model.width,
-        "patch_size": list(model.patch_size) if model.has_patches else None,
-        "image_size": list(model.image_size),
-        "grid": list(model.grid_of(*model.image_size)),  # of patches
-        "channels": model.channels,
-        **pixels,
-        "config": known.config if known else {},
-    }
-
-
-def _of_transformer(model: VisionTransformer) -> dict[str, Any]:
-    a = model.architecture
-    return {
-        "architecture": f"{FAMILIES.get(model.width, 'ViT')}/{model.patch_size[0]}",
-        **{name: getattr(model, name) for name in ("depth", "heads", "registers")},
-        "mlp": f"{a['mlp']} × {a['mlp_ratio']:.4g}",
-        "layer_scale": a["layer_scale"] is not None,
-        **{name: a[name] for name in ("stem", "norm_eps", "positions")},
-        "position_mode": model.position_mode,
-    }
-
-
-def _of_timm(model: Backbone) -> dict[str, Any]:
-    return {"architecture": f"{model.architecture['name']} of timm"}
-
-
-def _show(name: str, value: Any) -> str:
-    if value is None:
-        return "not recorded in the file"
-    if name in ("patch_size", "image_size", "grid"):
-        return f"{value[0]} × {value[1]}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ", ".join(f"{number:.4g}" for number in value)
-    return f"{value:,}" if name == "parameters" else str(value)
+def _evaluation(model: Backbone) -> str:
+    """Return what the run of a checkpoint measured until its step, or nothing."""
+    source, step = (model.provenance.source, model.provenance.step) if model.provenance else ("", None)
+    if step is None or Path(source).parent.name != "checkpoints":
+        return ""
+    folder = Path(source).parent.parent
+    readings = [r for r in read_records(folder / "metrics.jsonl", READING) if r.step <= step and r.rankme]
+    before = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
+    if not (figures := figures_of(readings, before)):
+        return ""
+    best = max(readings, key=lambda reading: reading.knn or 0.0)
+    text = f"At step {readings[-1].step:,} the run measured its teacher, on images of the source: {figures}."
+    return text + (f" Its best k-NN was {best.knn:.1f} %, at step {best.step:,}." if best.knn else "")

@@ -173,11 +173,12 @@ def noise(percent: float, baseline: Baseline) -> float:
 def summarise(readings: Sequence[Reading], run: Circumstances) -> str:
     """Return what has come of a run: its state, the figures that say so, and what to do next."""
     state = diagnose(readings, run)
-    sentence = f"{state.state}{_figures(readings, run.baseline)}."
+    sentence = ": ".join(filter(None, [state.state, figures_of(readings, run.baseline)])) + "."
     return " ".join(filter(None, [sentence, state.advice, *_next_steps(readings, run, state)]))
 
 
-def _figures(readings: Sequence[Reading], baseline: Baseline | None) -> str:
+def figures_of(readings: Sequence[Reading], baseline: Baseline | None) -> str:
+    """Return the figures of the last evaluation, beside what they compare with; nothing if there is none."""
     evaluations = _evaluations(readings)
     if not evaluations:
         return ""
@@ -198,7 +199,7 @@ def _figures(readings: Sequence[Reading], baseline: Baseline | None) -> str:
     figures.append(rank + (f" (before training {before.rankme:.1f})" if before.rankme is not None else ""))
     if last.knn is None:
         figures.append(f"entropy gap {last.entropy_gap:.2f}")
-    return ": " + ", ".join(figures)
+    return ", ".join(figures)
 
 
 def _next_steps(readings: Sequence[Reading], run: Circumstances, state: Diagnosis) -> list[str]:

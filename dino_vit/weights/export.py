@@ -21,6 +21,7 @@ from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import graphs, layouts
+from dino_vit.weights.card import is_own_card, model_card
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
 from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
@@ -37,7 +38,7 @@ EXPORTS = {
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "huggingface": "transformers"}
 LIBRARIES |= {"onnx": "onnxruntime", "pt2": "torch.export"}
 SUFFIXES = (".pth", ".pt", ".safetensors")
-HUGGINGFACE_FILES = {"config.json", "preprocessor_config.json", "model.safetensors"}
+HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
 TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
 
 
@@ -70,13 +71,20 @@ def save_backbone(
 
 
 def export_backbone(
-    model: Backbone, path: str | Path, format: str, *, overwrite: bool = False, dynamic: bool = False
+    model: Backbone,
+    path: str | Path,
+    format: str,
+    *,
+    overwrite: bool = False,
+    dynamic: bool = False,
+    card: str | None = None,
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference`, `timm` and `torchvision`, each a .pth or .safetensors file, `huggingface`, a
     folder for `AutoModel.from_pretrained`, and the graphs `onnx` and `pt2`, of the trained size or, if
-    `dynamic`, of any. The export only appears at `path` if its features equal those of the model.
+    `dynamic`, of any. The export only appears at `path` if its features equal those of the model. `card` is
+    the text of README.md in a Hugging Face folder; by default it states what is known of the model.
     """
     path = Path(path)
     if format not in (*EXPORTS, *graphs.SUFFIXES):
@@ -88,7 +96,7 @@ def export_backbone(
     else:
         _check_architecture(model, format)
     try:
-        summary = _write(model, path, format, dynamic)
+        summary = _write(model, path, format, dynamic, card)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} could not be written: {reason(error)}") from error
     log.info("%s: exported to the %s format; %s", path, format, summary)
@@ -105,7 +113,7 @@ def _layout_of(model: Backbone, format: str) -> Layout:
     return EXPORTS[format]
 
 
-def _write(model: Backbone, path: Path, format: str, dynamic: bool) -> str:
+def _write(model: Backbone, path: Path, format: str, dynamic: bool, card: str | None) -> str:
     """Write an export beside `path`, compare its features, and move it there."""
     check_finite(model.state_dict(), "the model")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +126,9 @@ def _write(model: Backbone, path: Path, format: str, dynamic: bool) -> str:
         else:
             layout = _layout_of(model, format)
             _write_tensors(model, layout, written, format)
+            if format == "huggingface":
+                (written / "README.md").write_bytes((card or model_card(model)).encode())
+                sync(written / "README.md")
             summary = _compare_features(model, written, format) + _note_on_other_sizes(model, layout)
         if path.is_dir():
             shutil.rmtree(path)  # _check_target found nothing but an older export in it
@@ -147,9 +158,10 @@ def _check_target(path: Path, format: str, overwrite: bool) -> None:
     if format not in ("huggingface", *graphs.SUFFIXES) and path.suffix not in SUFFIXES:
         raise WeightsError(f"{path} must end in {', '.join(SUFFIXES)}")
     if path.is_dir():
-        others = sorted({entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES)
+        others = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES
+        others |= {entry.name for entry in path.glob("README.md") if not is_own_card(entry)}
         if others or format != "huggingface":
-            held = f" with {', '.join(others[:5])}" if others else ""
+            held = f" with {', '.join(sorted(others)[:5])}" if others else ""
             raise WeightsError(f"{path} is an existing folder{held}; choose another name")
 
 
@@ -225,20 +237,7 @@ def _write_huggingface(
     save_plain(tensors, folder / "model.safetensors", {"format": "pt", **about})
     contents = {"config.json": _huggingface_config(model, layout)}
     if photos := photos_of(model, "huggingface"):
-        contents["preprocessor_config.json"] = {
-            "image_processor_type": "BitImageProcessor",
-            "do_convert_rgb": photos.channels == 3,
-            "do_resize": True,
-            "size": {"shortest_edge": photos.shorter_side},
-            "resample": 3,
-            "do_center_crop": True,
-            "crop_size": {"height": photos.size, "width": photos.size},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": photos.mean,
-            "image_std": photos.std,
-        }
+        contents["preprocessor_config.json"] = photos.processor
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         sync(folder / name)

@@ -8,7 +8,7 @@ larger than the crop we resize to the crop itself.
 """
 
 import math
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -117,6 +117,24 @@ class Photos(NamedTuple):
         exact = math.floor(self.size / CROP) == self.shorter_side
         return CROP if exact else self.size / (self.shorter_side + 0.5)
 
+    @property
+    def processor(self) -> dict[str, Any]:
+        """What Hugging Face prepares them by, its preprocessor_config.json."""
+        return {
+            "image_processor_type": "BitImageProcessor",
+            "do_convert_rgb": self.channels == 3,
+            "do_resize": True,
+            "size": {"shortest_edge": self.shorter_side},
+            "resample": 3,
+            "do_center_crop": True,
+            "crop_size": {"height": self.size, "width": self.size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": self.mean,
+            "image_std": self.std,
+        }
+
 
 def photos_of(model: Backbone, format: str) -> Photos | None:
     """Return how photos are prepared, or None where the other library cannot do it as we do."""
@@ -176,7 +194,7 @@ def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
     return {"add_pooling_layer": False} if a["layer_scale"] is None and not model.rotary else {}
 
 
-def usage(model: Backbone, path: Path, format: str) -> str:
+def usage(model: Backbone, path: PurePath, format: str) -> str:
     """Return lines of Python that open an export and compute the CLS features of a photo."""
     photos, name = photos_of(model, format), repr(str(path))
     safe, huggingface = path.suffix == ".safetensors", format == "huggingface"
