@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.commands import Result
+from dino_vit.commands import Result, hub
 from dino_vit.config.sections import Side, WeightsFormat
 from dino_vit.config.settings import Few, Problem, Settings, setting
 from dino_vit.core.sizes import height_width
@@ -64,18 +64,25 @@ class ExportConfig(_WeightsConfig):
     dynamic: bool = setting(False, "onnx and pt2: take images of any size; otherwise of that of the weights")
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
+    push: str | None = setting(None, "huggingface: upload to this repository of the hub, OWNER/NAME")
+    private: bool = setting(False, "with --push: create the repository as a private one")
 
     positional: ClassVar = ("source", "out")
-    options: ClassVar = ("format", "license", *_WeightsConfig.options)
-    switches: ClassVar = {"overwrite": "overwrite", "dynamic": "dynamic"}
+    options: ClassVar = ("format", "license", "push", *_WeightsConfig.options)
+    switches: ClassVar = {name: name for name in ("overwrite", "dynamic", "private")}
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield settings that would have no effect, and names that the hub does not take."""
         if self.dynamic and self.format not in ("onnx", "pt2"):
             text = f"--dynamic is for onnx and pt2; {self.format} takes images of any size that it can"
             yield Problem(f"{text}, so leave it out", ("dynamic", "format"))
-        if self.license is not None and self.format != "huggingface":
-            yield Problem(f"--license is for --format huggingface, not {self.format}", ("license", "format"))
+        for name in ("license", "push"):
+            if getattr(self, name) is not None and self.format != "huggingface":
+                yield Problem(f"--{name} is for --format huggingface, not {self.format}", (name, "format"))
+        if self.private and self.push is None:
+            yield Problem("--private is for --push OWNER/NAME; give both or neither", ("private", "push"))
+        if self.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push):
+            yield Problem(f"push={brief(self.push)} is not a repository; write OWNER/NAME", ("push",))
         if self.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.license):
             text = f"license={brief(self.license)} is not a licence's name on the hub"
             yield Problem(f"{text}; write one such as apache-2.0, mit or cc-by-4.0", ("license",))
@@ -90,9 +97,10 @@ class WeightsFacts(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult(Result):
-    """The file or folder that was written; as text, the lines that use it."""
+    """The file or folder that was written, and where on the hub it is; as text, the lines that use it."""
 
     path: Path
+    url: str | None = None
 
 
 def inspect(config: InspectWeightsConfig) -> WeightsFacts:
@@ -104,12 +112,19 @@ def inspect(config: InspectWeightsConfig) -> WeightsFacts:
 
 def export(config: ExportConfig) -> ExportResult:
     """Write a backbone for another library."""
+    if config.push:
+        hub.check_access(config.push)
     model, path, card = config.load(), Path(config.out), None
     if config.format == "huggingface":
-        card = model_card(model, license=config.license, evaluation=_evaluation(model))
+        evaluation = _evaluation(model)
+        card = model_card(model, name=config.push or ".", license=config.license, evaluation=evaluation)
     options = {"overwrite": config.overwrite, "dynamic": config.dynamic}
     export_backbone(model, path, config.format, **options, card=card)
-    return ExportResult(path=path, text=usage(model, path, config.format))
+    url, text = None, usage(model, path, config.format)
+    if config.push:
+        url = hub.push(path, config.push, private=config.private)
+        text += f"\n# pushed to {url}"  # a comment, so that the lines stay Python
+    return ExportResult(path=path, url=url, text=text)
 
 
 def _evaluation(model: Backbone) -> str:
