@@ -19,8 +19,8 @@ from dino_vit.training.readings import BASELINE, READING, read_records
 from dino_vit.training.verdict import figures_of
 from dino_vit.weights import export_backbone, load_backbone
 from dino_vit.weights.backbone import LoadedBackbone
-from dino_vit.weights.card import describe, model_card, show
-from dino_vit.weights.usage import usage
+from dino_vit.weights.exporting.card import describe, model_card, show
+from dino_vit.weights.exporting.usage import usage
 
 
 class _WeightsConfig(Settings):

@@ -9,7 +9,7 @@ from dino_vit import VisionTransformer, WeightsError, export_backbone, load_back
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import result_changes
-from dino_vit.weights.card import CARD_MARK, model_card
+from dino_vit.weights.exporting.card import CARD_MARK, model_card
 from tests.support.backbones import backbone
 from tests.support.documents import blocks, rows
 from tests.support.images import smooth

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
-from dino_vit.weights.export import EXPORTS
+from dino_vit.weights.exporting.export import EXPORTS
 from dino_vit.weights.layouts import Layout
 from tests.support.backbones import IMAGES, KEYWORDS, backbone
 from tests.support.peers import HEADS, PEERS

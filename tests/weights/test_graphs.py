@@ -12,7 +12,8 @@ from torch.testing import assert_close
 
 import dino_vit
 from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
-from dino_vit.weights import WeightsError, graphs
+from dino_vit.weights import WeightsError
+from dino_vit.weights.exporting import graphs
 from tests.support.backbones import KEYWORDS
 
 KINDS = {

@@ -1,33 +1,33 @@
-"""Save a backbone, or export it to another library and check that the written file gives its features."""
+"""Export a backbone to another library, and check that the written file gives its features."""
 
 import json
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dino_vit.core import log
-from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path, write_tensors
+from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights import graphs, layouts
-from dino_vit.weights.card import is_own_card, model_card
+from dino_vit.weights import layouts
+from dino_vit.weights.exporting import graphs
+from dino_vit.weights.exporting.card import is_own_card, model_card
+from dino_vit.weights.exporting.usage import model_arguments, photos_of
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
-from dino_vit.weights.metadata import EXPORT_KEY, FORMAT_VERSION, WeightsError, describe_export
+from dino_vit.weights.metadata import EXPORT_KEY, WeightsError, describe_export
 from dino_vit.weights.of_timm import open_in_timm, timm_tensors
 from dino_vit.weights.reading import check_finite, read_weights
-from dino_vit.weights.usage import model_arguments, photos_of
 
 EXPORTS = {
     "reference": layouts.REFERENCE,
@@ -40,34 +40,6 @@ LIBRARIES |= {"onnx": "onnxruntime", "pt2": "torch.export"}
 SUFFIXES = (".pth", ".pt", ".safetensors")
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
 TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
-
-
-def save_backbone(
-    model: Backbone,
-    path: str | Path,
-    *,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
-    bits: Literal[8, 16] | None = None,
-    range: tuple[float, float] | None = None,
-    network: str | None = None,
-    step: int | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a safetensors file with all that loading needs; arguments default to the model's provenance."""
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise WeightsError(f"{path} must end in .safetensors")
-    pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
-    given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance) if model.provenance else {}
-    metadata: dict[str, Any] = {k: known.get(k) if value is None else value for k, value in given.items()}
-    for name in ("mean", "std"):
-        values, channels = metadata[name], model.channels
-        if values is not None and len(values) != channels:
-            raise WeightsError(f"{name} needs one value per channel ({channels}), not {len(values)}")
-    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
-    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))
 
 
 def export_backbone(

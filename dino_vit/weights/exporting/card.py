@@ -13,7 +13,7 @@ from dino_vit.config.settings import result_changes
 from dino_vit.core.text import printable, printable_lines
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights.usage import photos_of, usage
+from dino_vit.weights.exporting.usage import photos_of, usage
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 # By this an export tells its own card, which it replaces, from one that a person wrote.
@@ -111,7 +111,7 @@ def model_card(model: Backbone, *, name: str = ".", license: str | None = None, 
         license=yaml.write(license or "other"),
         mark=CARD_MARK,
         facts=facts,
-        names=[key for key in SHOWN if facts[key] is not None],
+        names=[key for key in SHOWN if facts.get(key) is not None],
         show=show,
         version=__version__,
         name=name,
