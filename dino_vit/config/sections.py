@@ -260,8 +260,11 @@ class Optim(Settings):
 
 
 class Teacher(Settings):
-    """The exponential moving average of the student."""
+    """The exponential moving average of the student, or a frozen network that is there already."""
 
+    weights: str | None = setting(
+        None, "run folder or checkpoint of a frozen teacher to learn from, by its heads; null: the average"
+    )
     momentum: Probability = setting(0.996, "EMA momentum at the start; nearer to 1 is slower")
     momentum_end: Probability = setting(1.0, "EMA momentum at the end, after a cosine")
 

@@ -38,6 +38,20 @@ class Checkpoint:
         return int(self.metadata["step"])
 
 
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return a checkpoint, or raise StorageError if it is damaged."""
+    tensors, metadata = read_tensors(path)
+    if OWN_KEY not in metadata:
+        raise StorageError(f"{path} was not written by dino-vit")
+    try:
+        described = json.loads(metadata[OWN_KEY])
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged: its metadata is not JSON: {error}") from error
+    if not isinstance(described, dict):
+        raise StorageError(f"{path} is damaged: its metadata is not an object")
+    return Checkpoint(path, tensors, described)
+
+
 class Checkpoints:
     """The checkpoints in the folder of a run."""
 
@@ -61,15 +75,7 @@ class Checkpoints:
         """Return the newest checkpoint that is undamaged, or None if there are no checkpoints."""
         for path in reversed(self.paths()):
             try:
-                tensors, metadata = read_tensors(path)
-                if OWN_KEY not in metadata:
-                    raise StorageError(f"{path} was not written by dino-vit")
-                described = json.loads(metadata[OWN_KEY])
-                if not isinstance(described, dict):
-                    raise StorageError(f"{path} is damaged: its metadata is not an object")
-                return Checkpoint(path, tensors, described)
-            except (json.JSONDecodeError, RecursionError) as error:
-                log.warning("skipped a checkpoint: %s is damaged: its metadata is not JSON: %s", path, error)
+                return read_checkpoint(path)
             except StorageError as error:
                 log.warning("skipped a checkpoint: %s", error)
         if self.paths():

@@ -51,9 +51,17 @@ class Forward(NamedTuple):
 class Objective:
     """The terms of the loss with their weights, and the centres of the teacher's logits."""
 
-    def __init__(self, config: PretrainConfig, device: torch.device, earlier: Backbone | None = None) -> None:
+    def __init__(
+        self,
+        config: PretrainConfig,
+        device: torch.device,
+        *,
+        earlier: Backbone | None = None,
+        frozen: Network | None = None,
+    ) -> None:
         self.loss, self.views, self.anchor = config.loss, config.views, config.anchor
         self.earlier = earlier and earlier.to(device).requires_grad_(False)
+        self.frozen = frozen and frozen.to(device)
         centring: dict[str, Any] = {
             "method": config.loss.centring,
             "prototypes": config.head.prototypes,
@@ -80,9 +88,10 @@ class Objective:
             reduced = F.interpolate(enlarged, size=self.views.global_shape, mode="bicubic", antialias=True)
             views = [reduced, *(view for view in (views[0][rows:], *views[1:]) if len(view))]
         targets, patch_targets, teacher_cls = self._targets(
-            teacher, [views[0][:rows]], masks, teacher_temperature
+            self.frozen or teacher, [views[0][:rows]], masks, teacher_temperature
         )
-        out = student(views, masks, hide=True, all_patches=self.anchor is not None)
+        # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
+        out = student(views, masks, hide=self.frozen is None, all_patches=self.anchor is not None)
         temperatures: dict[str, Any] = {
             "student_temperature": self.loss.student_temp,
             "teacher_temperature": teacher_temperature,

@@ -16,16 +16,13 @@ import torch
 from einops import rearrange
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import BaseModel
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.sections import Head
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.progress import progress
 from dino_vit.core.sizes import Size
-from dino_vit.core.text import brief
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features.extraction import evaluating, in_batches
@@ -33,12 +30,9 @@ from dino_vit.eval.maps.attention import cls_attention, pad, with_attention
 from dino_vit.eval.maps.pictures import as_picture, resize, shorten
 from dino_vit.eval.neighbours import nearest
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.head import DINOHead
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import fit, preparation_of
-from dino_vit.weights import load_backbone
-from dino_vit.weights.metadata import checked
-from dino_vit.weights.reading import check_finite
+from dino_vit.weights.heads import load_teacher
 
 BATCH = 64
 NEIGHBOURS = 12
@@ -54,45 +48,17 @@ THUMBNAILS = ((64, 80), (64, 65), (48, 65), (40, 60), (32, 60), (32, 40), (24, 4
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
 MIN_IMAGES, MIN_TSNE_IMAGES = 3, 8
 TINY = 1e-30
-CENTER = "loss.center"
 
 Positions = NDArray[np.float32]  # (n, 2)
-
-
-class _Config(BaseModel):
-    head: Head
-
-
-class _Contents(BaseModel):
-    """What is read of the metadata of a checkpoint, beside the backbone's."""
-
-    step: int
-    config: _Config
 
 
 class LoadedTeacher:
     """The teacher of a checkpoint, on a device."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        path, prefix = checkpoint.path, "teacher.head."
-        known = checked(_Contents, checkpoint.metadata, f"the metadata of {path}")
-        self.backbone = load_backbone(path).to(device)
-        tensors = {n: t for n, t in checkpoint.tensors.items() if n == CENTER or n.startswith(prefix)}
-        check_finite(tensors, str(path))
-        center = tensors.pop(CENTER, None)
-        with torch.device("meta"):
-            sizes = {name: value for name, value in known["config"]["head"].items() if name != "shared"}
-            self.head = DINOHead(in_dim=self.backbone.width, **sizes)
-        try:
-            self.head.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()}, assign=True)
-        except RuntimeError as error:
-            faults = brief(" ".join(str(error).split()), 300)
-            raise ValueError(f"{path} holds another head than it describes: {faults}") from error
-        prototypes = self.head.last_layer.weight_v.shape[0]
-        if center is None or center.shape != (1, prototypes):
-            raise ValueError(f"{path} holds no centre of its {prototypes:,} prototypes")
-        self.head.to(device).eval()
-        self.center = center.to(device)
+        network, centers, *_ = load_teacher(checkpoint)
+        self.backbone, self.head = network.to(device).backbone, network.head
+        self.center = centers["loss.center"].to(device)
         self.preparation = preparation_of(self.backbone)
         self.normalise = self.preparation.normaliser(device)
 

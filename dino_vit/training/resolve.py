@@ -3,17 +3,13 @@
 This happens once, when a run is set up; nothing changes the configuration afterwards.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dino_vit.config.auto import ENOUGH_IMAGES, Choice, auto_choices, init_choices, network_ladder
 from dino_vit.config.loading import replace
@@ -23,18 +19,15 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import plural
-from dino_vit.core.runtime import choose_precision, synchronise
+from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
-from dino_vit.views.build import build_augment, build_pixels, build_views, choose_workers
-from dino_vit.views.loader import Loader
-from dino_vit.views.sampler import Sampler
+from dino_vit.views.build import build_pixels, choose_workers
+from dino_vit.views.costs import Costs, faster_photometry, measure_costs
+from dino_vit.weights.heads import TrainedTeacher
 
-TIMED_IMAGES, TIMED_ROUNDS = 8, 3
-# The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
-CLEARLY = 1.1
 Measure = Callable[[PretrainConfig], float]  # of the seconds of a step
 
 
@@ -49,6 +42,7 @@ class Facts:
     processes: int
     device: torch.device
     measure: Measure | None = None
+    frozen: TrainedTeacher | None = None  # of `teacher.weights`
 
 
 class Completed(NamedTuple):
@@ -72,6 +66,8 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
         config = replace(config, {choice.key: choice.value for choice in choices})
         made.update({choice.key: choice for choice in choices})
 
+    if facts.frozen is not None:
+        add(_frozen_choices(config, facts.frozen.metadata))
     if facts.trained is not None:
         add(_architecture_choices(config, facts.trained))
     if resumed:
@@ -101,6 +97,26 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
             log.info("the run keeps its global batch of %d: optim.accumulate=%d", global_batch, accumulate)
             config = replace(config, {"optim.accumulate": accumulate})
     return Completed(config, list(made.values()), [images.describe(build_pixels(config)), *notes], steps)
+
+
+def _frozen_choices(config: PretrainConfig, metadata: Mapping[str, Any]) -> list[Choice]:
+    """Take from a frozen teacher what its student must share; settings that the user gave must agree."""
+    theirs = PretrainConfig.model_validate(metadata["config"], strict=False)  # JSON has no tuples
+    if config.loss.patch_weight and not theirs.loss.patch_weight:
+        raise ValueError(
+            f"teacher.weights={config.teacher.weights} learned nothing of patches; set loss.patch_weight=0"
+        )
+    keys = ["head.prototypes", *(f"data.{name}" for name in ("channels", "bits", "range", "mean", "std"))]
+    keys += ["head.shared"] if config.loss.patch_weight else []
+    known, given = {key: get(theirs, key) for key in keys}, given_keys(config)
+    wrong = [key for key, value in known.items() if key in given and get(config, key) not in (None, value)]
+    if wrong:
+        text = ", ".join(f"{key}={get(config, key)} (there {known[key]})" for key in wrong)
+        raise ValueError(f"{text} does not match the run of teacher.weights; leave it out")
+    choices = [Choice(key, value, "as the teacher of teacher.weights has") for key, value in known.items()]
+    if "model.drop_path" not in given:
+        choices.append(Choice("model.drop_path", 0.0, "none where a frozen teacher is learned from"))
+    return choices
 
 
 def _architecture_choices(config: PretrainConfig, trained: Mapping[str, Any]) -> list[Choice]:
@@ -238,6 +254,8 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
         changes.append(f"the images of {config.data.source} have changed")
     if resumed.metadata.get("weights") != sampling_fingerprint(facts.weights):
         changes.append(f"the sampling weights have changed (data.weights={config.data.weights})")
+    if resumed.metadata.get("frozen") != (facts.frozen and facts.frozen.sha256):
+        changes.append(f"the weights of teacher.weights={config.teacher.weights} have changed")
     batch, per_pass = resumed.metadata["global_batch"], config.data.batch_size * facts.processes
     if batch % per_pass:
         changes.append(
@@ -272,14 +290,6 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
         )
 
 
-class Costs(NamedTuple):
-    """Seconds per image: in a worker to crop and to colour it; on the device to receive and colour it."""
-
-    crop: float
-    colour: float
-    colour_on_device: float
-
-
 def _photometry_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:
     """Choose where photometry runs: as the run started, or where a measurement finds it faster."""
     if config.data.photometry != "auto":
@@ -292,62 +302,3 @@ def _photometry_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:
     seconds = measure_costs(config, facts.source, facts.device)
     costs = Costs(*all_reduce_mean(torch.tensor(seconds, device=facts.device)).tolist())
     return [Choice(key, *faster_photometry(costs, workers))]
-
-
-def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "device"], str]:
-    """Return where photometry should run, and why.
-
-    Workers and this process form a pipeline, which is as fast as its slower stage.
-    """
-    on_device = max(costs.crop / workers, costs.colour_on_device)
-    in_worker = (costs.crop + costs.colour) / workers
-    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {plural(workers, 'worker')}"
-    return "worker" if in_worker * CLEARLY < on_device else "device", reason
-
-
-def measure_costs(config: PretrainConfig, source: Source, device: torch.device) -> Costs:
-    """Time both stages on a few images of the source."""
-    sampler = Sampler(length=len(source), batch_size=min(TIMED_IMAGES, len(source)), seed=config.seed)
-    loader = Loader(
-        source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config), in_step=True
-    )
-    batches = loader.batches()
-    augment, augment_on_device = build_augment(config), build_augment(config).to(device)
-    batch = next(batches)
-    # An accelerator is timed on a full batch, where it is fastest; a CPU is no faster with more images.
-    times = 1 if device.type == "cpu" else ceil(config.data.batch_size / sampler.batch_size)
-    full = [repeat_images(views, times) for views in batch.views.values()]
-    rows = [repeat_images(batch.photometry[size], times) for size in batch.views]
-
-    def colour() -> list[Tensor]:
-        return [augment(views, batch.photometry[size]) for size, views in batch.views.items()]
-
-    def colour_on_device() -> list[Tensor]:
-        on_device = [views.to(device, non_blocking=True) for views in full]
-        return [augment_on_device(*pair) for pair in zip(on_device, rows, strict=True)]
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)  # as a worker has
-        crop_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
-    finally:
-        torch.set_num_threads(threads)
-    seconds = crop_time, colour_time, _seconds(colour_on_device, device) / times
-    return Costs(*(one / sampler.batch_size for one in seconds))
-
-
-def repeat_images(images: Tensor, times: int) -> Tensor:
-    """Repeat images along the first axis, in pinned memory where there is CUDA, as the loader leaves them."""
-    images = images.repeat(times, *[1] * (images.ndim - 1)) if times > 1 else images
-    return images.pin_memory() if torch.cuda.is_available() else images
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a few calls, after one warm-up call."""
-    times = []
-    for _ in range(TIMED_ROUNDS + 1):
-        start = time.perf_counter()
-        work()
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])

@@ -28,6 +28,7 @@ from dino_vit.training.resolve import Facts, Measure, complete
 from dino_vit.training.state import TrainingState, check_resumable
 from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
+from dino_vit.weights.heads import TrainedTeacher, find_checkpoint, load_teacher
 
 
 class ReadyRun(NamedTuple):
@@ -71,7 +72,9 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
             **overrides,
         )
         architecture = trained.architecture
+    frozen = _frozen_teacher(config)
     facts = Facts(
+        frozen=frozen,
         source=source,
         weights=weights,
         resumed=resumed,
@@ -93,6 +96,16 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
         use = describe_use(source, splits, config.data.source)
         notes.append(f"{use}; the run learns from all of them, without labels")
     return ReadyRun(state, choices, notes, resumed.path if resumed else None)
+
+
+def _frozen_teacher(config: PretrainConfig) -> TrainedTeacher | None:
+    """Load the network that `teacher.weights` names."""
+    weights = config.teacher.weights
+    if weights is None:
+        return None
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
+    return load_teacher(find_checkpoint(weights))
 
 
 def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
@@ -183,6 +196,13 @@ def _build_state(
         seed=config.seed,
         autocast=DTYPES[precision] if precision != "no" else None,
     )
+    earlier = _earlier_teacher(config, student.backbone)
+    objective = Objective(config, device, earlier=earlier, frozen=facts.frozen and facts.frozen.network)
+    if facts.frozen:
+        _check_frozen(config, facts.frozen.network, student.backbone)
+        for name, center in facts.frozen.centers.items():
+            if (ours := objective.modules().get(name.removesuffix(".center"))) is not None:
+                ours.center.copy_(center)
     return TrainingState(
         config=config,
         plan=plan,
@@ -195,13 +215,29 @@ def _build_state(
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 else student,
         teacher=teacher,
-        objective=Objective(config, device, _earlier_teacher(config, student.backbone)),
+        objective=objective,
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
         checkpoints=checkpoints,
+        frozen_sha256=facts.frozen and facts.frozen.sha256,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
+
+
+def _check_frozen(config: PretrainConfig, frozen: Network, student: Backbone) -> None:
+    """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
+    name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
+    try:
+        grid = frozen.backbone.grid_of(*size)
+    except ValueError as error:
+        raise ValueError(f"{name} does not take global views: {error}; change views.global_size") from error
+    if config.loss.patch_weight and grid != student.grid_of(*size):
+        rows, columns = student.grid_of(*size)
+        raise ValueError(
+            f"{name} sees {grid[0]} × {grid[1]} patches of a global view where the student sees {rows} × "
+            f"{columns}; use the same model.patch_size, or loss.patch_weight=0"
+        )
 
 
 def _earlier_teacher(config: PretrainConfig, student: Backbone) -> Backbone | None:

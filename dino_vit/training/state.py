@@ -54,6 +54,7 @@ class Resumed(BaseModel):
     interval: dict[str, FiniteFloat] | None = None  # checkpoints of 0.1.0 have none
     total_steps: Annotated[Count, Field(gt=0)] | None = None  # nor this
     seconds: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    frozen: str | None = None  # digest of the weights of a frozen teacher
     best: Best | None = None
 
 
@@ -91,6 +92,7 @@ class TrainingState:
     evaluation: OnlineEvaluation
     checkpoints: Checkpoints
     unreadable: UnreadableImages
+    frozen_sha256: str | None = None  # of the teacher of `teacher.weights`
     interval: Interval = field(init=False)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # measures of the teacher at a logged step
     step: int = 0
@@ -240,6 +242,7 @@ class TrainingState:
             "source": self.source.fingerprint,
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
+            "frozen": self.frozen_sha256,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.skipped_steps,
             "interval": self.interval.state(),

@@ -10,13 +10,9 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.training.resolve import (
-    Costs,
     Facts,
     complete,
-    faster_photometry,
     kept_choices,
-    measure_costs,
-    repeat_images,
 )
 from tests.support.runs import assert_same_end, run
 
@@ -26,34 +22,6 @@ CPU = torch.device("cpu")
 def config(*settings):
     small = ("model.patch_size=8", "views.global_size=32", "views.local_size=16")
     return load(PretrainConfig, None, [*small, *settings])
-
-
-@pytest.mark.parametrize(
-    ("costs", "workers", "where"),
-    [
-        (Costs(2.0, 2.0, 2.0), 1, "device"),  # the only worker is as slow as this process
-        (Costs(2.0, 2.0, 2.0), 3, "worker"),
-        (Costs(2.0, 2.0, 2.0), 2, "device"),  # no slower than now, but no faster either
-        (Costs(2.0, 2.0, 0.05), 16, "device"),  # an accelerator
-    ],
-)
-def test_photometry_runs_where_the_slower_stage_is_faster(costs, workers, where):
-    assert faster_photometry(costs, workers)[0] == where
-
-
-def test_stages_are_measured_and_leave_no_trace():
-    before = torch.get_rng_state(), torch.get_num_threads()
-    costs = measure_costs(config(), SyntheticSource(length=20), CPU)
-    assert min(costs) > 0
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert torch.get_num_threads() == before[1]
-
-
-def test_a_device_is_measured_with_as_much_as_it_trains_on():
-    images, rows = torch.rand(6, 3, 8, 8), torch.rand(6, 4)
-    assert torch.equal(repeat_images(images, 3), torch.cat([images] * 3))
-    assert torch.equal(repeat_images(rows, 2), torch.cat([rows] * 2))
-    assert repeat_images(images, 1) is images
 
 
 def test_the_choice_is_measured_once_and_gives_way_to_the_user():

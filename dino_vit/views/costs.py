@@ -1,0 +1,89 @@
+"""What an image costs in a worker and on the device, and so where its colours should be changed."""
+
+import time
+from collections.abc import Callable
+from math import ceil
+from statistics import median
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.progress import plural
+from dino_vit.core.runtime import synchronise
+from dino_vit.data.sources.source import Source
+from dino_vit.views.build import build_augment, build_pixels, build_views
+from dino_vit.views.loader import Loader
+from dino_vit.views.sampler import Sampler
+
+TIMED_IMAGES, TIMED_ROUNDS = 8, 3
+# The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
+CLEARLY = 1.1
+
+
+class Costs(NamedTuple):
+    """Seconds per image: in a worker to crop and to colour it; on the device to receive and colour it."""
+
+    crop: float
+    colour: float
+    colour_on_device: float
+
+
+def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "device"], str]:
+    """Return where photometry should run, and why.
+
+    Workers and this process form a pipeline, which is as fast as its slower stage.
+    """
+    on_device = max(costs.crop / workers, costs.colour_on_device)
+    in_worker = (costs.crop + costs.colour) / workers
+    reason = f"{1 / on_device:.0f} images/s on the device, {1 / in_worker:.0f} in {plural(workers, 'worker')}"
+    return "worker" if in_worker * CLEARLY < on_device else "device", reason
+
+
+def measure_costs(config: PretrainConfig, source: Source, device: torch.device) -> Costs:
+    """Time both stages on a few images of the source."""
+    sampler = Sampler(length=len(source), batch_size=min(TIMED_IMAGES, len(source)), seed=config.seed)
+    loader = Loader(
+        source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config), in_step=True
+    )
+    batches = loader.batches()
+    augment, augment_on_device = build_augment(config), build_augment(config).to(device)
+    batch = next(batches)
+    # An accelerator is timed on a full batch, where it is fastest; a CPU is no faster with more images.
+    times = 1 if device.type == "cpu" else ceil(config.data.batch_size / sampler.batch_size)
+    full = [repeat_images(views, times) for views in batch.views.values()]
+    rows = [repeat_images(batch.photometry[size], times) for size in batch.views]
+
+    def colour() -> list[Tensor]:
+        return [augment(views, batch.photometry[size]) for size, views in batch.views.items()]
+
+    def colour_on_device() -> list[Tensor]:
+        on_device = [views.to(device, non_blocking=True) for views in full]
+        return [augment_on_device(*pair) for pair in zip(on_device, rows, strict=True)]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # as a worker has
+        crop_time, colour_time = _seconds(lambda: next(batches), device), _seconds(colour, device)
+    finally:
+        torch.set_num_threads(threads)
+    seconds = crop_time, colour_time, _seconds(colour_on_device, device) / times
+    return Costs(*(one / sampler.batch_size for one in seconds))
+
+
+def repeat_images(images: Tensor, times: int) -> Tensor:
+    """Repeat images along the first axis, in pinned memory where there is CUDA, as the loader leaves them."""
+    images = images.repeat(times, *[1] * (images.ndim - 1)) if times > 1 else images
+    return images.pin_memory() if torch.cuda.is_available() else images
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a few calls, after one warm-up call."""
+    times = []
+    for _ in range(TIMED_ROUNDS + 1):
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])

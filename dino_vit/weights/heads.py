@@ -1,0 +1,83 @@
+"""Load the teacher of a checkpoint with its projection heads and the centres of its outputs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from dino_vit.config.sections import Head
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from dino_vit.core.text import brief
+from dino_vit.models.head import DINOHead
+from dino_vit.models.student_teacher import Network
+from dino_vit.weights.loading import load_backbone
+from dino_vit.weights.metadata import WeightsError, checked
+from dino_vit.weights.reading import check_finite
+
+HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
+
+
+class _Config(BaseModel):
+    head: Head
+
+
+class _Contents(BaseModel):
+    """What is read of the metadata of a checkpoint, beside the backbone's."""
+
+    step: int
+    config: _Config
+
+
+class TrainedTeacher(NamedTuple):
+    """A teacher, in evaluation mode, and the centres (1, prototypes) by their names in a checkpoint."""
+
+    network: Network
+    centers: dict[str, Tensor]
+    sha256: str
+    metadata: Mapping[str, Any]
+
+
+def find_checkpoint(source: str | Path) -> Checkpoint:
+    """Return a checkpoint by its path, or the newest of a run folder."""
+    path = Path(source)
+    found = Checkpoints(path).newest() if path.is_dir() else None
+    if found is None and path.suffix == ".safetensors" and path.is_file():
+        found = read_checkpoint(path)
+    if found is None or found.metadata.get("kind") != "checkpoint":
+        raise WeightsError(f"{source} has no projection head; give a run folder, or a checkpoint of a run")
+    return found
+
+
+def load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
+    """Return the teacher of a checkpoint with its heads and centres."""
+    path = checkpoint.path
+    known = checked(_Contents, checkpoint.metadata, f"the metadata of {path}")
+    sizes = {name: value for name, value in known["config"]["head"].items() if name != "shared"}
+    backbone, heads, centers = load_backbone(path), dict[str, DINOHead](), dict[str, Tensor]()
+    for name in HEADS:
+        prefix = f"teacher.{name}."
+        tensors = {n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)}
+        if not tensors and name != "head":  # masked patches pass the head of the CLS token, or there are none
+            continue
+        check_finite(tensors, str(path))
+        with torch.device("meta"):
+            heads[name] = DINOHead(in_dim=backbone.width, **sizes)
+        try:
+            heads[name].load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            faults = brief(" ".join(str(error).split()), 300)
+            raise WeightsError(f"{path} holds another head than it describes: {faults}") from error
+    prototypes = heads["head"].last_layer.weight_v.shape[0]
+    for center in HEADS.values():
+        if (found := checkpoint.tensors.get(center)) is not None:
+            check_finite({center: found}, str(path))
+            centers[center] = found
+    first = centers.get(HEADS["head"])
+    if first is None or first.shape != (1, prototypes):
+        raise WeightsError(f"{path} holds no centre of its {prototypes:,} prototypes")
+    network = Network(backbone, **heads).eval().requires_grad_(False)
+    assert backbone.provenance
+    return TrainedTeacher(network, centers, backbone.provenance.sha256, checkpoint.metadata)

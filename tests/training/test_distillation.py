@@ -1,0 +1,141 @@
+"""Runs that learn from a frozen teacher, another run: what it teaches, how it resumes, what must agree."""
+
+import signal
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.testing import assert_close
+
+import dino_vit
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.training.setup import set_up
+from dino_vit.weights.heads import find_checkpoint, load_teacher
+from tests.support.processes import run_in_two
+from tests.support.runs import TINY, assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.training import configured, opened, tensors_of, trained
+
+WIDE = {"model.width": 48, "model.depth": 3, "model.heads": 3, "seed": 5, "budget.steps": 10}
+PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "views.local_size": 24}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A teacher that is wider than its students."""
+    output = tmp_path_factory.mktemp("teachers") / "wide"
+    run(output, {**WIDE, "head.prototypes": 128})
+    return output
+
+
+def pupil(teacher, **more):
+    return {"teacher.weights": teacher, "head.prototypes": 128, "budget.steps": 20, **more}
+
+
+def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
+    """The cross-entropy of a step, written out with the tensors of the teacher's file."""
+    found = opened(tmp_path / "run", pupil(wide, **{"model.drop_path": 0}))
+    state = found.state
+    teacher = load_teacher(find_checkpoint(wide))
+    assert_close(state.objective.center.center, teacher.centers["loss.center"])
+    batch = next(state.loader.batches())
+    views, images, temperature = state.views_of(batch), len(batch.samples), 0.04
+    loss = state.objective(
+        state.student, state.teacher, views, None, images=images, teacher_temperature=temperature
+    ).loss
+    with torch.no_grad():
+        network = teacher.network
+        logits = network.head(network.backbone(views[0]))
+        targets = ((logits - teacher.centers["loss.center"]) / temperature).softmax(1).split(images)
+        outputs = [state.student.head(state.student.backbone(size)) / 0.1 for size in views]
+        students = [part.log_softmax(1) for size in outputs for part in size.split(images)]
+        terms = [
+            -(target * student).sum(1).mean()
+            for g, target in enumerate(targets)
+            for v, student in enumerate(students)
+            if g != v
+        ]
+    assert_close(loss.detach(), torch.stack(terms).mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_path, wide):
+    state = trained(tmp_path / "run", pupil(wide))
+    frozen = load_teacher(find_checkpoint(wide)).network
+    for name, tensor in tensors_of(state.objective.frozen).items():
+        assert torch.equal(tensor, frozen.state_dict()[name]), name
+    assert state.teacher.backbone.width == 32
+    kept = dino_vit.load_backbone(tmp_path / "run")
+    assert all(torch.equal(kept.state_dict()[n], t) for n, t in state.teacher.backbone.state_dict().items())
+    start = opened(tmp_path / "again", pupil(wide)).state.teacher.backbone
+    assert any(not torch.equal(start.state_dict()[n], t) for n, t in kept.state_dict().items())
+
+
+@pytest.mark.parametrize("more", [{}, {"loss.centring": "sinkhorn"}], ids=len)
+def test_a_run_resumes_exactly(tmp_path, wide, more):
+    settings = pupil(wide, **more)
+    run(tmp_path / "whole", settings)
+    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings)
+    assert steps(tmp_path / "run")[-1] == 20
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+
+
+def test_two_processes_follow_one(tmp_path, wide):
+    settings = pupil(wide, **{"budget.steps": 6, "optim.name": "sgd"})
+    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
+    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
+    losses = [torch.tensor([line["loss"] for line in readings(tmp_path / name)]) for name in ("run", "alone")]
+    assert_close(*losses, atol=1e-5, rtol=1e-5)
+
+
+def test_masked_patches_are_learned_without_hiding_them(tmp_path):
+    run(tmp_path / "teacher", {**WIDE, **PATCHES, "head.shared": "false"})
+    settings = {"teacher.weights": tmp_path / "teacher", **PATCHES}
+    state = trained(tmp_path / "run", {**settings, "budget.steps": 10})
+    assert not state.config.head.shared
+    assert "patch_loss.center" in tensors(tmp_path / "run", 10)
+    assert state.objective.patch_center is not None
+    # What the student sees does not depend on the mask token, which so has no gradient.
+    assert torch.equal(state.student.backbone.mask_token, torch.zeros(1, 32))
+    said = run(tmp_path / "other", {**settings, "model.patch_size": 4}, code=2)
+    assert "sees 6 × 6 patches of a global view where the student sees 12 × 12; use the same model.pa" in said
+
+
+def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
+    left_out = ("head.prototypes", "views.global_size", "views.local_size", "model.patch_size")
+    settings = {key: value for key, value in {**TINY, **pupil(wide)}.items() if key not in left_out}
+    settings |= {"teacher.weights": Checkpoints(wide).paths()[-1], "recipe": "auto"}
+    config = set_up(configured(tmp_path / "run", settings, defaults={}), Accelerator()).state.config
+    assert (config.head.prototypes, config.model.drop_path) == (128, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head.prototypes": 64}, "head.prototypes=64 (there 128) does not match the run of teacher.weights"),
+        ({"data.mean": "[0.1,0.1,0.1]"}, "does not match the run of teacher.weights; leave it out"),
+        (
+            {"loss.patch_weight": 1, "views.global_size": 48},
+            "learned nothing of patches; set loss.patch_weight=0",
+        ),
+        ({"views.global_size": 36, "model.patch_size": 4}, "does not take global views: an image of 36 × 36"),
+        (
+            {"teacher.weights": "nowhere"},
+            "nowhere has no projection head; give a run folder, or a checkpoint",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_learned_is_refused(tmp_path, wide, change, said):
+    assert said in run(tmp_path / "run", {**pupil(wide), **change}, code=2)
+
+
+def test_a_run_does_not_learn_from_itself_nor_from_a_teacher_that_has_changed(tmp_path, wide):
+    said = run(tmp_path / "run", pupil(tmp_path / "run"), code=2)
+    assert "is the run itself; give another run" in said
+    run(tmp_path / "teacher", {**WIDE, "head.prototypes": 128})
+    run(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))
+    run(tmp_path / "teacher", {**WIDE, "head.prototypes": 128, "budget.steps": 15, "run.resume": "changed"})
+    said = run(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}), code=2)
+    assert "the weights of teacher.weights=" in said
+    assert "have changed" in said
