@@ -27,8 +27,8 @@ def parameter_groups(
     `patch_embed_lr` is a further factor on the rate of the patch embedding, `head_weight_decay` one on the
     weight decay of the heads.
     """
-    layers = backbone.layers()
-    last = max(layers.values())
+    layers = {} if layer_decay is None else backbone.layers()
+    last = max(layers.values(), default=0)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for module in (backbone, *heads):
         for name, parameter in module.named_parameters():
@@ -36,8 +36,8 @@ def parameter_groups(
                 decay = 1.0 if module is backbone else head_weight_decay
                 if parameter.ndim == 1 or name.endswith("bias"):
                     decay = 0.0
-                layer = layers[name] if module is backbone else last
-                scale = 1.0 if layer_decay is None else layer_decay ** (last - layer)
+                layer = layers.get(name, last) if module is backbone else last
+                scale = (layer_decay or 1.0) ** (last - layer)
                 if name.startswith("patch_embed."):
                     scale *= patch_embed_lr
                 groups.setdefault((scale, decay), []).append(parameter)

@@ -89,13 +89,13 @@ class TimmBackbone(Backbone):
         return self._shapes_of(height, width)[1]
 
     def layers(self) -> dict[str, int]:
-        """Return timm's groups of parameters by depth; the head comes last."""
+        """Return timm's groups of parameters by depth; what follows comes last, under the name `head`."""
         from timm.models import group_parameters
 
         groups = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
         last = 1 + max(groups.values())
         names = (name for name, _ in self.named_parameters())
-        return {name: groups.get(name.removeprefix("model."), last) for name in names}
+        return {name: groups.get(name.removeprefix("model."), last) for name in names} | {"head": last}
 
     def _pooled(self, features: Tensor) -> Tensor:
         pooled: Tensor = self.model.forward_head(features, pre_logits=True)

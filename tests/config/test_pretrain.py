@@ -48,8 +48,8 @@ def test_the_configs_load_and_round_trip(file: Path, tmp_path: Path) -> None:
 
 
 def test_the_named_configs_are_there() -> None:
-    names = ["cifar10", "cifar10_cpu", "vitb16", "vitl16_dinov2", "vitl16_dinov3", "vits14_dinov2"]
-    names += ["vits16", "vits16_300", "vits8"]
+    names = ["cifar10", "cifar10_cpu", "resnet50", "vitb16", "vitl16_dinov2", "vitl16_dinov3"]
+    names += ["vits14_dinov2", "vits16", "vits16_300", "vits16_distilled", "vits8"]
     assert [file.stem for file in CONFIGS] == names
     published = CONFIGS[names.index("vits16")]
     assert values(load(PretrainConfig, published)) == values(PretrainConfig(output="runs/vits16"))

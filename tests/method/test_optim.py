@@ -14,6 +14,7 @@ from dino_vit.method.optim import (
     set_rates,
     step_if_finite,
 )
+from dino_vit.models.vit import VisionTransformer
 
 
 class Backbone(nn.Module):
@@ -24,6 +25,9 @@ class Backbone(nn.Module):
         self.patch_embed = nn.Conv2d(3, 4, 2)
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.norm = nn.LayerNorm(4)
+        self.depth = 2
+
+    layers = VisionTransformer.layers
 
 
 class Head(nn.Module):

@@ -81,7 +81,7 @@ def test_channels_depth_of_layers_and_stochastic_depth():
     ours = backbone("test_convnext", channels=5, drop_path=0.5)
     assert ours(torch.zeros(1, 5, 64, 64)).shape == (1, ours.width)
     layers = ours.layers()
-    assert layers.keys() == dict(ours.named_parameters()).keys()
+    assert layers.keys() == {*dict(ours.named_parameters()), "head"}
     assert layers["model.stem.0.weight"] == 0
     order = [layers[f"model.stages.{stage}.blocks.0.gamma"] for stage in range(4)]
     assert order == sorted(set(order))
@@ -90,7 +90,8 @@ def test_channels_depth_of_layers_and_stochastic_depth():
     assert not torch.equal(first, second)
     ours.add_classifier(7)
     assert ours.architecture["num_classes"] == 7
-    assert ours.layers()["head.weight"] == max(layers.values()) + 1 == max(ours.layers().values())
+    assert ours.layers()["head.weight"] == layers["head"] == max(layers.values())
+    assert [name for name, layer in layers.items() if layer == layers["head"]] == ["head"]
 
 
 def test_recomputation_changes_no_gradient_and_is_refused_with_batch_norm():
