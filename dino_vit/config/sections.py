@@ -263,7 +263,10 @@ class Teacher(Settings):
     """The exponential moving average of the student, or a frozen network that is there already."""
 
     weights: str | None = setting(
-        None, "run folder or checkpoint of a frozen teacher to learn from, by its heads; null: the average"
+        None, "run or weights of a frozen teacher to learn from; null: the average of the student"
+    )
+    patch_weight: NonNegative = setting(
+        1.0, "weight of the cosine of patches with those of a frozen teacher without heads"
     )
     momentum: Probability = setting(0.996, "EMA momentum at the start; nearer to 1 is slower")
     momentum_end: Probability = setting(1.0, "EMA momentum at the end, after a cosine")

@@ -22,6 +22,6 @@ def resize_patches(patches: Tensor, grid: Grid, wanted: Grid) -> Tensor:
     """Return patches (b, n, d) of a grid as those of another, by bicubic interpolation."""
     if grid == wanted:
         return patches
-    maps = rearrange(patches, "b (y x) d -> b d y x", y=grid[0])
+    maps = rearrange(patches.float(), "b (y x) d -> b d y x", y=grid[0])  # a CPU resizes no bfloat16
     resized = F.interpolate(maps, size=wanted, mode="bicubic", antialias=True)
     return rearrange(resized, "b d y x -> b (y x) d")

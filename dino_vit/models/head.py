@@ -62,10 +62,35 @@ class DINOHead(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """Return the L2-normalised bottleneck features (rows, bottleneck), at least in float32."""
-        x = self.mlp(x)
-        # In float16 the square of a small entry underflows; in bfloat16 a unit vector is off by 0.4 %.
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
+        return _unit(self.mlp(x))
+
+    @property
+    def prototypes(self) -> Tensor:
+        return self.last_layer.weight()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (rows, prototypes)."""
         return self.last_layer(self.project(x))
+
+
+class FeatureHead(nn.Module):
+    """A linear layer into the space of another network's features; it has no prototypes."""
+
+    def __init__(self, *, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_dim, out_dim)
+        nn.init.trunc_normal_(self.linear.weight, std=0.02)
+        nn.init.zeros_(self.linear.bias)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return L2-normalised features (..., out_dim), at least in float32."""
+        return _unit(self.linear(x))
+
+    @property
+    def prototypes(self) -> Tensor:
+        return self.linear.weight[:0]
+
+
+def _unit(x: Tensor) -> Tensor:
+    # In float16 the square of a small entry underflows; in bfloat16 a unit vector is off by 0.4 %.
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.batch_norm import synchronise
-from dino_vit.models.head import DINOHead
+from dino_vit.models.head import DINOHead, FeatureHead
 from dino_vit.models.masks import Masks
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
+
+Head = DINOHead | FeatureHead
 
 
 class Projection(NamedTuple):
     """Features, and the prototypes whose products with them are the logits."""
 
     features: Tensor  # (rows, bottleneck), L2-normalised
-    prototypes: Tensor  # (prototypes, bottleneck)
+    prototypes: Tensor  # (prototypes, bottleneck); none of a FeatureHead
 
 
 class Output(NamedTuple):
@@ -30,17 +32,17 @@ class Output(NamedTuple):
 
     cls: Tensor  # (v·b, width)
     projection: Projection  # of cls
-    patches: Projection | None = None  # of the masked patches
+    patches: Projection | None = None  # of the masked patches, or of all
     tokens: Tensor | None = None  # (v·b, N, width): all patches of the views of the first size
 
 
 class Network(nn.Module):
     """A backbone and a projection head: one backbone pass per view size, one head pass for all.
 
-    Masked patches pass a head of their own, or the same one.
+    Masked patches pass a head of their own, or the same one; with a `FeatureHead` all patches pass it.
     """
 
-    def __init__(self, backbone: Backbone, head: DINOHead, patch_head: DINOHead | None = None) -> None:
+    def __init__(self, backbone: Backbone, head: Head, patch_head: Head | None = None) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -65,13 +67,17 @@ class Network(nn.Module):
         places = None if masks is None else masks.places
         cls, patches, tokens = self.features(views, hidden, places, all_patches)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
-        projection = Projection(self.head.project(cls), self.head.last_layer.weight())
+        projection = Projection(self.head.project(cls), self.head.prototypes)
         output = Output(cls, projection, tokens=tokens)
+        if isinstance(self.patch_head, FeatureHead) and tokens is not None:
+            return output._replace(
+                patches=Projection(self.patch_head.project(tokens), self.patch_head.prototypes)
+            )
         if masks is None or patches is None:
             return output
         head, prototypes = self.head, projection.prototypes
         if self.patch_head:
-            head, prototypes = self.patch_head, self.patch_head.last_layer.weight()
+            head, prototypes = self.patch_head, self.patch_head.prototypes
         # Without the padding of the places, which have a fixed number for the compiled `features`.
         return output._replace(patches=Projection(head.project(patches[: masks.masked]), prototypes))
 
@@ -95,22 +101,34 @@ class Network(nn.Module):
         return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), patches, tokens
 
     @property
-    def heads(self) -> list[DINOHead]:
-        """The head of the CLS token, and that of masked patches if it is another."""
+    def heads(self) -> list[Head]:
+        """The head of the CLS token, and that of patches if it is another."""
         return [self.head, *([self.patch_head] if self.patch_head else [])]
 
 
 def build_networks(
-    *, backbone: Mapping[str, Any], drop_path: float, head: Mapping[str, Any], patch_head: bool = False
+    *,
+    backbone: Mapping[str, Any],
+    drop_path: float,
+    head: Mapping[str, Any],
+    patch_head: bool = False,
+    imitated: int | None = None,
 ) -> tuple[Network, Network]:
-    """Return a student and a teacher with the same weights; the teacher needs no gradient."""
+    """Return a student and a teacher with the same weights; the teacher needs no gradient.
+
+    If they imitate features, of the width `imitated`, their heads have no prototypes.
+    """
 
     def build(rate: float) -> Network:
         kind = TimmBackbone if "name" in backbone else VisionTransformer
         built = kind(**backbone, drop_path=rate)
         synchronise(built)
-        heads = [DINOHead(in_dim=built.width, **head) for _ in range(1 + patch_head)]
-        return Network(built, *heads)
+        return Network(built, *(build_head(built.width) for _ in range(1 + patch_head)))
+
+    def build_head(width: int) -> Head:
+        if imitated:
+            return FeatureHead(in_dim=width, out_dim=imitated)
+        return DINOHead(in_dim=width, **head)
 
     student, teacher = build(drop_path), build(0.0)
     teacher.load_state_dict(student.state_dict())

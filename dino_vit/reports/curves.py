@@ -53,8 +53,10 @@ def figures(record: RunRecord) -> dict[str, str]:
         found["effective rank"] = f"{rank:.0f}"
     if record.readings:
         last = record.readings[-1]
-        found["loss − ln(prototypes)"] = f"{last.excess:+.2f}".replace("-", "−")
-        found["entropy gap"] = f"{last.entropy_gap:.2f}"
+        if last.excess is not None:
+            found["loss − ln(prototypes)"] = f"{last.excess:+.2f}".replace("-", "−")
+        if last.entropy_gap is not None:
+            found["entropy gap"] = f"{last.entropy_gap:.2f}"
     return found
 
 
@@ -64,14 +66,16 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     if not readings:
         return []
     last = readings[-1]
-    uniform = {f"ln({last.prototypes})": math.log(last.prototypes)}
+    uniform = {f"ln({last.prototypes})": math.log(last.prototypes)} if last.prototypes else {}
     share = record.config.masks.probability  # of the global views, by which the loss of patches is divided
-    uniform_patches = {f"{share:g} · ln({last.prototypes})": share * math.log(last.prototypes)}
+    uniform_patches = {f"{share:g} · {name}": share * value for name, value in uniform.items()}
     entropies = {
         "of the mean output": "mean_output_entropy",
         "of each output, on average": "output_entropy",
         "gap": "entropy_gap",
     }
+    imitated = "Loss of patches", IMITATED
+    of_patch_loss = ("Loss of masked patches", PATCH_LOSS) if last.prototypes else imitated
     of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     rank = record.baseline_levels("rankme")
@@ -81,7 +85,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         # id, title, caption, fields of readings by the name of their curve, values to compare with by name
         ("loss", "Loss", _loss(last), {"loss": "loss"}, uniform),
         ("entropies", "Teacher entropies", _entropies(last), entropies, uniform),
-        ("patch_loss", "Loss of masked patches", PATCH_LOSS, {"loss": "patch_loss"}, uniform_patches),
+        ("patch_loss", *of_patch_loss, {"loss": "patch_loss"}, uniform_patches),
         ("patch_entropies", "Teacher entropies of masked patches", PATCHES, of_patches, uniform),
         ("knn", "k-NN accuracy", _knn(readings, knn), accuracies, knn),
         ("rank", "Effective rank", _rank(record, rank), {"effective rank": "rankme"}, rank),
@@ -119,6 +123,8 @@ def thin(points: Sequence[Point]) -> list[Point]:
 def _loss(last: Reading) -> str:
     if not math.isfinite(last.loss):
         return "The latest loss is not finite."
+    if last.excess is None or last.prototypes is None:
+        return f"{last.loss:.3f}: 1 minus the cosine of the CLS features with those of the frozen teacher."
     side = "below" if last.excess < 0 else "above"
     return (
         f"{last.loss:.3f}, which is {abs(last.excess):.3f} {side} ln({last.prototypes}) = "
@@ -127,6 +133,8 @@ def _loss(last: Reading) -> str:
 
 
 def _entropies(last: Reading) -> str:
+    if last.prototypes is None or last.rows is None:
+        return ""
     highest = math.log(min(last.prototypes, max(last.rows, 1)))
     return (
         f"The gap is {last.entropy_gap:.2f} of at most {highest:.2f}. It "
@@ -135,6 +143,7 @@ def _entropies(last: Reading) -> str:
     )
 
 
+IMITATED = "1 minus the cosine of patches with those of the frozen teacher, the mean over all of a view."
 PATCH_LOSS = (
     "The cross-entropy of student and teacher: the mean over the masked patches of a view, summed over the "
     "views and divided by the number of all global views, of which only a share is masked."

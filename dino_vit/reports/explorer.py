@@ -32,7 +32,8 @@ from dino_vit.eval.neighbours import nearest
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import fit, preparation_of
-from dino_vit.weights.heads import load_teacher
+from dino_vit.weights import load_backbone
+from dino_vit.weights.heads import has_heads, load_teacher
 
 BATCH = 64
 NEIGHBOURS = 12
@@ -56,9 +57,14 @@ class LoadedTeacher:
     """The teacher of a checkpoint, on a device."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
-        network, centers, *_ = load_teacher(checkpoint)
-        self.backbone, self.head = network.to(device).backbone, network.head
-        self.center = centers["loss.center"].to(device)
+        self.head, self.center = None, torch.zeros(())
+        if has_heads(checkpoint):
+            found = load_teacher(checkpoint)
+            assert found.network
+            self.backbone, self.head = found.network.to(device).backbone, found.network.head
+            self.center = found.centers["loss.center"].to(device)
+        else:
+            self.backbone = load_backbone(checkpoint.path).to(device)
         self.preparation = preparation_of(self.backbone)
         self.normalise = self.preparation.normaliser(device)
 
@@ -72,10 +78,14 @@ class LoadedTeacher:
         return cls_attention(with_attention(self.backbone), padded).float().cpu()
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the CLS features of images and, of each, the prototype with the highest centred score."""
+        """Return the CLS features of images and, of each, the prototype with the highest centred score.
+
+        Without a head, as of a student that imitates features, that is always the first.
+        """
         with evaluating(self.backbone):
             features = self.backbone.forward_cls(self.normalise(images)).float()
-            prototypes = (self.head(features) - self.center).argmax(dim=-1)
+            scores = self.head(features) - self.center if self.head else features.new_zeros(len(features), 1)
+            prototypes = scores.argmax(dim=-1)
         return features.cpu(), prototypes.cpu()
 
 

@@ -106,11 +106,17 @@ def facts(record: RunRecord) -> dict[str, str]:
         "Network": network,
         "Images": images,
         "Views": views,
-        "Prototypes": f"{config.head.prototypes:,}",
+        **({} if _imitates(record) else {"Prototypes": f"{config.head.prototypes:,}"}),
+        **({"Teacher": config.teacher.weights} if config.teacher.weights else {}),
         "Training": _progress(record),
         **machine,
         "Speed": _speed(record),
     }
+
+
+def _imitates(record: RunRecord) -> bool:
+    """Tell whether the student imitates the features of a frozen backbone, without prototypes."""
+    return bool(record.readings) and record.readings[-1].prototypes is None
 
 
 def _progress(record: RunRecord) -> str:

@@ -115,14 +115,16 @@ def _symptom(reading: Reading) -> Diagnosis | None:
     With a gap, the teacher distinguishes images. A student with a flat output for every image has a
     cross-entropy of exactly ln(prototypes) for any teacher; one that has learned anything is below.
     """
-    if reading.rows < FEW_ROWS:
+    of_mean, of_each, gap = reading.mean_output_entropy, reading.output_entropy, reading.entropy_gap
+    excess, rows = reading.excess, reading.rows or 0
+    if of_mean is None or of_each is None or gap is None or excess is None or rows < FEW_ROWS:
         return None
-    most = math.log(reading.prototypes)
-    if reading.mean_output_entropy < ZERO * most:
+    most = math.log(reading.prototypes or 1)
+    if of_mean < ZERO * most:
         return ONE_PROTOTYPE
-    if reading.entropy_gap < ALIKE * min(most, math.log(reading.rows)):
-        return UNIFORM if reading.output_entropy > MAXIMAL * most else IMAGES_ALIKE
-    if reading.excess > -STUCK * most:
+    if gap < ALIKE * min(most, math.log(rows)):
+        return UNIFORM if of_each > MAXIMAL * most else IMAGES_ALIKE
+    if excess > -STUCK * most:
         return STUCK_AT_LN
     patch_gap, patches = reading.patch_entropy_gap, reading.patch_rows or 0
     if patch_gap is None or patches < FEW_ROWS:

@@ -30,6 +30,7 @@ from dino_vit.method.optim import (
     set_rates,
     step_if_finite,
 )
+from dino_vit.models.head import DINOHead
 from dino_vit.training.plan import Rates
 from dino_vit.training.readings import Reading
 from dino_vit.training.reporter import Reporter
@@ -142,7 +143,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
 
 def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: bool) -> Tensor:
-    """Add the gradients of one forward pass to the student's; return its part of the cross-entropy."""
+    """Add the gradients of one forward pass to the student's; return its part of the loss of CLS tokens."""
     accumulate = state.config.optim.accumulate
     # Processes exchange gradients once per step, in its last pass.
     with contextlib.nullcontext() if last else state.accelerator.no_sync(state.wrapped):
@@ -156,18 +157,19 @@ def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: 
                 teacher_temperature=rates.teacher_temp,
             )
         torch.autograd.backward(state.scaler.scale(out.loss / accumulate))
-    cross_entropy = out.cross_entropy.detach()
+    loss_of_cls = out.cls.detach()
     if last and state.plan.is_logged(state.step + 1):
         state.outputs = measure(out, rates.teacher_temp)
     state.objective.accumulate(out)
-    return cross_entropy / accumulate
+    return loss_of_cls / accumulate
 
 
 def freeze(state: TrainingState) -> None:
     """Drop the gradients of what does not learn yet: prototypes, or a trained backbone before its heads."""
     if state.step < state.plan.freeze_steps:
         for head in state.student.heads:
-            freeze_last_layer(head.last_layer)
+            if isinstance(head, DINOHead):
+                freeze_last_layer(head.last_layer)
     if state.step < state.plan.head_steps:
         for parameter in state.student.backbone.parameters():
             parameter.grad = None

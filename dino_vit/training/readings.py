@@ -29,13 +29,14 @@ class Reading:
     total_steps: Count
     epoch: Annotated[float, Field(ge=0, le=2**53)]
     loss: Number  # the cross-entropy of student and teacher, mean since the previous reading
-    prototypes: Annotated[Count, Field(gt=0)]
-    mean_output_entropy: Number
-    output_entropy: Number
-    entropy_gap: Number
-    student_divergence: Number
-    prototypes_in_use: Count
-    rows: Count  # teacher outputs, over all processes, that the entropies were taken over
+    # None of what a student that imitates features has not; then the loss is 1 minus their cosine.
+    prototypes: Annotated[Count, Field(gt=0)] | None = None
+    mean_output_entropy: Number | None = None
+    output_entropy: Number | None = None
+    entropy_gap: Number | None = None
+    student_divergence: Number | None = None
+    prototypes_in_use: Count | None = None
+    rows: Count | None = None  # teacher outputs, over all processes, that the entropies were taken over
     embedding_std: Number  # of unit CLS features, times sqrt(width): 1 spread out, 0 all images alike
     gradient_norm: Number
     lr: Number
@@ -64,9 +65,9 @@ class Reading:
         return {**asdict(self), "excess": self.excess}
 
     @property
-    def excess(self) -> float:
+    def excess(self) -> float | None:
         """The loss minus that of a student with the same flat output for every image."""
-        return self.loss - math.log(self.prototypes)
+        return self.loss - math.log(self.prototypes) if self.prototypes else None
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, in groups."""

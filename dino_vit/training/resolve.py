@@ -67,7 +67,7 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
         made.update({choice.key: choice for choice in choices})
 
     if facts.frozen is not None:
-        add(_frozen_choices(config, facts.frozen.metadata))
+        add(_frozen_choices(config, facts.frozen))
     if facts.trained is not None:
         add(_architecture_choices(config, facts.trained))
     if resumed:
@@ -99,20 +99,25 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
     return Completed(config, list(made.values()), [images.describe(build_pixels(config)), *notes], steps)
 
 
-def _frozen_choices(config: PretrainConfig, metadata: Mapping[str, Any]) -> list[Choice]:
+def _frozen_choices(config: PretrainConfig, frozen: TrainedTeacher) -> list[Choice]:
     """Take from a frozen teacher what its student must share; settings that the user gave must agree."""
-    theirs = PretrainConfig.model_validate(metadata["config"], strict=False)  # JSON has no tuples
-    if config.loss.patch_weight and not theirs.loss.patch_weight:
-        raise ValueError(
-            f"teacher.weights={config.teacher.weights} learned nothing of patches; set loss.patch_weight=0"
-        )
-    keys = ["head.prototypes", *(f"data.{name}" for name in ("channels", "bits", "range", "mean", "std"))]
-    keys += ["head.shared"] if config.loss.patch_weight else []
-    known, given = {key: get(theirs, key) for key in keys}, given_keys(config)
+    origin, name = frozen.backbone.provenance, f"teacher.weights={config.teacher.weights}"
+    known = {f"data.{key}": getattr(origin, key) for key in ("bits", "range", "mean", "std")}
+    known |= {"data.channels": frozen.backbone.channels}
+    has_patches = False
+    if frozen.network is not None:
+        theirs = PretrainConfig.model_validate(frozen.config, strict=False)  # JSON has no tuples
+        known |= {"head.prototypes": theirs.head.prototypes}
+        known |= {"head.shared": theirs.head.shared} if config.loss.patch_weight else {}
+        has_patches = theirs.loss.patch_weight > 0
+    if config.loss.patch_weight and not has_patches:
+        raise ValueError(f"{name} has no head that learned masked patches; set loss.patch_weight=0")
+    given = given_keys(config)
+    known = {key: value for key, value in known.items() if value is not None}
     wrong = [key for key, value in known.items() if key in given and get(config, key) not in (None, value)]
     if wrong:
         text = ", ".join(f"{key}={get(config, key)} (there {known[key]})" for key in wrong)
-        raise ValueError(f"{text} does not match the run of teacher.weights; leave it out")
+        raise ValueError(f"{text} does not match {name}; leave it out")
     choices = [Choice(key, value, "as the teacher of teacher.weights has") for key, value in known.items()]
     if "model.drop_path" not in given:
         choices.append(Choice("model.drop_path", 0.0, "none where a frozen teacher is learned from"))

@@ -28,7 +28,10 @@ from dino_vit.training.resolve import Facts, Measure, complete
 from dino_vit.training.state import TrainingState, check_resumable
 from dino_vit.views.build import build_augment, build_loader, build_preparation
 from dino_vit.weights import load_backbone
-from dino_vit.weights.heads import TrainedTeacher, find_checkpoint, load_teacher
+from dino_vit.weights.heads import TrainedTeacher, open_teacher
+
+# Settings that a student without prototypes has no use for, beside those of the head.
+WITHOUT_HEADS = ("loss.centring", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
 
 
 class ReadyRun(NamedTuple):
@@ -90,6 +93,12 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
             network.backbone.load_state_dict(trained.state_dict())
     if resumed:
         state.restore(resumed)
+    if frozen and frozen.network is None:
+        notes.append(
+            f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
+            "the head, the temperatures and the centre have no effect"
+        )
+        choices = [choice for choice in choices if not choice.key.startswith(("head.", *WITHOUT_HEADS))]
     if weights is not None:
         notes.append(describe_sampling(weights))
     if splits := choose_splits(source):
@@ -105,7 +114,7 @@ def _frozen_teacher(config: PretrainConfig) -> TrainedTeacher | None:
         return None
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
-    return load_teacher(find_checkpoint(weights))
+    return open_teacher(weights)
 
 
 def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
@@ -126,11 +135,14 @@ def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkp
 
 
 def build_untrained(
-    config: PretrainConfig, architecture: Mapping[str, Any] | None = None
+    config: PretrainConfig,
+    architecture: Mapping[str, Any] | None = None,
+    imitated: Backbone | None = None,
 ) -> tuple[Network, Network]:
     """Build student and teacher as at the start of a run, their parameters drawn from the seed.
 
-    `architecture` is that of trained weights, which the settings may not fully describe.
+    `architecture` is that of trained weights, which the settings may not fully describe; `imitated` is the
+    backbone whose features the student imitates.
     """
     torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
     keywords = dict(architecture or _architecture(config))
@@ -140,11 +152,15 @@ def build_untrained(
         rotary = keywords["positions"] == "rotary"
         keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
         keywords["mask_token"] = bool(config.loss.patch_weight)
+    patch_head = bool(config.loss.patch_weight) and not config.head.shared
+    if imitated is not None:
+        patch_head = imitated.has_patches and config.teacher.patch_weight > 0
     return build_networks(
         backbone=keywords,
         drop_path=config.model.drop_path,
         head=config.head.model_dump(exclude={"shared"}),
-        patch_head=bool(config.loss.patch_weight) and not config.head.shared,
+        patch_head=patch_head,
+        imitated=None if imitated is None else imitated.width,
     )
 
 
@@ -168,7 +184,11 @@ def _build_state(
 ) -> TrainingState:
     device, processes = accelerator.device, facts.processes
     plan = make_plan(config, len(facts.source), processes, steps)
-    student, teacher = build_untrained(config, facts.trained)
+    imitated = facts.frozen.backbone if facts.frozen and facts.frozen.network is None else None
+    student, teacher = build_untrained(config, facts.trained, imitated)
+    both = imitated and imitated.has_patches and student.backbone.has_patches
+    if imitated and config.teacher.patch_weight and not both:
+        raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
     for size in config.views.shapes:
         student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
@@ -197,9 +217,11 @@ def _build_state(
         autocast=DTYPES[precision] if precision != "no" else None,
     )
     earlier = _earlier_teacher(config, student.backbone)
-    objective = Objective(config, device, earlier=earlier, frozen=facts.frozen and facts.frozen.network)
+    frozen = facts.frozen and (facts.frozen.network or facts.frozen.backbone)
+    grid = student.backbone.grid_of(*config.views.global_shape)
+    objective = Objective(config, device, grid=grid, earlier=earlier, frozen=frozen)
     if facts.frozen:
-        _check_frozen(config, facts.frozen.network, student.backbone)
+        _check_frozen(config, facts.frozen.backbone, student.backbone)
         for name, center in facts.frozen.centers.items():
             if (ours := objective.modules().get(name.removesuffix(".center"))) is not None:
                 ours.center.copy_(center)
@@ -225,11 +247,11 @@ def _build_state(
     )
 
 
-def _check_frozen(config: PretrainConfig, frozen: Network, student: Backbone) -> None:
+def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
     """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
     name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
     try:
-        grid = frozen.backbone.grid_of(*size)
+        grid = frozen.grid_of(*size)
     except ValueError as error:
         raise ValueError(f"{name} does not take global views: {error}; change views.global_size") from error
     if config.loss.patch_weight and grid != student.grid_of(*size):

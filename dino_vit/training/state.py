@@ -189,7 +189,7 @@ class TrainingState:
             step=self.step,
             total_steps=self.plan.total_steps,
             epoch=self.step / self.plan.steps_per_epoch,
-            prototypes=self.config.head.prototypes,
+            prototypes=self.objective.prototypes,
             loss=interval.loss,
             gradient_norm=interval.gradient_norm,
             images_per_second=interval.images_per_second,

@@ -158,11 +158,11 @@ class RunProgress:
 
 
 def _parts(reading: Reading) -> list[str]:
-    patch_gap = reading.patch_entropy_gap
+    excess, gap, patch_gap = reading.excess, reading.entropy_gap, reading.patch_entropy_gap
     return [
         f"epoch {reading.epoch:5.1f}",
-        f"loss {reading.loss:6.3f} (ln K {reading.excess:+6.2f})",
-        f"gap {reading.entropy_gap:5.2f}",
+        f"loss {reading.loss:6.3f}" + ("" if excess is None else f" (ln K {excess:+6.2f})"),
+        *([] if gap is None else [f"gap {gap:5.2f}"]),
         *([] if patch_gap is None else [f"patches {patch_gap:5.2f}"]),
         f"{reading.images_per_second:>7,.0f} img/s",
         f"wait {reading.data_wait:>3.0%}",

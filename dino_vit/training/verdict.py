@@ -160,8 +160,11 @@ def _judge_ranks(evaluations: Sequence[Reading], run: Circumstances) -> Diagnosi
         return COLLAPSING
     if before is None or latest < before:
         return TOO_EARLY if early else NO_BETTER
-    informative = last.entropy_gap > INFORMATIVE * math.log(max(1, min(last.prototypes, last.rows)))
-    return LEARNING if informative and last.rows >= FEW_ROWS else TOO_EARLY
+    if last.entropy_gap is None:  # the teacher is frozen: what it says cannot collapse
+        return LEARNING
+    rows = last.rows or 0
+    informative = last.entropy_gap > INFORMATIVE * math.log(max(1, min(last.prototypes or 1, rows)))
+    return LEARNING if informative and rows >= FEW_ROWS else TOO_EARLY
 
 
 def noise(percent: float, baseline: Baseline) -> float:
@@ -197,7 +200,7 @@ def figures_of(readings: Sequence[Reading], baseline: Baseline | None) -> str:
             figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
     rank = f"effective rank {last.rankme:.1f}"
     figures.append(rank + (f" (before training {before.rankme:.1f})" if before.rankme is not None else ""))
-    if last.knn is None:
+    if last.knn is None and last.entropy_gap is not None:
         figures.append(f"entropy gap {last.entropy_gap:.2f}")
     return ", ".join(figures)
 

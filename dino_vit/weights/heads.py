@@ -11,10 +11,12 @@ from torch import Tensor
 from dino_vit.config.sections import Head
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from dino_vit.core.text import brief
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import Network
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError, checked
+from dino_vit.weights.names import is_name
 from dino_vit.weights.reading import check_finite
 
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
@@ -32,23 +34,34 @@ class _Contents(BaseModel):
 
 
 class TrainedTeacher(NamedTuple):
-    """A teacher, in evaluation mode, and the centres (1, prototypes) by their names in a checkpoint."""
+    """A frozen network, in evaluation mode: of a checkpoint with its heads, otherwise a backbone alone."""
 
-    network: Network
-    centers: dict[str, Tensor]
-    sha256: str
-    metadata: Mapping[str, Any]
+    backbone: Backbone
+    network: Network | None = None
+    centers: Mapping[str, Tensor] = {}  # (1, prototypes), by their names in a checkpoint
+    config: Mapping[str, Any] = {}  # the settings of the run
+
+    @property
+    def sha256(self) -> str:
+        assert self.backbone.provenance
+        return self.backbone.provenance.sha256
 
 
-def find_checkpoint(source: str | Path) -> Checkpoint:
-    """Return a checkpoint by its path, or the newest of a run folder."""
-    path = Path(source)
-    found = Checkpoints(path).newest() if path.is_dir() else None
-    if found is None and path.suffix == ".safetensors" and path.is_file():
-        found = read_checkpoint(path)
-    if found is None or found.metadata.get("kind") != "checkpoint":
-        raise WeightsError(f"{source} has no projection head; give a run folder, or a checkpoint of a run")
-    return found
+def open_teacher(source: str) -> TrainedTeacher:
+    """Open what `teacher.weights` names: a run folder, a checkpoint, or weights of any kind."""
+    path, checkpoint = Path(source), None
+    if not is_name(source) and path.is_dir():
+        checkpoint = Checkpoints(path).newest()
+    elif not is_name(source) and path.parent.name == "checkpoints" and path.is_file():
+        checkpoint = read_checkpoint(path)
+    if checkpoint is not None and has_heads(checkpoint):
+        return load_teacher(checkpoint)
+    return TrainedTeacher(load_backbone(source).requires_grad_(False))
+
+
+def has_heads(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint has prototypes, which a run that imitates a backbone has not."""
+    return "teacher.head.last_layer.weight_v" in checkpoint.tensors
 
 
 def load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
@@ -79,5 +92,4 @@ def load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
     if first is None or first.shape != (1, prototypes):
         raise WeightsError(f"{path} holds no centre of its {prototypes:,} prototypes")
     network = Network(backbone, **heads).eval().requires_grad_(False)
-    assert backbone.provenance
-    return TrainedTeacher(network, centers, backbone.provenance.sha256, checkpoint.metadata)
+    return TrainedTeacher(backbone, network, centers, checkpoint.metadata["config"])

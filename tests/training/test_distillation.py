@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training.setup import set_up
-from dino_vit.weights.heads import find_checkpoint, load_teacher
+from dino_vit.weights.heads import open_teacher
 from tests.support.processes import run_in_two
 from tests.support.runs import TINY, assert_same_end, readings, run, signal_before_step, steps, tensors
 from tests.support.training import configured, opened, tensors_of, trained
@@ -36,7 +36,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
     """The cross-entropy of a step, written out with the tensors of the teacher's file."""
     found = opened(tmp_path / "run", pupil(wide, **{"model.drop_path": 0}))
     state = found.state
-    teacher = load_teacher(find_checkpoint(wide))
+    teacher = open_teacher(str(wide))
     assert_close(state.objective.center.center, teacher.centers["loss.center"])
     batch = next(state.loader.batches())
     views, images, temperature = state.views_of(batch), len(batch.samples), 0.04
@@ -60,7 +60,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
 
 def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_path, wide):
     state = trained(tmp_path / "run", pupil(wide))
-    frozen = load_teacher(find_checkpoint(wide)).network
+    frozen = open_teacher(str(wide)).network
     for name, tensor in tensors_of(state.objective.frozen).items():
         assert torch.equal(tensor, frozen.state_dict()[name]), name
     assert state.teacher.backbone.width == 32
@@ -112,16 +112,16 @@ def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"head.prototypes": 64}, "head.prototypes=64 (there 128) does not match the run of teacher.weights"),
-        ({"data.mean": "[0.1,0.1,0.1]"}, "does not match the run of teacher.weights; leave it out"),
+        ({"head.prototypes": 64}, "head.prototypes=64 (there 128) does not match teacher.weights="),
+        ({"data.mean": "[0.1,0.1,0.1]"}, "does not match teacher.weights="),
         (
             {"loss.patch_weight": 1, "views.global_size": 48},
-            "learned nothing of patches; set loss.patch_weight=0",
+            "has no head that learned masked patches; set loss.patch_weight=0",
         ),
         ({"views.global_size": 36, "model.patch_size": 4}, "does not take global views: an image of 36 × 36"),
         (
             {"teacher.weights": "nowhere"},
-            "nowhere has no projection head; give a run folder, or a checkpoint",
+            "nowhere does not exist; give a weights file or a run folder",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

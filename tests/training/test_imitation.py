@@ -1,0 +1,142 @@
+"""Runs that imitate the features of a frozen backbone without heads: a file, another library's, timm's."""
+
+import signal
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+from transformers import Dinov2Config, Dinov2Model
+
+import dino_vit
+from dino_vit.method.gram import resize_patches
+from dino_vit.models.timm_backbone import TimmBackbone
+from tests.support.backbones import backbone
+from tests.support.processes import run_in_two
+from tests.support.runs import SETTINGS, assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.training import opened, trained
+
+STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("teachers") / "wide.safetensors"
+    dino_vit.save_backbone(backbone(width=48, heads=3), path, **STATISTICS)
+    return path
+
+
+def test_the_loss_is_that_of_the_cosines_through_linear_layers(tmp_path, weights):
+    state = opened(
+        tmp_path / "run", {"teacher.weights": weights, "model.drop_path": 0, "teacher.patch_weight": 0.5}
+    ).state
+    assert (state.config.data.mean, state.config.data.std) == tuple(STATISTICS.values())
+    batch = next(state.loader.batches())
+    views, images = state.views_of(batch), len(batch.samples)
+    found = state.objective(
+        state.student, state.teacher, views, None, images=images, teacher_temperature=0.04
+    )
+    with torch.no_grad():
+        theirs = dino_vit.load_backbone(weights).forward_features(views[0])
+        ours = state.student.backbone.forward_features(views[0])
+        into, into_patches = state.student.head.linear, state.student.patch_head.linear
+        cls = F.cosine_similarity(into(ours[:, 0]), theirs[:, 0])
+        local = into(state.student.backbone(views[1])).chunk(2)
+        of_locals = [F.cosine_similarity(one, two) for one in local for two in theirs[:, 0].chunk(2)]
+        patches = F.cosine_similarity(into_patches(ours[:, 1:]), theirs[:, 1:], dim=-1)
+        expected = 1 - torch.stack([cls.mean(), torch.stack(of_locals).mean()]).mean()
+    assert_close(found.cls.detach(), expected, atol=1e-5, rtol=1e-5)
+    assert_close(found.patch.detach(), 1 - patches.mean(), atol=1e-5, rtol=1e-5)
+    assert_close(found.loss, found.cls + 0.5 * found.patch)
+
+
+@pytest.mark.parametrize("more", [{}, {"loss.koleo_weight": 0.1, "teacher.patch_weight": 0}], ids=len)
+def test_a_run_resumes_exactly(tmp_path, weights, more):
+    settings = {"teacher.weights": weights, "run.eval_every_steps": 10, **more}
+    said = run(tmp_path / "whole", settings)
+    assert "imitates the features of" in said
+    assert "gap" not in said.split("step  1/20")[-1]
+    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings)
+    assert steps(tmp_path / "run")[-1] == 20
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+    assert "loss.center" not in tensors(tmp_path / "run", 20)
+    last = readings(tmp_path / "run")[-1]
+    assert (last["prototypes"], last["entropy_gap"], last["excess"]) == (None, None, None)
+    assert (last["patch_loss"] is None) == (more != {})
+
+
+def test_two_processes_follow_one(tmp_path, weights):
+    settings = {"teacher.weights": weights, "budget.steps": 6, "optim.name": "sgd", "model.drop_path": 0}
+    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
+    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
+    for key in ("loss", "patch_loss"):
+        pair = [torch.tensor([line[key] for line in readings(tmp_path / name)]) for name in ("run", "alone")]
+        assert_close(*pair, atol=1e-5, rtol=1e-5)
+
+
+def test_the_student_comes_near_what_it_imitates_and_can_be_looked_at(tmp_path, weights):
+    settings = {"teacher.weights": weights, "budget.steps": 60, "optim.lr": 0.1, "optim.warmup_epochs": 0}
+    trained(tmp_path / "run", settings)
+    losses = [line["loss"] for line in readings(tmp_path / "run")]
+    assert losses[-1] < 0.5 * losses[0]
+    made = dino_vit.Run(tmp_path / "run")
+    assert made.backbone().width == 32
+    text = made.report().read_text()
+    assert "1 minus the cosine of the CLS features with those of the frozen teacher" in text
+    assert "Prototypes in use" not in text
+
+
+def test_patches_of_another_size_are_resized_to_the_grid_of_the_student(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2}
+    Dinov2Model(Dinov2Config(**sizes, image_size=32, patch_size=16)).save_pretrained(tmp_path / "dinov2")
+    state = opened(tmp_path / "run", {"teacher.weights": tmp_path / "dinov2", "model.drop_path": 0}).state
+    batch = next(state.loader.batches())
+    views = state.views_of(batch)
+    found = state.objective(state.student, state.teacher, views, None, images=8, teacher_temperature=0.04)
+    with torch.no_grad():
+        theirs = dino_vit.load_backbone(tmp_path / "dinov2").forward_features(views[0])[:, 1:]
+        ours = state.student.patch_head.linear(state.student.backbone.forward_features(views[0])[:, 1:])
+        cosines = F.cosine_similarity(ours, resize_patches(theirs, (2, 2), (4, 4)), dim=-1)
+    assert_close(found.patch.detach(), 1 - cosines.mean(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_timm_teaches_and_a_student_may_teach_on(tmp_path):
+    torch.manual_seed(0)
+    model = TimmBackbone(name="test_resnet", image_size=64).eval()
+    dino_vit.save_backbone(model, tmp_path / "resnet.safetensors", **STATISTICS)
+    size = {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
+    size |= {"run.precision": "bf16", "model.patch_size": 16}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = trained(
+        tmp_path / "run", {"teacher.weights": tmp_path / "resnet.safetensors", **size, "budget.steps": 10}
+    )
+    for name, tensor in state.objective.frozen.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    run(tmp_path / "next", {"teacher.weights": tmp_path / "run", **size, "budget.steps": 10})
+    assert readings(tmp_path / "next")[-1]["prototypes"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"loss.patch_weight": 1, "views.global_size": 48},
+            "no head that learned masked patches; set loss.patch_w",
+        ),
+        ({"data.std": "[0.1,0.1,0.1]"}, "does not match teacher.weights="),
+        ({"model.patch_size": 4, "views.global_size": 36}, "does not take global views: an image of 36 × 36"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_imitated_is_refused(tmp_path, weights, settings, said):
+    assert said in run(tmp_path / "run", {"teacher.weights": weights, **settings}, code=2)
+
+
+def test_in_python(tmp_path, weights):
+    settings = {**SETTINGS, "teacher.weights": weights, "budget.steps": 10}
+    made = dino_vit.pretrain(output=tmp_path / "run", **settings, verbose=False)
+    assert made.metrics()[-1]["prototypes"] is None
