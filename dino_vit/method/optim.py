@@ -190,8 +190,14 @@ def freeze_last_layer(last_layer: nn.Module) -> None:
 
 
 @torch.no_grad()
-def ema_update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
-    """Update the teacher's parameters: momentum * teacher + (1 - momentum) * student."""
+def ema_update(teacher: nn.Module, student: nn.Module, momentum: float, *, statistics: bool = False) -> None:
+    """Update the teacher's parameters: momentum * teacher + (1 - momentum) * student.
+
+    With `statistics` those of BatchNorm follow too, as they must where the teacher itself sees no image.
+    """
     teachers, students = dict(teacher.named_parameters()), dict(student.named_parameters())
     assert teachers.keys() == students.keys(), teachers.keys() ^ students.keys()
     torch._foreach_lerp_(list(teachers.values()), list(students.values()), 1 - momentum)
+    if statistics:
+        for ours, theirs in zip(teacher.buffers(), student.buffers(), strict=True):
+            ours.copy_(ours.lerp(theirs, 1 - momentum) if ours.is_floating_point() else theirs)

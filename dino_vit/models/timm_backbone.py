@@ -17,7 +17,7 @@ PREFIX = "timm:"  # of a name in the settings
 
 
 class TimmBackbone(Backbone):
-    """A model of timm without its classifier; its weights are drawn anew, or those of a file of timm's."""
+    """A model of timm without its classifier, its weights drawn anew."""
 
     def __init__(
         self,
@@ -27,14 +27,13 @@ class TimmBackbone(Backbone):
         channels: int = 3,
         drop_path: float = 0.0,
         num_classes: int = 0,
-        file: str | None = None,
     ) -> None:
-        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__", "file")}
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
         self.architecture: dict[str, Any] = arguments
         self.name, self.image_size, self.channels = name, height_width(image_size), channels
         self.depth, self.heads, self.registers = 1, 0, 0
-        self.model, self.arguments = _create(name, self.image_size, channels, drop_path, file)
+        self.model, self.arguments = _create(name, self.image_size, channels, drop_path)
         self._shapes: dict[Size, tuple[int, Size]] = {}
         self.width, grid = self._shapes_of(*self.image_size)
         self.has_patches = grid != (0, 0)
@@ -57,7 +56,11 @@ class TimmBackbone(Backbone):
                 f"{self.name}; leave it out"
             )
         if enable:
-            self.model.set_grad_checkpointing(True)
+            try:
+                self.model.set_grad_checkpointing(True)
+            except AssertionError as error:
+                text = f"model.checkpoint_blocks=true is nothing that {PREFIX}{self.name} can do"
+                raise ValueError(f"{text}: {error}") from error
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the pooled features (B, D)."""
@@ -108,6 +111,8 @@ class TimmBackbone(Backbone):
             return features if channels_last else rearrange(features, "b d y x -> b y x d")
         patches = features[:, getattr(self.model, "num_prefix_tokens", 0) :]
         rows = round(math.sqrt(patches.shape[1] * size[0] / size[1]))
+        if patches.shape[1] % max(rows, 1) or patches.shape[1] < 2:  # other tokens are among them
+            return features.new_empty(len(features), 0, 0, 0)
         return rearrange(patches, "b (y x) d -> b y x d", y=rows)
 
     def _check(self, images: Tensor) -> None:
@@ -158,9 +163,7 @@ class _Outputs(nn.Module):
         return features, self.model.forward_head(features, pre_logits=True)
 
 
-def _create(
-    name: str, size: Size, channels: int, drop_path: float, file: str | None
-) -> tuple[Any, dict[str, Any]]:
+def _create(name: str, size: Size, channels: int, drop_path: float) -> tuple[Any, dict[str, Any]]:
     """Build a model of timm for images of any size, where it can be; return the arguments of it too."""
     try:
         import timm
@@ -173,7 +176,6 @@ def _create(
         raise ValueError(f"timm {timm.__version__} has no model {name!r}; {advice}")
     fixed = {"model_name": name, "num_classes": 0, "in_chans": channels}
     wanted: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
-    wanted |= {"pretrained": True, "pretrained_cfg_overlay": {"file": file}} if file else {}
     faults = []
     # Most transformers are built for a size, some take others too; convolutions know of none.
     for sizes in ({"img_size": size, "dynamic_img_size": True}, {"img_size": size}, {}):
@@ -181,5 +183,5 @@ def _create(
             return timm.create_model(**fixed, **wanted, **sizes), {**fixed, **sizes}
         except TypeError as error:
             faults.append(str(error))
-    advice = "; set model.drop_path=0" if "drop_path_rate" in faults[-1] else ""
+    advice = "; set drop_path to 0" if "drop_path_rate" in faults[-1] else ""
     raise ValueError(f"{PREFIX}{name} cannot be built: {faults[-1]}{advice}")

@@ -135,7 +135,8 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     # After a skipped step too: the student is as it was, so the teacher moves towards it.
-    ema_update(state.teacher, student, rates.momentum)
+    frozen = state.objective.frozen is not None
+    ema_update(state.teacher, student, rates.momentum, statistics=frozen)
     state.objective.update()
 
     state.step += 1

@@ -26,7 +26,8 @@ from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
 from dino_vit.views.build import build_pixels, choose_workers
 from dino_vit.views.costs import Costs, faster_photometry, measure_costs
-from dino_vit.weights.heads import TrainedTeacher
+from dino_vit.views.preparation import preparation_of
+from dino_vit.weights.heads import HEADS, TrainedTeacher
 
 Measure = Callable[[PretrainConfig], float]  # of the seconds of a step
 
@@ -101,9 +102,10 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
 
 def _frozen_choices(config: PretrainConfig, frozen: TrainedTeacher) -> list[Choice]:
     """Take from a frozen teacher what its student must share; settings that the user gave must agree."""
-    origin, name = frozen.backbone.provenance, f"teacher.weights={config.teacher.weights}"
-    known = {f"data.{key}": getattr(origin, key) for key in ("bits", "range", "mean", "std")}
-    known |= {"data.channels": frozen.backbone.channels}
+    preparation, name = preparation_of(frozen.backbone), f"teacher.weights={config.teacher.weights}"
+    pixels = preparation.pixels
+    known: dict[str, object] = {"data.channels": pixels.channels, "data.bits": pixels.bits}
+    known |= {"data.range": pixels.range, "data.mean": preparation.mean, "data.std": preparation.std}
     has_patches = False
     if frozen.network is not None:
         theirs = PretrainConfig.model_validate(frozen.config, strict=False)  # JSON has no tuples
@@ -113,12 +115,12 @@ def _frozen_choices(config: PretrainConfig, frozen: TrainedTeacher) -> list[Choi
     if config.loss.patch_weight and not has_patches:
         raise ValueError(f"{name} has no head that learned masked patches; set loss.patch_weight=0")
     given = given_keys(config)
-    known = {key: value for key, value in known.items() if value is not None}
     wrong = [key for key, value in known.items() if key in given and get(config, key) not in (None, value)]
     if wrong:
         text = ", ".join(f"{key}={get(config, key)} (there {known[key]})" for key in wrong)
         raise ValueError(f"{text} does not match {name}; leave it out")
-    choices = [Choice(key, value, "as the teacher of teacher.weights has") for key, value in known.items()]
+    reason = "as the teacher of teacher.weights has"
+    choices = [Choice(key, value, reason) for key, value in known.items() if value != get(config, key)]
     if "model.drop_path" not in given:
         choices.append(Choice("model.drop_path", 0.0, "none where a frozen teacher is learned from"))
     return choices
@@ -260,7 +262,10 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
     if resumed.metadata.get("weights") != sampling_fingerprint(facts.weights):
         changes.append(f"the sampling weights have changed (data.weights={config.data.weights})")
     if resumed.metadata.get("frozen") != (facts.frozen and facts.frozen.sha256):
-        changes.append(f"the weights of teacher.weights={config.teacher.weights} have changed")
+        changes.append(
+            f"the weights of teacher.weights={config.teacher.weights} have changed (of a run that goes on, "
+            "give a checkpoint that is kept)"
+        )
     batch, per_pass = resumed.metadata["global_batch"], config.data.batch_size * facts.processes
     if batch % per_pass:
         changes.append(
@@ -285,13 +290,22 @@ def _check_resumable(config: PretrainConfig, facts: Facts, resumed: Checkpoint) 
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or run.resume=changed to resume anyway"
         )
-    parts, parts_before = ((bool(one.loss.patch_weight), one.head.shared) for one in (config, before))
-    if parts != parts_before:
+    _check_parts(config, facts, resumed, before)
+
+
+def _check_parts(config: PretrainConfig, facts: Facts, resumed: Checkpoint, before: PretrainConfig) -> None:
+    """Check that a run resumes with networks of the same parts."""
+    imitates = facts.frozen is not None and facts.frozen.network is None
+    patches = imitates and config.teacher.patch_weight > 0
+    imitated, patches_before = (f"student.{head}.linear.weight" in resumed.tensors for head in HEADS)
+    if (imitates, patches, bool(config.loss.patch_weight), config.head.shared) != (
+        *(imitated, patches_before),
+        *(bool(before.loss.patch_weight), before.head.shared),
+    ):
         raise ValueError(
             f"{config.output} holds a run whose networks have other parts: loss.patch_weight adds a mask "
-            "token, head.shared=false a head, and neither can come or go halfway. Start another run from its "
-            "weights: "
-            f"another output and init.weights={config.output}"
+            "token, head.shared=false a head, teacher.weights without heads others, and none can come or go "
+            f"halfway. Start another run from its weights: another output and init.weights={config.output}"
         )
 
 

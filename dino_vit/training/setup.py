@@ -64,7 +64,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
         architecture = resumed.metadata["architecture"]
     elif config.init:
         overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
-        overrides |= {"mask_token": True} if config.loss.patch_weight else {}
+        overrides |= {"mask_token": True} if _hides_patches(config) else {}
         trained = load_backbone(
             config.init.weights,
             network=config.init.network,
@@ -114,7 +114,11 @@ def _frozen_teacher(config: PretrainConfig) -> TrainedTeacher | None:
         return None
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
-    return open_teacher(weights)
+    found = open_teacher(weights)
+    if not all_equal(int(found.sha256[:12], 16)):
+        text = f"the processes read different weights from teacher.weights={weights}"
+        raise ValueError(f"{text}; give a checkpoint that is kept")
+    return found
 
 
 def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
@@ -151,7 +155,7 @@ def build_untrained(
         keywords["drop_path_schedule"] = config.model.drop_path_schedule
         rotary = keywords["positions"] == "rotary"
         keywords["rotary_rescale"] = config.model.rotary_rescale if rotary else None
-        keywords["mask_token"] = bool(config.loss.patch_weight)
+        keywords["mask_token"] = _hides_patches(config)
     patch_head = bool(config.loss.patch_weight) and not config.head.shared
     if imitated is not None:
         patch_head = imitated.has_patches and config.teacher.patch_weight > 0
@@ -162,6 +166,11 @@ def build_untrained(
         patch_head=patch_head,
         imitated=None if imitated is None else imitated.width,
     )
+
+
+def _hides_patches(config: PretrainConfig) -> bool:
+    """Tell whether the student has a mask token; that of a frozen teacher sees all patches."""
+    return bool(config.loss.patch_weight) and config.teacher.weights is None
 
 
 def _architecture(config: PretrainConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Load the teacher of a checkpoint with its projection heads and the centres of its outputs."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dino_vit.config.sections import Head
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from dino_vit.core.storage import StorageError
 from dino_vit.core.text import brief
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead
@@ -52,8 +54,9 @@ def open_teacher(source: str) -> TrainedTeacher:
     path, checkpoint = Path(source), None
     if not is_name(source) and path.is_dir():
         checkpoint = Checkpoints(path).newest()
-    elif not is_name(source) and path.parent.name == "checkpoints" and path.is_file():
-        checkpoint = read_checkpoint(path)
+    elif not is_name(source) and path.is_file() and path.suffix == ".safetensors":
+        with suppress(StorageError):  # of another library
+            checkpoint = read_checkpoint(path)
     if checkpoint is not None and has_heads(checkpoint):
         return load_teacher(checkpoint)
     return TrainedTeacher(load_backbone(source).requires_grad_(False))

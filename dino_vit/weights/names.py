@@ -51,7 +51,10 @@ def _of_timm(name: str) -> str:
         import timm
     except ImportError as error:
         raise WeightsError(f"{name} is found by timm: pip install 'dino-vit[timm]'") from error
-    known = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    try:
+        known = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    except RuntimeError:  # a tag that there is not
+        known = None
     if known is None or not known.hf_hub_id:
         wrong = "knows no weights of this name" if known is None else "has no file of it on the hub"
         advice = "timm.list_pretrained() names those that there are"

@@ -25,10 +25,11 @@ def is_timm(raw: RawWeights) -> bool:
 
 def load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
     """Return a model of timm with its weights; overrides are arguments of `TimmBackbone`."""
-    known = [name for name in signature(TimmBackbone).parameters if name not in ("name", "file")]
+    known = [name for name in signature(TimmBackbone).parameters if name != "name"]
     if unknown := [name for name in overrides if name not in known]:
-        text = f"{raw.source} is a model of timm, for which load_backbone() has no argument {unknown[0]!r}"
-        raise TypeError(f"{text}; there are {', '.join(known)}")
+        advice = "set loss.patch_weight=0" if unknown[0] == "mask_token" else f"there are {', '.join(known)}"
+        text = f"{raw.source} is a model of timm, which has no {unknown[0].replace('_', ' ')}"
+        raise WeightsError(f"{text}; {advice}")
     floats = {name: tensor for name, tensor in raw.tensors.items() if tensor.is_floating_point()}
     check_finite(floats, raw.source)
     try:
@@ -54,10 +55,29 @@ def _from_ours(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
 
 
 def _from_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
-    """Let timm read its own file: it knows older names, other channels and other sizes."""
+    """Load a file of a folder of timm, without its classifier; other channels get timm's first kernels."""
+    if arguments := raw.hub_config.get("model_args"):
+        text = f"{raw.source}: config.json has model_args ({', '.join(arguments)})"
+        raise WeightsError(f"{text}, which are not supported")
     stated = raw.hub_config.get("pretrained_cfg") or {}
-    arguments = {"image_size": tuple((stated.get("input_size") or (3, 224, 224))[1:]), **overrides}
-    return LoadedTimmBackbone(name=raw.hub_config["architecture"], file=raw.path, **arguments)
+    channels, *size = stated.get("input_size") or (3, 224, 224)
+    model = LoadedTimmBackbone(
+        **{"name": raw.hub_config["architecture"], "image_size": size, "channels": channels, **overrides}
+    )
+    known = model.model.pretrained_cfg
+    classifiers = tuple(f"{name}." for name in _names(known.get("classifier")))
+    tensors = {name: tensor for name, tensor in raw.tensors.items() if not name.startswith(classifiers)}
+    if model.channels != channels:
+        from timm.models import adapt_input_conv
+
+        for name in (f"{conv}.weight" for conv in _names(known.get("first_conv"))):
+            tensors[name] = adapt_input_conv(model.channels, tensors[name].float())
+    model.load_state_dict({f"model.{name}": tensor for name, tensor in tensors.items()})
+    return model
+
+
+def _names(found: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (found,) if isinstance(found, str) else tuple(found or ())
 
 
 def timm_tensors(model: TimmBackbone) -> dict[str, Tensor]:

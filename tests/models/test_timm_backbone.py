@@ -53,10 +53,12 @@ def test_patches_are_the_feature_map_row_by_row(name, stride):
 
 
 @torch.no_grad()
-def test_features_made_after_pooling_have_no_patches():
-    ours = backbone("mobilenetv3_small_050")
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "pit_ti_224"])
+def test_features_that_are_no_map_are_no_patches(name):
+    """Of the first they are made after pooling, of the second they are the CLS token."""
+    ours = backbone(name, image_size=224)
     assert not ours.has_patches
-    assert ours.forward_features(IMAGES[0]).shape == (2, 1, ours.width)
+    assert ours.forward_features(torch.zeros(2, 3, 224, 224)).shape == (2, 1, ours.width)
 
 
 def test_images_that_a_model_does_not_take_are_refused():
@@ -71,7 +73,7 @@ def test_images_that_a_model_does_not_take_are_refused():
 def test_a_model_that_cannot_be_built_is_said():
     with pytest.raises(ValueError, match="has no model 'convnext_tinny'; did you mean convnext_tiny"):
         backbone("convnext_tinny")
-    with pytest.raises(ValueError, match=r"vgg11 cannot be built: .*drop_path_rate.*; set model.drop_path=0"):
+    with pytest.raises(ValueError, match=r"vgg11 cannot be built: .*drop_path_rate.*; set drop_path to 0"):
         backbone("vgg11", drop_path=0.1)
     with pytest.raises(ValueError, match="only the last features are taken"):
         backbone("test_vit").get_intermediate_layers(IMAGES[0], 4)
@@ -106,6 +108,8 @@ def test_recomputation_changes_no_gradient_and_is_refused_with_batch_norm():
         assert_close(ours, theirs)
     with pytest.raises(ValueError, match="count each batch twice in the BatchNorm of timm:test_resnet"):
         backbone("test_resnet").checkpoint_blocks = True
+    with pytest.raises(ValueError, match="nothing that timm:convit_tiny can do: gradient checkpointing not"):
+        backbone("convit_tiny").checkpoint_blocks = True
 
 
 def through(network, images):

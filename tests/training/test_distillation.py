@@ -80,8 +80,36 @@ def test_a_run_resumes_exactly(tmp_path, wide, more):
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
 
 
-def test_two_processes_follow_one(tmp_path, wide):
-    settings = pupil(wide, **{"budget.steps": 6, "optim.name": "sgd"})
+def test_the_average_has_the_statistics_of_the_student(tmp_path, wide):
+    """It sees no image itself: in the head, and in a backbone of timm."""
+    of_timm = {
+        "model.arch": "timm:test_resnet",
+        "model.width": "null",
+        "model.depth": "null",
+        "model.heads": "null",
+    }
+    of_timm |= {"model.patch_size": 16, "views.global_size": 64, "views.local_size": 32}
+    settings = pupil(
+        wide, **of_timm, **{"head.batch_norm": "true", "teacher.momentum": 0.5, "budget.steps": 10}
+    )
+    state = trained(tmp_path / "run", settings)
+    ours, theirs = dict(state.teacher.named_buffers()), dict(state.student.named_buffers())
+    assert len(ours) > 20
+    for name, statistic in theirs.items():
+        if name.endswith("running_mean"):
+            assert statistic.abs().max() > 0
+            assert (ours[name] - statistic).norm() < 0.5 * statistic.norm(), name
+        elif name.endswith("num_batches_tracked"):
+            assert ours[name] == statistic > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"loss.patch_weight": 1}], ids=len)
+def test_two_processes_follow_one(tmp_path, wide, more):
+    if more:
+        wide = tmp_path / "teacher"
+        run(wide, {**WIDE, **PATCHES, "head.prototypes": 128})
+        more = {**PATCHES, "views.global_size": 48}
+    settings = pupil(wide, **{"budget.steps": 6, "optim.name": "sgd"}, **more)
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})
     run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
     losses = [torch.tensor([line["loss"] for line in readings(tmp_path / name)]) for name in ("run", "alone")]
@@ -95,8 +123,7 @@ def test_masked_patches_are_learned_without_hiding_them(tmp_path):
     assert not state.config.head.shared
     assert "patch_loss.center" in tensors(tmp_path / "run", 10)
     assert state.objective.patch_center is not None
-    # What the student sees does not depend on the mask token, which so has no gradient.
-    assert torch.equal(state.student.backbone.mask_token, torch.zeros(1, 32))
+    assert state.student.backbone.mask_token is None
     said = run(tmp_path / "other", {**settings, "model.patch_size": 4}, code=2)
     assert "sees 6 × 6 patches of a global view where the student sees 12 × 12; use the same model.pa" in said
 
@@ -128,6 +155,32 @@ def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
 )
 def test_what_cannot_be_learned_is_refused(tmp_path, wide, change, said):
     assert said in run(tmp_path / "run", {**pupil(wide), **change}, code=2)
+
+
+def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
+    """A checkpoint anywhere has heads; a file of another library in a folder `checkpoints` has none."""
+    path = tmp_path / "elsewhere.safetensors"
+    path.write_bytes(Checkpoints(wide).paths()[-1].read_bytes())
+    assert opened(tmp_path / "a", pupil(path)).state.objective.prototypes == 128
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("timm.pth", "timm.safetensors"):
+        dino_vit.export_backbone(dino_vit.load_backbone(wide), tmp_path / "checkpoints" / name, "timm")
+        assert (
+            opened(tmp_path / name, pupil(tmp_path / "checkpoints" / name)).state.objective.prototypes is None
+        )
+
+
+def test_pixels_are_scaled_as_the_teacher_has_them(tmp_path, wide):
+    said = run(tmp_path / "run", pupil(wide, **{"data.range": "[50,100]"}), code=2)
+    assert "data.range=(50.0, 100.0) (there None) does not match teacher.weights=" in said
+
+
+def test_a_teacher_without_heads_does_not_come_halfway(tmp_path, wide):
+    run(tmp_path / "run", {"budget.steps": 10})
+    dino_vit.save_backbone(dino_vit.load_backbone(wide), tmp_path / "alone.safetensors")
+    settings = {"teacher.weights": tmp_path / "alone.safetensors", "run.resume": "changed"}
+    said = run(tmp_path / "run", settings, code=2)
+    assert "holds a run whose networks have other parts" in said
 
 
 def test_a_run_does_not_learn_from_itself_nor_from_a_teacher_that_has_changed(tmp_path, wide):

@@ -56,9 +56,11 @@ def test_a_classifier_is_kept_on_request(tmp_path):
 def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
     saved(tmp_path)
     with pytest.raises(
-        TypeError, match=r"a model of timm, for which load_backbone.* has no argument 'heads'"
+        WeightsError, match="a model of timm, which has no heads; there are image_size, channels"
     ):
         dino_vit.load_backbone(tmp_path / "a.safetensors", heads=3)
+    with pytest.raises(WeightsError, match=r"which has no mask token; set loss\.patch_weight=0"):
+        dino_vit.load_backbone(tmp_path / "a.safetensors", mask_token=True)
     model = TimmBackbone(name="test_convnext", image_size=64)
     model.architecture["name"] = "test_resnet"
     dino_vit.save_backbone(model, tmp_path / "b.safetensors", **STATISTICS)
@@ -106,6 +108,49 @@ def test_other_formats_are_refused_and_graphs_are_written(tmp_path):
         )
     written = dino_vit.export(tmp_path / "a.safetensors", out=tmp_path / "a.pt2", format="pt2", verbose=False)
     assert written.path.exists()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as timm's models have on the hub."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet").eval()
+    found = tmp_path / "hub"
+    found.mkdir()
+
+    def write(tensors=None, **changes):
+        config = {"architecture": "test_resnet", "num_classes": 1000, **changes}
+        config["pretrained_cfg"] = {"input_size": [3, 64, 64], "mean": [0.5] * 3, "std": [0.2] * 3}
+        (found / "config.json").write_text(json.dumps(config))
+        save_file(model.state_dict() if tensors is None else tensors, found / "model.safetensors")
+        return found
+
+    return model, write
+
+
+@torch.no_grad()
+def test_a_folder_of_timm_loads_strictly(folder):
+    model, write = folder
+    loaded = dino_vit.load_backbone(write())
+    model.reset_classifier(0)
+    assert_close(loaded(IMAGES), model(IMAGES))
+    tensors = dict(model.state_dict())
+    lacking = {name: tensor for name, tensor in tensors.items() if not name.startswith("layer3")}
+    for wrong in (lacking, {**tensors, "extra.weight": torch.ones(3)}, {"foo": torch.ones(3)}):
+        with pytest.raises(WeightsError, match="does not fit the model that it names"):
+            dino_vit.load_backbone(write(wrong))
+    with pytest.raises(WeightsError, match=r"has model_args \(global_pool\), which are not supp"):
+        dino_vit.load_backbone(write(model_args={"global_pool": "max"}))
+
+
+@torch.no_grad()
+def test_other_channels_get_the_first_kernels_of_timm(folder):
+    _, write = folder
+    images = torch.randn(2, 5, 64, 64, generator=torch.Generator().manual_seed(0))
+    arguments = {"pretrained": True, "num_classes": 0, "in_chans": 5}
+    overlay = {"file": str(write() / "model.safetensors")}
+    theirs = timm.create_model("test_resnet", pretrained_cfg_overlay=overlay, **arguments).eval()
+    assert_close(dino_vit.load_backbone(write(), channels=5)(images), theirs(images))
 
 
 @pytest.fixture
@@ -178,9 +223,10 @@ def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache, name, kind):
 
 
 def test_names_that_lead_nowhere_are_said(cache):
-    names = "hf:facebook/dinov2-small", "timm:test_convnet", "hf:no such name/at all"
-    absent, unknown, invalid = embedded(cache[1], *names)
+    names = "hf:facebook/dinov2-small", "timm:test_convnet", "hf:no such name/at all", "timm:test_vit.none"
+    absent, unknown, invalid, tag = embedded(cache[1], *names)
     assert "hf:facebook/dinov2-small could not be fetched, and the hub's cache does not have it" in absent
     assert "run `hf download facebook/dinov2-small`, and give the folder that it prints" in absent
     assert "knows no weights of this name; timm.list_pretrained() names those that there are" in unknown
     assert "could not be fetched" in invalid
+    assert "knows no weights of this name" in tag
