@@ -22,7 +22,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
             f"--{name.replace('_', '-')}",
             nargs="+" if info.takes_list else None,
             metavar=f"{{{','.join(info.choices)}}}" if info.choices else name.upper(),
-            help=info.doc + (f" (default: {info.default})" if info.default else ""),
+            help=info.doc + (f" (default: {info.default})" if info.default and not info.required else ""),
         )
     for switch, name in cls.switches.items():
         parser.add_argument(f"--{switch}", dest=name, action="store_true", help=known.pop(name).doc)

@@ -99,3 +99,19 @@ def test_help_lists_every_setting(cls: type[Settings], capsys: pytest.CaptureFix
         option = key in cls.options or key in cls.switches.values()
         assert f"{key}=" in shown or option
         assert info.doc in shown
+
+
+class Order(Settings):
+    """An order."""
+
+    cake: str = Field(description="which")
+    slices: Count = setting(2, "how many")
+    options: ClassVar = ("cake", "slices")
+
+
+def test_help_shows_the_defaults_that_there_are(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parser(Order).parse_args(["cake", "--help"])
+    said = capsys.readouterr().out
+    assert "how many (default: 2)" in said
+    assert "Undefined" not in said
