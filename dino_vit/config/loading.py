@@ -5,7 +5,7 @@ All mistakes are reported together, each with its origin, what is allowed and th
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dino_vit.config.yaml import Entry
 from dino_vit.core.text import brief
 
 _Layer = dict[str, Entry]  # by dotted key
+AS_NEAR = 0.05  # of two names that may both be meant
 LARGEST_FILE = 1_000_000
 
 
@@ -139,9 +140,15 @@ def nearest(typed: str, cls: type[Settings]) -> list[str]:
     typed = typed.strip("-").replace("-", "_")
     last = typed.rpartition(".")[2]
     for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.75), (last, 0.75)):
-        if match := get_close_matches(text, keys_by_name, n=1, cutoff=cutoff):
-            return keys_by_name[match[0]][:3]
+        if found := get_close_matches(text, keys_by_name, n=2, cutoff=cutoff):
+            near = [name for name in found if _likeness(text, name) > _likeness(text, found[0]) - AS_NEAR]
+            keys = dict.fromkeys(key for name in near for key in keys_by_name[name])
+            return sorted(keys, key=lambda key: -_likeness(typed, key))[:4]
     return [key for key in settings_of(cls) if len(last) > 3 and last in key][:3]
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
 
 
 def _hint(cls: type[Settings], text: str) -> str:

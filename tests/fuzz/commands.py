@@ -15,7 +15,7 @@ from safetensors.torch import save
 from dino_vit.cli import COMMANDS, config_class, main
 from dino_vit.config.settings import settings_of
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights.exporting.export import save_backbone
+from dino_vit.weights import save_backbone
 from tests.fuzz import damage
 from tests.support.runs import arguments
 

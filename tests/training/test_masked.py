@@ -77,7 +77,7 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
             center = state.objective.patch_center.center
             theirs = softmaxes(tokens[1][view, 1 + places], heads[1][1], temperatures[1], center).exp()
             patch = patch - (theirs * mine).sum(1).mean() / 16
-    assert_close(out.cross_entropy, cls, atol=1e-5, rtol=1e-5)
+    assert_close(out.cls, cls, atol=1e-5, rtol=1e-5)
     assert_close(out.patch, patch, atol=1e-5, rtol=1e-5)
     assert_close(out.loss, cls + 0.7 * patch, atol=1e-5, rtol=1e-5)
     (cls + 0.7 * patch).backward()
@@ -207,7 +207,7 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     ours, theirs = F.normalize(ours, dim=2), F.normalize(theirs.flatten(2).mT, dim=2)
     gram = ((ours @ ours.mT - theirs @ theirs.mT) ** 2).mean()
     assert_close(out.gram, gram)
-    parts = out.cross_entropy + (0 if out.patch is None else out.patch)
+    parts = out.cls + (0 if out.patch is None else out.patch)
     assert_close(out.loss, parts + 2 * gram)
     run(tmp_path / "run", settings)
     found = [line["gram"] for line in readings(tmp_path / "run")]
@@ -229,7 +229,7 @@ def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size
         outs.append(state.objective(*networks, seen, batch.masks, images=8, teacher_temperature=0.04))
     reduced = F.interpolate(views[1], size=48, mode="bicubic", antialias=True)
     assert (reduced - views[0]).abs().mean() < 0.05  # a solarised or clamped pixel may differ more
-    assert_close(outs[1].cross_entropy, outs[0].cross_entropy, atol=1e-2, rtol=0)
+    assert_close(outs[1].cls, outs[0].cls, atol=1e-2, rtol=0)
 
 
 def test_the_run_itself_is_no_earlier_teacher(tmp_path):

@@ -88,8 +88,8 @@ DAMAGED = [
     *(b"\0\0\0\n", b"[]\n", b"\xff\n", b"\n", b"[" * 10**5 + b"\n"),
     *(to_json({**WHOLE, **change}) + b"\n" for change in [{"step": "3"}, {"step": -1}, {"step": None}]),
     *(to_json({**WHOLE, **change}) + b"\n" for change in [{"loss": "low"}, {"loss": []}, {"epoch": None}]),
-    *(to_json({**WHOLE, "prototypes": number}) + b"\n" for number in (0, 2.5, 10**400, None)),
-    *(to_json({k: v for k, v in WHOLE.items() if k != name}) + b"\n" for name in ("step", "rows", "loss")),
+    *(to_json({**WHOLE, "prototypes": number}) + b"\n" for number in (0, 2.5, 10**400)),
+    *(to_json({k: v for k, v in WHOLE.items() if k != name}) + b"\n" for name in ("step", "epoch", "loss")),
 ]
 
 
