@@ -134,6 +134,7 @@ def test_a_live_page_shows_the_news(browser, folder):
         assert browser.execute_script("return window.kept"), "the page was loaded again"
         button = browser.find_element(By.CSS_SELECTOR, "#news button")
         assert "Pictures of step 20 are ready" in text_of(browser, "#news")
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", button)
         button.click()
         WebDriverWait(browser, 30).until(lambda b: "drawn" in text_of(b, ".top"))
         assert json.loads(browser.execute_script("return document.getElementById('data').textContent"))[

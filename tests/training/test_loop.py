@@ -239,7 +239,7 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_alone(tmp_path, monk
 
 
 def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
-    def spoil(teacher, *_):
+    def spoil(teacher, *_, **__):
         teacher.backbone.cls_token.fill_(math.inf)
 
     monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
