@@ -17,7 +17,7 @@ PREFIX = "timm:"  # of a name in the settings
 
 
 class TimmBackbone(Backbone):
-    """A model of timm without its classifier, its weights drawn anew."""
+    """A randomly initialised model of timm, without its classifier."""
 
     def __init__(
         self,

@@ -57,24 +57,11 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
     weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
     resumed = _find_checkpoint(checkpoints, config)
-    trained: Backbone | None = None
-    architecture: Mapping[str, Any] | None = None
     # A run that resumes has its weights in the checkpoint; the file it started from may be gone.
+    trained = None if resumed else _trained_backbone(config)
+    architecture: Mapping[str, Any] | None = trained.architecture if trained else None
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
-    elif config.init:
-        overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
-        overrides |= {"mask_token": True} if _hides_patches(config) else {}
-        trained = load_backbone(
-            config.init.weights,
-            network=config.init.network,
-            format=config.init.format,
-            trained_size=config.init.trained_size,
-            image_size=config.views.global_shape,
-            channels=config.data.channels,
-            **overrides,
-        )
-        architecture = trained.architecture
     frozen = _frozen_teacher(config)
     facts = Facts(
         frozen=frozen,
@@ -105,6 +92,23 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
         use = describe_use(source, splits, config.data.source)
         notes.append(f"{use}; the run learns from all of them, without labels")
     return ReadyRun(state, choices, notes, resumed.path if resumed else None)
+
+
+def _trained_backbone(config: PretrainConfig) -> Backbone | None:
+    """Load the weights that `init` starts from."""
+    if config.init is None:
+        return None
+    overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+    overrides |= {"mask_token": True} if _hides_patches(config) else {}
+    return load_backbone(
+        config.init.weights,
+        network=config.init.network,
+        format=config.init.format,
+        trained_size=config.init.trained_size,
+        image_size=config.views.global_shape,
+        channels=config.data.channels,
+        **overrides,
+    )
 
 
 def _frozen_teacher(config: PretrainConfig) -> TrainedTeacher | None:
@@ -225,15 +229,6 @@ def _build_state(
         seed=config.seed,
         autocast=DTYPES[precision] if precision != "no" else None,
     )
-    earlier = _earlier_teacher(config, student.backbone)
-    frozen = facts.frozen and (facts.frozen.network or facts.frozen.backbone)
-    grid = student.backbone.grid_of(*config.views.global_shape)
-    objective = Objective(config, device, grid=grid, earlier=earlier, frozen=frozen)
-    if facts.frozen:
-        _check_frozen(config, facts.frozen.backbone, student.backbone)
-        for name, center in facts.frozen.centers.items():
-            if (ours := objective.modules().get(name.removesuffix(".center"))) is not None:
-                ours.center.copy_(center)
     return TrainingState(
         config=config,
         plan=plan,
@@ -246,7 +241,7 @@ def _build_state(
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
         wrapped=accelerator.prepare_model(student) if processes > 1 else student,
         teacher=teacher,
-        objective=objective,
+        objective=_build_objective(config, facts, student.backbone),
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
@@ -254,6 +249,23 @@ def _build_state(
         frozen_sha256=facts.frozen and facts.frozen.sha256,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
+
+
+def _build_objective(config: PretrainConfig, facts: Facts, student: Backbone) -> Objective:
+    """Build the objective with the networks that it compares the student with, beside its average."""
+    objective = Objective(
+        config,
+        facts.device,
+        grid=student.grid_of(*config.views.global_shape),
+        earlier=_earlier_teacher(config, student),
+        frozen=facts.frozen and (facts.frozen.network or facts.frozen.backbone),
+    )
+    if facts.frozen:
+        _check_frozen(config, facts.frozen.backbone, student)
+        for name, center in facts.frozen.centers.items():
+            if (ours := objective.modules().get(name.removesuffix(".center"))) is not None:
+                ours.center.copy_(center)
+    return objective
 
 
 def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
