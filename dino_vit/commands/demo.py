@@ -1,9 +1,10 @@
-"""`dino-vit demo`: pretrain a small transformer in minutes, and show what it learned."""
+"""`dino-vit demo`: pretrain two small transformers in minutes, and show what they learned."""
 
 import json
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,41 +29,49 @@ from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
 
-# Without native bf16 training takes twice as long or more; then it takes the steps that fit into this time.
-SECONDS, MIN_STEPS = 240.0, 400
+# Without native bf16 training takes twice as long or more; then it takes the steps that fit into these times.
+SECONDS, MIN_STEPS = {"textures": 150.0, "scenes": 90.0}, 100
+PICTURES = "synthetic:scenes:100:192"  # twice as large as the views, so patches are small beside the regions
 PENALTIES = tuple(10.0**power for power in range(-4, 3))  # C of the logistic regressions
 
 
 class DemoConfig(Settings):
-    """Pretrain a small network on generated images, and show what it learned."""
+    """Pretrain small networks on generated images, and show what they learned."""
 
-    output: str = setting("runs/demo", "folder of the run; a second call resumes it, or reuses its results")
+    output: str = setting("runs/demo", "folder of the runs; a second call resumes them or reuses results")
     seed: Seed = setting(0, "seed of every random number")
-    steps: Count | None = setting(None, "optimiser steps; null: 1,400, or those of 4 minutes without bf16")
+    steps: Count | None = setting(None, "optimiser steps of each run; null: 4 minutes of both on two cores")
     images: Count = setting(5000, "number of images for the linear probe")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult(Result):
-    """Where the run is, and what it learned."""
+    """Where the runs are, and what was learned."""
 
     folder: Path
     figures: dict[str, dict[str, float]]  # accuracies in per cent, by evaluation and network
 
 
 def run(config: DemoConfig) -> DemoResult:
-    """Pretrain, evaluate, draw attention maps and write a report, reusing what is up to date."""
-    settings = recipe(config)
-    pretrain(settings)
-    folder = Path(settings.output)
-    weights, maps, page = Checkpoints(folder).paths()[-1], folder / "attention", folder / "report.html"
-    results = folder / "demo.json"
+    """Pretrain, evaluate, draw attention maps and write a report, reusing what is up to date.
+
+    Textures have classes, so accuracies say what was learned of them; scenes have regions, which one can see.
+    """
+    textures, scenes = (recipe(config, name) for name in ("textures", "scenes"))
+    folder = Path(textures.output)
+    pretrain(textures)
+    log.info("the same for scenes, whose attention is worth looking at:")
+    pretrain(scenes)
+    weights, seeing = (Checkpoints(Path(run.output)).paths()[-1] for run in (textures, scenes))
+    results, maps, page = folder / "demo.json", folder / "attention", folder / "report.html"
     # Decided before any process writes one of them.
-    outdated = [path for path in (results, maps, page) if any_process(is_outdated(path, weights))]
+    made_of = {results: weights, maps: seeing, page: weights}
+    outdated = [path for path, source in made_of.items() if any_process(is_outdated(path, source))]
     if results in outdated:
-        write_results(results, evaluate(settings, weights, config.images))
+        write_results(results, evaluate(folder, weights, config.images))
     if maps in outdated:
-        attention.run(load(attention.AttentionConfig, None, [f"weights={folder}", f"output={maps}"]))
+        settings = [f"weights={seeing}", f"source={PICTURES}", f"output={maps}"]
+        attention.run(load(attention.AttentionConfig, None, settings))
     if page in outdated:
         report.run(load(report.ReportConfig, None, [f"run={folder}"]))
     figures = json.loads(results.read_bytes())
@@ -81,11 +90,12 @@ def is_outdated(path: Path, weights: Path) -> bool:
     return not path.exists() or path.stat().st_mtime < weights.stat().st_mtime
 
 
-def recipe(config: DemoConfig) -> PretrainConfig:
-    """Return the settings of the demo's pretraining."""
-    started = Path(config.output) / "config.yaml"
-    with as_file(files("dino_vit.commands") / "demo.yaml") as path:
-        settings = load(PretrainConfig, path, [f"output={config.output}", f"seed={config.seed}"])
+def recipe(config: DemoConfig, name: Literal["textures", "scenes"]) -> PretrainConfig:
+    """Return the settings of a pretraining; that of scenes has its folder in the other's."""
+    output = Path(config.output, *([name] if name == "scenes" else []))
+    started = output / "config.yaml"
+    with as_file(files("dino_vit.commands") / f"demo_{name}.yaml") as path:
+        settings = load(PretrainConfig, path, [f"output={output}", f"seed={config.seed}"])
     has_bf16 = choose_precision("auto", torch.device("cpu")) == "bf16"
     if config.steps is not None:
         steps: int | None = config.steps
@@ -95,16 +105,17 @@ def recipe(config: DemoConfig) -> PretrainConfig:
         return settings
     else:
         wanted, seconds = settings.budget.steps or 0, seconds_per_step(settings)
-        steps = min(wanted, max(MIN_STEPS, int(SECONDS / seconds)))
+        steps = min(wanted, max(MIN_STEPS, int(SECONDS[name] / seconds)))
         text = "no native bf16 on this machine: taking %d of %d steps at %.0f ms each"
         log.info(text, steps, wanted, 1e3 * seconds)
     return replace(settings, {"budget.steps": steps})
 
 
-def evaluate(config: PretrainConfig, weights: Path, images: int) -> dict[str, dict[str, float]]:
+def evaluate(run: Path, weights: Path, images: int) -> dict[str, dict[str, float]]:
     """Return the accuracies of the untrained network, the trained one and raw pixels, in percent."""
-    record = read_run(Path(config.output))
-    source, preparation = open_source(config.data.source), build_preparation(record.config)
+    record = read_run(run)
+    config = record.config
+    source, preparation = open_source(config.data.source), build_preparation(config)
     indices = random_indices(source, config.seed)[:images]
     log.info("training linear probes on %d images ...", len(indices))
     networks = {"untrained": build_untrained(config)[1].backbone, "trained": load_backbone(weights)}

@@ -24,12 +24,21 @@ from tests.support.runs import arguments
 def small(monkeypatch):
     """Have the demo run the tests' own settings, which take a second."""
 
-    def recipe(config):
+    def recipe(config, name):
         settings = {"data.source": "synthetic:240:32", "run.eval_every": 1, "optim.warmup_epochs": 0.1}
         settings |= {"optim.freeze_last_layer_epochs": 0, "seed": config.seed}
-        return load(PretrainConfig, None, arguments(config.output, settings)[1:])
+        output = config.output
+        if name == "scenes":
+            settings |= {
+                "data.source": "synthetic:scenes:64:32",
+                "run.eval_every": "null",
+                "loss.patch_weight": 1,
+            }
+            output += "/scenes"
+        return load(PretrainConfig, None, arguments(output, settings)[1:])
 
     monkeypatch.setattr(demo, "recipe", recipe)
+    monkeypatch.setattr(demo, "PICTURES", "synthetic:scenes:5:64")
 
 
 def times(folder):
@@ -50,13 +59,14 @@ def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, caps
     assert figures["k-NN"]["untrained"] == baseline["knn"]
     assert figures["k-NN"]["trained"] == read_records(tmp_path / "run" / "metrics.jsonl", READING)[-1].knn
     assert str(tmp_path / "run" / "report.html") in output
-    assert list((tmp_path / "run" / "attention").glob("*.png"))
+    assert len(list((tmp_path / "run" / "attention").glob("sheet-*.png"))) == 1
+    assert load_backbone(tmp_path / "run" / "scenes").mask_token is not None  # it has learned of patches
     before = times(tmp_path / "run")
     assert main(command) == 0
     assert all(line in output for line in capsys.readouterr().out.splitlines())
     assert times(tmp_path / "run") == before
 
-    config = demo.recipe(demo.DemoConfig(output=str(tmp_path / "run"), seed=5))
+    config = demo.recipe(demo.DemoConfig(output=str(tmp_path / "run"), seed=5), "textures")
     source, preparation = (
         SyntheticSource(length=240, size=32),
         preparation_of(load_backbone(tmp_path / "run")),
@@ -67,23 +77,26 @@ def test_the_demo_shows_what_it_learned_and_then_reuses_it(tmp_path, small, caps
     assert found.rankme == pytest.approx(baseline["rankme"], rel=1e-5)
 
 
-def test_the_recipe_comes_with_the_package():
-    config = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3))
+def test_the_recipes_come_with_the_package():
+    config = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3), "textures")
     assert (config.output, config.seed, config.data.source) == ("elsewhere", 3, "synthetic")
     assert config.run.eval_every is not None
-    assert demo.recipe(demo.DemoConfig(steps=777)).budget.steps == 777
+    scenes = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3), "scenes")
+    assert (scenes.output, scenes.seed, scenes.loss.patch_weight) == ("elsewhere/scenes", 3, 1)
+    for name in ("textures", "scenes"):
+        assert demo.recipe(demo.DemoConfig(steps=777), name).budget.steps == 777
 
 
 def test_without_native_bf16_it_is_bounded_in_time_and_keeps_to_that(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "choose_precision", lambda *_: "no")
     config = demo.DemoConfig(output=str(tmp_path))
-    for seconds, steps in ((0.01, 400), (1e6, 1400)):
-        monkeypatch.setattr(demo, "SECONDS", seconds)
-        assert demo.recipe(config).budget.steps == steps
+    for seconds, steps in ((0.01, 100), (1e6, 900)):
+        monkeypatch.setattr(demo, "SECONDS", {"textures": seconds})
+        assert demo.recipe(config, "textures").budget.steps == steps
     begun = load(PretrainConfig, None, ["budget.steps=567"])
     (tmp_path / "config.yaml").write_text(to_yaml(begun))
-    assert demo.recipe(config).budget.steps == 567
-    assert demo.recipe(config.model_copy(update={"steps": 777})).budget.steps == 777
+    assert demo.recipe(config, "textures").budget.steps == 567
+    assert demo.recipe(config.model_copy(update={"steps": 777}), "textures").budget.steps == 777
 
 
 def test_results_of_older_weights_are_outdated(tmp_path):
