@@ -166,12 +166,12 @@ def _cpu_peak(build: Callable[..., Work], arguments: Sequence[object], threads: 
     if not CLEAR_REFS.exists():
         return None
     CLEAR_REFS.write_text("5")  # the peak starts again from what is resident now
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     work()
-    return (_resident("VmHWM") - before) / 2**10
+    return (resident("VmHWM") - before) / 2**10
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))  # kB
 

@@ -302,6 +302,11 @@ class Run(Settings):
     one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     compile: bool = setting(False, "compile the networks with torch.compile")
+    sharded: bool = setting(
+        False,
+        "share weights, their averages and the optimiser's state among processes (FSDP)",
+        resumable=True,
+    )
     log_every: Count = setting(50, "steps between log lines", resumable=True)
     eval_every: Positive | None = setting(
         10.0, "epochs between online evaluations, such as 0.5; null: never", resumable=True

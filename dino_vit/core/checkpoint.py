@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.core import log
+from dino_vit.core.distributed import copy_whole
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
 
 NAME = re.compile(r"step-\d{8,}\.safetensors")
@@ -132,4 +133,4 @@ def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer:
         raise StorageError(f"{checkpoint.path} is of another network or optimiser: {'; '.join(shown)}{more}")
     # Nothing was changed so far: a checkpoint that does not fit leaves everything as it is.
     for name, target in targets.items():
-        target.copy_(found[name])
+        copy_whole(target, found[name])

@@ -1,13 +1,13 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 Items = TypeVar("Items", bound=Sequence[Any])
 
@@ -146,6 +146,45 @@ def all_equal(number: int) -> bool:
 def wait_for_all() -> None:
     """Block until all processes have made this call."""
     any_process(False)
+
+
+def shard(
+    network: nn.Module, parts: Iterable[nn.Module], methods: Sequence[str], device: torch.device
+) -> None:
+    """Leave each process on its device a share of a network's parameters, by PyTorch's FSDP.
+
+    They are gathered for a pass, which is a call of the network's `forward` or of one of its `methods`: those
+    of a part while it is in use, the others from beginning to end.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    # Those of a student are needed again in the backward pass, right after the forward pass.
+    learns = any(parameter.requires_grad for parameter in network.parameters())
+    for part in parts:
+        fully_shard(part, mesh=mesh)
+    fully_shard(network, mesh=mesh, reshard_after_forward=not learns)
+    for name in methods:
+        register_fsdp_forward_method(network, name)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of which each process may hold a shard; all processes must make the call."""
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+@torch.no_grad()
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor into one of which each process may hold a shard."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(target, DTensor)
+        mesh, placements = target.device_mesh, target.placements
+        source = distribute_tensor(source.to(target.device), mesh, placements, src_data_rank=None)
+    target.copy_(source)
 
 
 def lost_process(error: BaseException) -> bool:

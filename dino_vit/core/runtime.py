@@ -62,6 +62,11 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     return accelerator
 
 
+def launched_for_shards() -> bool:
+    """Tell whether Accelerate's launcher was told to use FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
+
+
 def cores_of_a_process(processes: int) -> int:
     """Return the number of cores for each process on this machine, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

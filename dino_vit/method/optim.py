@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dino_vit.core.distributed import all_reduce_mean
+from dino_vit.core.distributed import all_reduce_mean, whole
 from dino_vit.models.backbone import Backbone
 
 ParameterGroup = dict[str, Any]  # params: list, decay_scale: float, lr_scale: float
@@ -162,7 +162,7 @@ def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) 
     """
     per_module = [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
     gradients = [gradient for part in per_module for gradient in part]
-    norms = torch.stack(torch._foreach_norm(gradients))
+    norms = whole(torch.stack(torch._foreach_norm(gradients)))
     total: Tensor = torch.linalg.vector_norm(norms)
     if mode == "module":
         parts = torch.split(norms, [len(part) for part in per_module])

@@ -3,8 +3,8 @@
 v views (global ones first), b images
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
 Head = DINOHead | FeatureHead
+T = TypeVar("T")
 
 
 class Projection(NamedTuple):
@@ -99,6 +100,10 @@ class Network(nn.Module):
             assert isinstance(self.backbone, VisionTransformer)
             cls, patches = self.backbone.forward_masked(views[0], hidden, places)
         return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), patches, tokens
+
+    def use(self, work: Callable[[Backbone], T]) -> T:
+        """Call a function with the backbone; where processes share the weights, they are whole meanwhile."""
+        return work(self.backbone)
 
     @property
     def heads(self) -> list[Head]:

@@ -146,8 +146,8 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: bool) -> Tensor:
     """Add the gradients of one forward pass to the student's; return its part of the loss of CLS tokens."""
     accumulate = state.config.optim.accumulate
-    # Processes exchange gradients once per step, in its last pass.
-    with contextlib.nullcontext() if last else state.accelerator.no_sync(state.wrapped):
+    # Processes exchange gradients once per step, in its last pass; sharded ones have no room for whole ones.
+    with contextlib.nullcontext() if last or state.sharded else state.accelerator.no_sync(state.wrapped):
         with state.autocast():
             out = state.objective(
                 state.wrapped,

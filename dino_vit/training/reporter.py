@@ -213,6 +213,8 @@ def describe_start(run: ReadyRun) -> Iterator[str]:
         f"{parameters.head / 1e6:.1f} M); views {views.global_count} × {views.global_size} px and "
         f"{views.local_count} × {views.local_size} px"
     )
+    if state.sharded:
+        yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
     for choice in run.choices:
         yield f"  {choice.key}={yaml.write(choice.value)}: {choice.reason}"
     if run.resumed:

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
-from dino_vit.core.distributed import all_equal
+from dino_vit.core.distributed import all_equal, shard
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import DTYPES, choose_precision
+from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.splits import choose_splits, describe_use
@@ -22,6 +22,7 @@ from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.measures import UnreadableImages
 from dino_vit.training.plan import make_plan
 from dino_vit.training.resolve import Facts, Measure, complete
@@ -74,10 +75,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
         measure=measure,
     )
     config, choices, notes, steps = complete(config, facts)
-    state = _build_state(config, facts, steps, accelerator, checkpoints)
-    if trained:
-        for network in (state.student, state.teacher):
-            network.backbone.load_state_dict(trained.state_dict())
+    state = _build_state(config, facts, steps, accelerator, checkpoints, trained)
     if resumed:
         state.restore(resumed)
     if frozen and frozen.network is None:
@@ -194,6 +192,7 @@ def _build_state(
     steps: int | None,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
+    trained: Backbone | None,
 ) -> TrainingState:
     device, processes = accelerator.device, facts.processes
     plan = make_plan(config, len(facts.source), processes, steps)
@@ -205,6 +204,12 @@ def _build_state(
     student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
     for size in config.views.shapes:
         student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
+    if trained:
+        for network in (student, teacher):
+            network.backbone.load_state_dict(trained.state_dict())
+    sharded = processes > 1 and (config.run.sharded or launched_for_shards())
+    if sharded:
+        _shard(student, teacher, config, device)
     _to_device(student, teacher, config, device)
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(
@@ -239,7 +244,8 @@ def _build_state(
         augment=build_augment(config).to(device),
         student=student,
         # DistributedDataParallel; the teacher has no gradients to exchange, so it is not wrapped.
-        wrapped=accelerator.prepare_model(student) if processes > 1 else student,
+        wrapped=accelerator.prepare_model(student) if processes > 1 and not sharded else student,
+        sharded=sharded,
         teacher=teacher,
         objective=_build_objective(config, facts, student.backbone),
         optimizer=build_optimizer(config.optim.name, groups),
@@ -306,6 +312,22 @@ def _earlier_teacher(config: PretrainConfig, student: Backbone) -> Backbone | No
             text = f"anchor.weights={config.anchor.weights} has {what} of {theirs}, the run of {ours}"
             raise ValueError(f"{text}; they must be the same")
     return earlier
+
+
+def _shard(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
+    """Share the parameters of both networks among the processes."""
+    why = "sharded weights (run.sharded=true, or Accelerate's FSDP)"
+    if not isinstance(student.backbone, VisionTransformer):
+        raise ValueError(f"{why} need one of our vision transformers, but model.arch={config.model.arch}")
+    for setting, given in (
+        ("run.compile=true", config.run.compile),
+        ("optim.name=lars", config.optim.name == "lars"),
+    ):
+        if given:
+            raise ValueError(f"{setting} does not work with {why}; leave one of them out")
+    for network in (student, teacher):
+        assert isinstance(network.backbone, VisionTransformer)
+        shard(network, network.backbone.blocks, ["use"], device)
 
 
 def _to_device(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:

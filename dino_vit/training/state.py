@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, restore
-from dino_vit.core.distributed import of_first_process
+from dino_vit.core.distributed import of_first_process, whole
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
@@ -85,6 +85,7 @@ class TrainingState:
     augment: nn.Module
     student: Network
     wrapped: nn.Module  # the student, wrapped for distributed training
+    sharded: bool  # whether each process has a part of the weights
     teacher: Network
     objective: Objective
     optimizer: Optimizer
@@ -138,7 +139,7 @@ class TrainingState:
 
     def evaluate(self) -> Figures:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
-        figures = self.evaluation(self.teacher.backbone)
+        figures = self.teacher.use(self.evaluation)
         figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
         # A NaN is never the best.
         if math.isfinite(value) and (self.best is None or value > self.best["value"]):
@@ -147,7 +148,7 @@ class TrainingState:
 
     def evaluate_baseline(self) -> Baseline:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
-        figures = self.evaluation(self.teacher.backbone)
+        figures = self.teacher.use(self.evaluation)
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}))
 
@@ -224,8 +225,13 @@ class TrainingState:
 
     def save(self) -> None:
         """Write a checkpoint on rank 0; raise if the state is not finite or the disk is full."""
-        if self.accelerator.is_main_process:
+        main = self.accelerator.is_main_process
+        if main or self.sharded:  # then all processes must give their parts
             tensors = collect(self._modules(), self.optimizer)
+            if self.sharded:  # one at a time, since the device may not hold them all
+                parts = ((name, whole(tensor)) for name, tensor in tensors.items())
+                tensors = {name: tensor.cpu() for name, tensor in parts if main}
+        if main:
             self.checkpoints.save(self.step, tensors, self._metadata())
         self.saved_step = self.step
 

@@ -34,6 +34,7 @@ def test_pretrain_is_the_console_command(monkeypatch):
         ("single_gpu", "NO", 1),
         ("multi_gpu", "MULTI_GPU", -1),
         ("multi_node", "MULTI_GPU", -1),
+        ("fsdp", "FSDP", -1),
     ],
 )
 def test_accelerate_takes_the_config(name, kind, processes):
@@ -46,7 +47,13 @@ def test_accelerate_takes_the_config(name, kind, processes):
 
 
 def test_every_config_is_tested():
-    assert {path.stem for path in CONFIGS.iterdir()} == {"cpu", "single_gpu", "multi_gpu", "multi_node"}
+    assert {path.stem for path in CONFIGS.iterdir()} == {
+        "cpu",
+        "single_gpu",
+        "multi_gpu",
+        "multi_node",
+        "fsdp",
+    }
 
 
 # Stand-ins for SLURM's commands and for the program, which says what it got and does as its environment asks.

@@ -1,0 +1,85 @@
+"""Processes that share the weights (FSDP) are one run: the images, losses and weights of one process."""
+
+import signal
+from functools import partial
+
+import pytest
+from torch.testing import assert_close
+
+from tests.support.processes import finish, pair, run_in_two, torchrun_environs
+from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
+
+ONE = {"budget.steps": 8, "model.drop_path": 0, "data.batch_size": 16, "run.eval_every": 1}
+TWO = {**ONE, "data.batch_size": 8, "run.sharded": "true"}
+PATCHES = {
+    "loss.patch_weight": 1,
+    "loss.koleo_weight": 0.1,
+    "loss.centring": "sinkhorn",
+    "head.shared": "false",
+}
+SHARED = "each process holds a part of the weights"
+TIMM = {f"model.{key}": "null" for key in ("width", "depth", "heads")} | {"model.arch": "timm:test_vit"}
+TIMM |= {"model.patch_size": 16}
+SAVING = {"model.checkpoint_blocks": "true", "head.batch_norm": "true", "optim.clip_mode": "global"}
+
+
+@pytest.mark.parametrize("terms", [{}, PATCHES, SAVING], ids=["dino", "dinov2", "recomputed"])
+def test_two_processes_with_halves_follow_one(tmp_path, terms):
+    run(tmp_path / "alone", {**ONE, **terms})
+    (said, _) = run_in_two(tmp_path / "run", {**TWO, **terms})
+    assert SHARED in said
+    for key in ("loss", "gradient_norm", "output_entropy"):
+        ours, theirs = ([line[key] for line in readings(tmp_path / name)] for name in ("run", "alone"))
+        assert ours == pytest.approx(theirs, abs=2e-4, rel=1e-4), key
+    ours, theirs = ([line.get("knn") for line in readings(tmp_path / name)] for name in ("run", "alone"))
+    assert ours == theirs
+    assert any(ours)
+    found, expected = (tensors(tmp_path / name, 8) for name in ("run", "alone"))
+    assert found.keys() == expected.keys()
+    if (
+        terms is not SAVING
+    ):  # a bias before BatchNorm has no gradient but rounding, which AdamW makes steps of
+        for name, tensor in expected.items():
+            assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
+
+
+def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(tmp_path):
+    """Its checkpoints are those of any other run."""
+    settings = {**TWO, "optim.accumulate": 2, "data.batch_size": 4}
+    run_in_two(tmp_path / "whole", settings)
+    first, second = torchrun_environs()
+    killed = partial(signal_before_step, 3, signal.SIGTERM)
+    finish(
+        [
+            *pair(tmp_path / "run", settings, [first]),
+            *pair(tmp_path / "run", settings, [second], before=killed),
+        ],
+        75,
+    )
+    assert steps(tmp_path / "run") == [4]
+    run_in_two(tmp_path / "run", {**settings, "budget.steps": 8})
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 8)
+    changes = {**ONE, "data.batch_size": 16, "budget.steps": 12, "run.resume": "changed"}
+    assert "resuming after step 8" in run(tmp_path / "run", changes)
+    run_in_two(tmp_path / "whole", {**settings, "budget.steps": 12, "run.resume": "changed"})
+    found, expected = (tensors(tmp_path / name, 12) for name in ("run", "whole"))
+    for name, tensor in expected.items():
+        assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
+
+
+def test_the_launcher_of_accelerate_may_ask_for_it(tmp_path):
+    environs = [{**one, "ACCELERATE_USE_FSDP": "true"} for one in torchrun_environs()]
+    settings = {**TWO, "run.sharded": "false"}
+    assert SHARED in finish(pair(tmp_path / "run", settings, environs))[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"run.compile": "true"}, "run.compile=true does not work with sharded weights"),
+        ({"optim.name": "lars", "optim.lr": 0.1}, "optim.name=lars does not work with sharded weights"),
+        (TIMM, "sharded weights (run.sharded=true"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tmp_path, settings, said):
+    assert said in run_in_two(tmp_path / "run", {**TWO, **settings}, code=2)[0]
