@@ -3,8 +3,8 @@
     python -m benchmarks.distillation FOLDER --out benchmarks/results/cpu/distillation.json [--minutes 5]
 
 All learn from FOLDER/flowers/train.parquet, without labels; FOLDER/flowers/test.parquet is judged as in
-benchmarks.small. The teacher takes --teacher-minutes, once. A student with and one without it run at the same
-time, each on a core of its own. A run that has ended is judged as it is.
+benchmarks.small. The teacher takes --teacher-minutes, once. Then a step with it and one without are timed in
+turn, and a student takes the steps that fit into its minutes. A run that has ended is judged as it is.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from statistics import mean, stdev
 import torch
 
 from benchmarks.measure import Row, Table, arguments, report
-from benchmarks.small import Job, judge, train
+from benchmarks.small import Job, judge, measured_steps, of_set, train
 
-TEACHER = ["model.width=256", "model.depth=6", "model.heads=4"]
+TEACHER = ["model.width=192", "model.depth=4", "model.heads=3"]
 STUDENT = ["model.width=96", "model.depth=4", "model.heads=3"]
 ALWAYS = ["model.arch=null", "run.eval_every=null"]
 FIGURES = "k-NN", "linear", "effective rank"
@@ -28,7 +28,7 @@ def main() -> None:
     parser.set_defaults(repeats=0, threads=1)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, default=5, help="of a student (default %(default)s)")
-    parser.add_argument("--teacher-minutes", type=float, default=25, help="(default %(default)s)")
+    parser.add_argument("--teacher-minutes", type=float, default=50, help="(default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="students of each (default %(default)s)")
     parser.add_argument("--runs", type=Path, default=Path("runs/distillation"), help="their folders go here")
     options = parser.parse_args()
@@ -37,12 +37,14 @@ def main() -> None:
     length = f"budget.minutes={options.teacher_minutes}"
     teacher = Job("flowers", 7, options.runs / "teacher", [*ALWAYS, *TEACHER, length])
     train([teacher], folders)
-    settings = [*ALWAYS, *STUDENT, f"budget.minutes={options.minutes}"]
-    with_teacher = [*settings, f"teacher.weights={teacher.output.resolve()}"]
+    settings = [*ALWAYS, *STUDENT]
+    variants = {"without": settings, "with": [*settings, f"teacher.weights={teacher.output.resolve()}"]}
+    timed = {name: [*of_set("flowers", folders), *given] for name, given in variants.items()}
+    steps = measured_steps(timed, options.minutes, options.runs / "steps.json")
     students = [
-        Job("flowers", seed, options.runs / f"{name}-{seed}", given)
+        Job("flowers", seed, options.runs / f"{name}-{seed}", [*given, f"budget.steps={steps[name]}"])
         for seed in range(options.seeds)
-        for name, given in (("without", settings), ("with", with_teacher))
+        for name, given in variants.items()
     ]
     train(students, folders)
     found = {job.output: judge(job.output, job.name, folders) for job in (teacher, *students)}
@@ -69,7 +71,8 @@ def main() -> None:
             )
         )
     title = f"Flowers, {options.minutes:g} minutes of one core, {' '.join(STUDENT)}, seeds: {options.seeds}"
-    report([Table(title, "per cent, or dimensions", rows, ratio="with / without")], options)
+    note = f"Steps: {steps['with']} with the teacher, {steps['without']} without."
+    report([Table(title, "per cent, or dimensions", rows, note, ratio="with / without")], options)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ logistic regression; no run has seen a label of any image.
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from queue import Queue
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -31,6 +32,9 @@ from torch import Tensor
 
 from benchmarks.cifar10 import labels
 from benchmarks.measure import Row, Table, arguments, report
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, SyntheticSource, open_source
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.data.sources.source import Subset
@@ -40,6 +44,7 @@ from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import rankme
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import outcome, read_run
+from dino_vit.training.loop import seconds_per_step
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_preparation
 from dino_vit.weights import load_backbone
@@ -51,6 +56,7 @@ GENERATED = {"textures": f"synthetic:{TEXTURES}:32", "scenes": f"synthetic:scene
 K = 20
 BANK, PENALTIES, ITERATIONS = 10_000, (1e-3, 1e-2, 1e-1, 1.0), 200
 QUERIES = 2000
+TIMINGS = 3  # of each variant's step
 PEER = "lightly-train"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LIGHTLY_TRAIN_EVENTS_DISABLED": "1"}
 
@@ -119,6 +125,30 @@ class Job(NamedTuple):
     seed: int
     output: Path
     settings: Sequence[str]
+
+
+def measured_steps(variants: dict[str, list[str]], minutes: float, known: Path) -> dict[str, int]:
+    """Return the steps of one core that fit into the minutes for each variant, measured in turn, once.
+
+    So what else the machine does during the runs changes nothing.
+    """
+    if known.exists():
+        found: dict[str, int] = json.loads(known.read_bytes())
+        return found
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        seconds = list(pool.map(step_seconds, [*variants.values()] * TIMINGS))
+    steps = {
+        variant: round(60 * minutes / median(seconds[number :: len(variants)]))
+        for number, variant in enumerate(variants)
+    }
+    write_bytes(known, json.dumps(steps).encode())
+    return steps
+
+
+def step_seconds(settings: list[str]) -> float:
+    """Return the seconds of a step on one core."""
+    torch.set_num_threads(1)
+    return seconds_per_step(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))
 
 
 def of_set(name: str, folders: dict[str, Path]) -> list[str]:

@@ -11,30 +11,24 @@ tables of other sets in the file stay.
 
 from __future__ import annotations
 
-import json
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from itertools import product, repeat
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 import torch
 
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
-from benchmarks.small import Job, judge, of_set, train
-from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.storage import write_bytes
+from benchmarks.small import Job, judge, measured_steps, of_set, train
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
 from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
 from dino_vit.reports.record import read_run
-from dino_vit.training.loop import seconds_per_step
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import normalisation
 from dino_vit.weights import save_backbone
@@ -48,7 +42,6 @@ SETS = {
 }
 # And for all sets; the time is for training alone.
 ALWAYS = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3", "run.eval_every=null"]
-TIMINGS = 3  # of each variant's step
 CENTRE, BALANCED = ["loss.centring=ema"], ["loss.centring=sinkhorn"]
 SPREAD, NOT_SPREAD = ["loss.koleo_weight=0.03"], ["loss.koleo_weight=0"]
 PATCHES = ["loss.patch_weight=1"]
@@ -74,7 +67,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     folders = {name: options.folder / name for name in ("cifar10", "flowers")}
-    steps = {name: measured_steps(name, folders, options) for name in options.sets}
+    steps = {}
+    for name in options.sets:
+        variants = {one: [*of_set(name, folders), *settings_of(name, one)] for one in VARIANTS}
+        steps[name] = measured_steps(variants, options.minutes, options.runs / f"{name}.steps.json")
     jobs: dict[tuple[str, str, int], Job] = {}
     for seed, name, (number, variant) in product(range(options.seeds), options.sets, enumerate(VARIANTS)):
         settings = [*settings_of(name, variant), f"budget.steps={steps[name][variant]}"]
@@ -103,30 +99,6 @@ def main() -> None:
 def settings_of(name: str, variant: str) -> list[str]:
     """Return the settings of a variant on a set."""
     return [*ALWAYS, *SETS[name], *VARIANTS[variant]]
-
-
-def measured_steps(name: str, folders: dict[str, Path], options: Namespace) -> dict[str, int]:
-    """Return the steps that fit into the minutes for each variant, which are measured once."""
-    known: Path = options.runs / f"{name}.steps.json"
-    if known.exists():
-        found: dict[str, int] = json.loads(known.read_bytes())
-        return found
-    variants = [*VARIANTS] * TIMINGS
-    settings = [[*of_set(name, folders), *settings_of(name, variant)] for variant in variants]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        seconds = list(pool.map(step_seconds, settings))
-    steps = {
-        variant: round(60 * options.minutes / median(seconds[number :: len(VARIANTS)]))
-        for number, variant in enumerate(VARIANTS)
-    }
-    write_bytes(known, json.dumps(steps).encode())
-    return steps
-
-
-def step_seconds(settings: list[str]) -> float:
-    """Return the seconds of a step on one core."""
-    torch.set_num_threads(1)
-    return seconds_per_step(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))
 
 
 def figures(job: Job, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
