@@ -106,7 +106,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_table(repeats, images), _growth(repeats, images)]
+        return [_table(repeats, images), _growth(repeats, images), _large(repeats)]
     finally:
         torch.set_num_threads(before)
 
@@ -156,6 +156,23 @@ def _table(repeats: int, images: int) -> Table:
         f"{images} JPEGs of 500 × 375 pixels and {size:.0f} KiB; 2 views of 224 and 8 of 96 pixels from each."
     )
     return Table("Input, CPU, one thread", "images a second", rows, note)
+
+
+def _large(repeats: int) -> Table:
+    """Measure photos of several sizes, decoded no larger than their views need it, and as they are."""
+    views, rows = build_views(PretrainConfig()), []
+    for width in (500, 1600, 4000):
+        photos = Photos(4, width)
+        sampler = Sampler(length=4, batch_size=4, seed=0)
+        work: dict[str, Callable[[], object]] = {
+            name: partial(
+                next, Loader(source=photos, views=views, sampler=sampler, scaled_decoding=scaled).batches()
+            )
+            for name, scaled in (("as small as the views allow", True), ("as they are", False))
+        }
+        rows.append(compare(f"{width} × {width * 3 // 4} pixels", work, items=4, repeats=repeats))
+    note = "Decoding and cutting of JPEGs; 2 views of 224 and 8 of 96 pixels from each."
+    return Table("Large photos, CPU, one thread", "images a second", rows, note)
 
 
 def _growth(repeats: int, images: int) -> Table:

@@ -77,6 +77,7 @@ class Data(Settings):
     photometry: Literal["auto", "worker", "device"] = setting(
         "auto", "where colours are changed; auto: where a measurement finds it faster"
     )
+    scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
     max_unreadable: Probability = setting(
         0.1, "share of unreadable images above which a run ends", resumable=True

@@ -132,6 +132,7 @@ def build_loader(
         in_step=True,
         augment=build_augment(config) if config.data.photometry == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
+        scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config, world_size),
         pin=pin,
     )
@@ -149,7 +150,13 @@ def make_views(
     Returns the views of each sample, global ones first.
     """
     sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
-    loader = Loader(source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config))
+    loader = Loader(
+        source=source,
+        views=build_views(config),
+        sampler=sampler,
+        pixels=build_pixels(config),
+        scaled_decoding=config.data.scaled_decoding,
+    )
     # The views of a sample depend on seed, epoch and sample alone, so any step of the epoch has them.
     batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels

@@ -45,7 +45,12 @@ def measure_costs(config: PretrainConfig, source: Source, device: torch.device) 
     """Time both stages on a few images of the source."""
     sampler = Sampler(length=len(source), batch_size=min(TIMED_IMAGES, len(source)), seed=config.seed)
     loader = Loader(
-        source=source, views=build_views(config), sampler=sampler, pixels=build_pixels(config), in_step=True
+        source=source,
+        views=build_views(config),
+        sampler=sampler,
+        pixels=build_pixels(config),
+        scaled_decoding=config.data.scaled_decoding,
+        in_step=True,
     )
     batches = loader.batches()
     augment, augment_on_device = build_augment(config), build_augment(config).to(device)

@@ -22,6 +22,7 @@ from dino_vit.views.photometry import ViewPhotometry
 Interpolation = Literal["bicubic", "bilinear"]
 
 BOX_TRIES = 10
+REDUCTIONS = 8, 4, 2  # that a JPEG can be decoded with, besides 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,41 @@ def _first_box(view: View, tries: list[list[float]], height: int, width: int) ->
     w = min(width, max(1, round(height * view.ratio[1])))
     h = min(height, max(1, round(width / view.ratio[0])))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def reduce_boxes(boxes: NDArray[np.int64], factor: int) -> NDArray[np.int64]:
+    """Return the boxes in an image that was reduced, rounded to its pixels."""
+    start = (boxes[:, :2] + factor // 2) // factor
+    end = (boxes[:, :2] + boxes[:, 2:] + factor // 2) // factor
+    return np.concatenate([start, end - start], axis=1)
+
+
+def largest_reduction(views: Sequence[View], boxes: NDArray[np.int64]) -> int:
+    """Return by how much an image may be reduced so that each pixel of a view has one of its own, or more."""
+    sizes = np.array([view.size for view in views])
+    fits = (factor for factor in REDUCTIONS if (reduce_boxes(boxes, factor)[:, 2:] >= sizes).all())
+    return next(fits, 1)
+
+
+class Cut:
+    """The boxes of an image's views, and how far it may be reduced while it is decoded."""
+
+    def __init__(self, views: Sequence[View], tries: NDArray[np.float64]) -> None:
+        self.views, self.tries = views, tries
+        self._reduced: NDArray[np.int64] | None = None
+
+    def reduction(self, height: int, width: int) -> int:
+        """Return by how much an image of this size may be reduced; `boxes` are those of the reduced one."""
+        boxes = choose_boxes(self.views, self.tries, height=height, width=width)
+        factor = largest_reduction(self.views, boxes)
+        self._reduced = reduce_boxes(boxes, factor)
+        return factor
+
+    def boxes(self, image: Tensor) -> NDArray[np.int64]:
+        """Return the boxes (views, 4) of the decoded image."""
+        if self._reduced is not None:
+            return self._reduced
+        return choose_boxes(self.views, self.tries, height=image.shape[1], width=image.shape[2])
 
 
 def interleave(image: Tensor) -> Tensor:

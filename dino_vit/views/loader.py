@@ -14,8 +14,10 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,7 +30,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.open import Source
 from dino_vit.models.masks import Masks
-from dino_vit.views.geometry import View, choose_boxes, crop_views, draw_tries, interleave
+from dino_vit.views.geometry import Cut, View, crop_views, draw_tries, interleave
 from dino_vit.views.masks import Masking
 from dino_vit.views.photometry import draw_photometry
 from dino_vit.views.sampler import BatchSpec, Sampler
@@ -65,7 +67,8 @@ class Batch:
 class Loader:
     """Read, decode and crop the images of each step, in `workers` processes that last for the whole run.
 
-    With `augment` they apply the photometry too, and return float32 views: four times the memory.
+    With `augment` they apply the photometry too, and return float32 views: four times the memory. With
+    `scaled_decoding` a JPEG is decoded no larger than its views need it.
     """
 
     def __init__(
@@ -77,12 +80,13 @@ class Loader:
         pixels: Pixels = RGB,
         augment: nn.Module | None = None,
         masking: Masking | None = None,
+        scaled_decoding: bool = False,
         in_step: bool = False,
         workers: int = 0,
         pin: bool = False,
     ) -> None:
         assert len(source) == sampler.length, (len(source), sampler.length)
-        self.dataset = _Steps(source, tuple(views), pixels, augment, masking, sampler)
+        self.dataset = _Steps(source, tuple(views), pixels, augment, masking, sampler, scaled_decoding)
         self.sampler, self.masking, self.in_step = sampler, masking, in_step
         self.workers, self.pin = workers, pin
         self.lost_worker = False  # whether a loader process was killed
@@ -214,9 +218,10 @@ class _Steps(Dataset[Batch | ValueError]):
         augment: nn.Module | None,
         masking: Masking | None,
         sampler: Sampler,
+        scaled_decoding: bool,
     ) -> None:
         self.source, self.views, self.pixels, self.augment = source, views, pixels, augment
-        self.masking, self.sampler = masking, sampler
+        self.masking, self.sampler, self.scaled_decoding = masking, sampler, scaled_decoding
         self.by_size: dict[Size, list[int]] = {}
         for index, view in enumerate(views):
             self.by_size.setdefault(view.size, []).append(index)
@@ -248,17 +253,16 @@ class _Steps(Dataset[Batch | ValueError]):
         tries = draw_tries(self.views, **keys)
         read = torch.from_numpy(spec.samples).clone()
         for position, sample in enumerate(spec.samples.tolist()):
-            found = self._read(sample, unreadable)
+            found = self._read(sample, tries[position], unreadable)
             if found is None:
-                image = self.pixels.blank()
+                image, cut = self.pixels.blank(), Cut(self.views, tries[position])
                 failure = (
                     f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is "
                     f"{unreadable[-1]}. Check that the source is complete and can be reached."
                 )
             else:
-                read[position], image = found
-            image = interleave(image)
-            boxes = choose_boxes(self.views, tries[position], height=image.shape[1], width=image.shape[2])
+                read[position], image, cut = found
+            image, boxes = interleave(image), cut.boxes(image)
             for size, indices in self.by_size.items():
                 interpolation = self.views[indices[0]].interpolation
                 out = views[size][:, position]
@@ -286,11 +290,15 @@ class _Steps(Dataset[Batch | ValueError]):
             return None
         return self.masking.draw(spec.epoch, spec.step, spec.first, len(spec.samples))
 
-    def _read(self, sample: int, unreadable: list[UnreadableImage]) -> tuple[int, Tensor] | None:
-        """Return the index and the pixels of a sample, or of its first readable replacement."""
+    def _read(
+        self, sample: int, tries: NDArray[np.float64], unreadable: list[UnreadableImage]
+    ) -> tuple[int, Tensor, Cut] | None:
+        """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
+            cut = Cut(self.views, tries)
+            reduction = cut.reduction if self.scaled_decoding else None
             try:
-                return index, read_image(self.source, index, self.pixels)
+                return index, read_image(self.source, index, self.pixels, reduction), cut
             except UnreadableImage as error:
                 unreadable.append(error)
         return None

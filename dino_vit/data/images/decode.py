@@ -42,13 +42,16 @@ class UnreadableImage(Exception):
         return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
 
 
-def read_image(source: Source, index: int, pixels: Pixels = RGB) -> Tensor:
-    """Return item `index` of a source, decoded and converted to `pixels`."""
+def read_image(
+    source: Source, index: int, pixels: Pixels = RGB, reduction: formats.Reduction | None = None
+) -> Tensor:
+    """Return item `index` of a source, decoded and converted to `pixels`; JPEG may be reduced."""
     name = source.name(index)
     try:
         item = source.read(index)
         if not isinstance(item, Tensor):
-            item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+            alpha, most = pixels.keeps_alpha, pixels.max_pixels
+            item = decode(item, name, alpha=alpha, max_pixels=most, reduction=reduction)
         return pixels.conform(item)
     except (OSError, ValueError) as error:
         raise unreadable(name, error) from error
@@ -69,10 +72,17 @@ def unreadable(name: str, error: OSError | ValueError) -> UnreadableImage:
     return UnreadableImage(name, (isinstance(error, OSError) and error.strerror) or str(error))
 
 
-def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_PIXELS) -> Tensor:
+def decode(
+    data: bytes,
+    name: str,
+    *,
+    alpha: bool = True,
+    max_pixels: int = MAX_PIXELS,
+    reduction: formats.Reduction | None = None,
+) -> Tensor:
     """Decode an image file without conversion: upright by its EXIF tag, the first frame of an animation.
 
-    Palettes, CMYK and Lab become RGB. Without `alpha`, an alpha channel is dropped.
+    Palettes, CMYK and Lab become RGB. Without `alpha`, an alpha channel is dropped. JPEG may be reduced.
     """
     if not data:
         raise UnreadableImage(name, "the file is empty")
@@ -81,6 +91,8 @@ def decode(data: bytes, name: str, *, alpha: bool = True, max_pixels: int = MAX_
         raise UnreadableImage(name, "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
     try:
         with silenced():
+            if reduction and known[0] == "JPEG":
+                return formats.read_jpeg(data, alpha, max_pixels, reduction)
             return known[1](data, alpha, max_pixels)
     except formats.Refused as error:
         raise UnreadableImage(name, str(error)) from error

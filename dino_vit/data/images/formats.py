@@ -51,12 +51,28 @@ class Refused(ValueError):
     """A file that is recognised but cannot be used."""
 
 
-def read_jpeg(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
+# Given the height and width of an image, return by how much it may be reduced: 1, 2, 4 or 8.
+Reduction = Callable[[int, int], int]
+
+
+def read_jpeg(data: bytes, alpha: bool, max_pixels: int, reduction: Reduction | None = None) -> Tensor:
+    """Read JPEG; if it may be reduced, by its own transform, which decodes fewer pixels of each block."""
     file = JpegImagePlugin.JpegImageFile(BytesIO(data))
     if file.mode == "CMYK":
         return by_pillow(file, alpha, max_pixels)
     check_size(*file.size, 3, max_pixels)
+    if reduction:
+        width, height = file.size
+        factor = reduction(*((width, height) if _lies(file) else (height, width)))
+        if factor > 1:
+            file.draft(None, (width // factor, height // factor))
+            return by_pillow(file, alpha, max_pixels)
     return by_torchvision(data)
+
+
+def _lies(file: Image) -> bool:
+    """Tell whether an image that is shown upright is stored on its side."""
+    return int(file.getexif().get(_ORIENTATION, 1)) >= 5
 
 
 def read_by(plugin: Callable[[BytesIO], Image], data: bytes, alpha: bool, max_pixels: int) -> Tensor:
