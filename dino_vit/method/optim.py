@@ -108,11 +108,45 @@ def _step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
     del optimizer.found_inf  # type: ignore[attr-defined]
 
 
+def snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors for `restore_unless`, joined by dtype, which takes few kernels."""
+    return [_flat(some) for some in _by_dtype(tensors)]
+
+
 @torch.no_grad()
 def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Set tensors back to what they were before a step, unless it was finite; the host does not wait."""
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(finite, tensor, old))
+    """Set tensors back to their snapshot before a step, unless it was finite; the host does not wait."""
+    for some, old in zip(_by_dtype(tensors), before, strict=True):
+        torch._foreach_copy_(some, _split_as(torch.where(finite, _flat(some), old), some))
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _split_as(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _scale_each_(tensors: list[Tensor], factors: Tensor) -> None:
+    """Multiply each tensor by its own factor."""
+    # On CUDA lists of the same shapes go through few kernels; others take one for each tensor.
+    each = _of_shapes(factors, tensors) if factors.is_cuda else factors.unbind()
+    torch._foreach_mul_(tensors, each)
+
+
+def _of_shapes(factors: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Repeat the factor of each tensor in its shape."""
+    pairs = zip(factors.unbind(), tensors, strict=True)
+    return _split_as(torch.cat([factor.expand(tensor.numel()) for factor, tensor in pairs]), tensors)
 
 
 class LARS(Optimizer):
@@ -146,12 +180,13 @@ def _adapt(
     parameters: list[Tensor], gradients: list[Tensor], weight_decay: float, eta: float
 ) -> list[Tensor]:
     """Return the decayed gradients, scaled to `eta` times the norm of the parameter if neither is zero."""
-    updates = torch._foreach_add(gradients, parameters, alpha=weight_decay)
+    updates = list(torch._foreach_add(gradients, parameters, alpha=weight_decay))
     parameter_norms = torch.stack(torch._foreach_norm(parameters))
     update_norms = torch.stack(torch._foreach_norm(updates))
     both = (parameter_norms > 0) & (update_norms > 0)
     scales = torch.where(both, eta * parameter_norms / update_norms, 1.0)
-    return list(torch._foreach_mul(updates, scales.unbind()))
+    _scale_each_(updates, scales)
+    return updates
 
 
 @torch.no_grad()
@@ -167,11 +202,11 @@ def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) 
     if mode == "module":
         parts = torch.split(norms, [len(part) for part in per_module])
         norms = torch.cat([torch.linalg.vector_norm(part).expand_as(part) for part in parts])
-    elif mode == "global":
-        norms = total.expand_as(norms)
-    if mode != "none":
-        factors = torch.clamp(max_norm / (norms + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factors.unbind())
+    factors = torch.clamp(max_norm / ((total if mode == "global" else norms) + 1e-6), max=1.0)
+    if mode == "global":
+        torch._foreach_mul_(gradients, factors)
+    elif mode != "none":
+        _scale_each_(gradients, factors)
     return total
 
 
@@ -199,5 +234,9 @@ def ema_update(teacher: nn.Module, student: nn.Module, momentum: float, *, stati
     assert teachers.keys() == students.keys(), teachers.keys() ^ students.keys()
     torch._foreach_lerp_(list(teachers.values()), list(students.values()), 1 - momentum)
     if statistics:
-        for ours, theirs in zip(teacher.buffers(), student.buffers(), strict=True):
-            ours.copy_(ours.lerp(theirs, 1 - momentum) if ours.is_floating_point() else theirs)
+        both = zip(_by_dtype(list(teacher.buffers())), _by_dtype(list(student.buffers())), strict=True)
+        for ours, theirs in both:
+            if ours[0].is_floating_point():
+                torch._foreach_lerp_(ours, theirs, 1 - momentum)
+            else:
+                torch._foreach_copy_(ours, theirs)

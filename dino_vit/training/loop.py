@@ -28,6 +28,7 @@ from dino_vit.method.optim import (
     reduce_loss,
     restore_unless,
     set_rates,
+    snapshot,
     step_if_finite,
 )
 from dino_vit.models.head import DINOHead
@@ -118,7 +119,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
 
     # The running statistics of BatchNorm, which a forward pass changes.
     buffers = [*student.buffers(), *state.teacher.buffers()]
-    before = [buffer.clone() for buffer in buffers]
+    before = snapshot(buffers)
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
         batch = state.interval.wait(batches)

@@ -8,7 +8,7 @@ its factor is a number for all images, or a tensor (n, 1, 1, 1); that of noise i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -32,8 +32,7 @@ _ORDERS = list(permutations(range(4)))
 # Two fast paths for a CPU, timed by benchmarks/input. A view of this many values or more is processed alone:
 # operations whose factor is a plain number compute less.
 _LARGE = 3 * 128 * 128
-# Smaller views are processed in chunks of this many values, which stay in the cache of a core.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 18  # values of smaller views that are processed together: they stay in the cache of a core
 # Taps of the Gaussian below this weight (the centre has weight 1) are left out.
 _NEGLIGIBLE = 1e-3
 _REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
@@ -112,10 +111,8 @@ class Augment(nn.Module):
 
     Views are uint8, or float32 from 0 to 1 if they are deeper than 8 bits; any number of channels. Rows are
     read on the host: an operation computes only the images it applies to, and never waits for a device.
-
-    Noise comes last, because jitter would scale it and blur would remove it.
-
-    On a CPU the result for an image is the same, bit for bit, whatever its batch, process and threads.
+    Noise comes last, because jitter would scale it and blur would remove it. On a CPU the result for an
+    image is the same, bit for bit, whatever its batch, process and threads.
     """
 
     mean: Tensor
@@ -125,10 +122,8 @@ class Augment(nn.Module):
         self, *, mean: Sequence[float], std: Sequence[float], sigma_max: float = 2.0, hue_max: float = 0.5
     ) -> None:
         super().__init__()
-        self.jitter: list[tuple[Operation, int]] = [
-            (_brightness_, Column.BRIGHTNESS),
-            (_contrast_, Column.CONTRAST),
-        ]
+        self.jitter: list[tuple[Operation, int]] = []
+        self.jitter += [(_brightness_, Column.BRIGHTNESS), (_contrast_, Column.CONTRAST)]
         self.colour = len(mean) == 3
         if self.colour:
             hue = partial(_hue_, turns=max(1, math.ceil(6 * hue_max)))
@@ -182,14 +177,13 @@ class Augment(nn.Module):
         """List the operations up to grey, in order."""
         on, factor = _rows_where_on(rows), rearrange(rows, "n f -> f n 1 1 1")
         orders = [_ORDERS[number] for number in rows[:, Column.ORDER].int().tolist()]
-        steps: list[Step] = [(_flip_, on[Column.FLIP], factor[Column.FLIP])]
-        for position in range(4):
-            for number, (operation, column) in enumerate(self.jitter):
-                index = [row for row in on[Column.JITTER] if orders[row][position] == number]
-                steps.append((operation, index, factor[column]))
-        if self.colour:
-            steps.append((_grey_, on[Column.GREY], factor[Column.GREY]))
-        return steps
+        jitter: list[Step] = [
+            (operation, [row for row in on[Column.JITTER] if orders[row][position] == number], factor[column])
+            for position in range(4)
+            for number, (operation, column) in enumerate(self.jitter)
+        ]
+        grey: list[Step] = [(_grey_, on[Column.GREY], factor[Column.GREY])] if self.colour else []
+        return [(_flip_, on[Column.FLIP], factor[Column.FLIP]), *jitter, *grey]
 
     def _blur_steps(self, rows: Tensor) -> list[Step]:
         """List the operations from the blur on, in order."""
@@ -217,20 +211,25 @@ def _chunks(images: Tensor, key: Tensor) -> Sequence[Tensor]:
 
 def _apply_(x: Tensor, steps: list[Step]) -> Tensor:
     """Apply the steps; their factors are on the host, x may be on a device."""
-    for operation, rows, factor in steps:
-        if not rows:
-            continue
-        first, last = rows[0], rows[-1] + 1
-        if last - first == len(rows):  # neighbours are processed in place
-            operation(x[first:last], factor[first:last].to(x.device, non_blocking=True))
+    steps = [step for step in steps if step[1]]
+    for (operation, rows, _), (index, factor) in zip(steps, _moved(steps, x.device), strict=True):
+        if rows[-1] - rows[0] + 1 == len(rows):  # neighbours are processed in place
+            operation(x[rows[0] : rows[-1] + 1], factor)
         else:
-            index = torch.tensor(rows)
-            part = factor[index].to(x.device, non_blocking=True)
-            index = index.to(x.device, non_blocking=True)
             selected = x.index_select(0, index)
-            operation(selected, part)
+            operation(selected, factor)
             _put_(x, index, selected)
     return x
+
+
+def _moved(steps: list[Step], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the indices and factors of each step on a device, all moved in two copies."""
+    factors = [factor[rows] for _, rows, factor in steps]
+    index = torch.tensor([row for _, rows, _ in steps for row in rows]).to(device, non_blocking=True)
+    flat = torch.cat([torch.empty(0), *map(torch.flatten, factors)]).to(device, non_blocking=True)
+    for factor, part in zip(factors, torch.split(flat, [one.numel() for one in factors]), strict=True):
+        yield index[: len(factor)], part.view(factor.shape)
+        index = index[len(factor) :]
 
 
 def _put_(x: Tensor, index: Tensor, images: Tensor) -> None:
@@ -239,13 +238,6 @@ def _put_(x: Tensor, index: Tensor, images: Tensor) -> None:
         return
     for image, row in zip(images, index.tolist(), strict=True):  # twice as fast as index_copy_ on a CPU
         x[row].copy_(image)
-
-
-def _scale_and_add_(x: Tensor, factor: Factor, other: Tensor) -> Tensor:
-    """Set x to factor · x + other."""
-    if isinstance(factor, float):
-        return torch.add(other, x, alpha=factor, out=x)
-    return x.mul_(factor).add_(other)
 
 
 def _limit_(x: Tensor, factor: Factor) -> None:
@@ -277,11 +269,21 @@ def _contrast_(x: Tensor, factor: Factor) -> None:
     mean = x.mean(-1, keepdim=True).mean(-2, keepdim=True)
     if x.shape[1] == 3:
         mean = _luma(mean)
-    _limit_(_scale_and_add_(x, factor, mean * (1 - factor)), factor)
+    _blend_(x, factor, mean)
 
 
 def _saturation_(x: Tensor, factor: Factor) -> None:
-    _limit_(_scale_and_add_(x, factor, _luma(x).mul_(1 - factor)), factor)
+    _blend_(x, factor, _luma(x))
+
+
+def _blend_(x: Tensor, factor: Factor, grey: Tensor) -> None:
+    """Set x to factor · x + (1 − factor) · grey, within the levels."""
+    if x.is_cuda:  # in two kernels
+        torch.clamp(torch.lerp(grey, x, factor), 0, 255, out=x)
+    elif isinstance(factor, float):
+        _limit_(torch.add(grey.mul_(1 - factor), x, alpha=factor, out=x), factor)
+    else:
+        x.mul_(factor).add_(grey.mul_(1 - factor)).clamp_(0, 255)
 
 
 def _hue_(x: Tensor, turn: Factor, *, turns: int) -> None:
@@ -300,7 +302,7 @@ def _hue_(x: Tensor, turn: Factor, *, turns: int) -> None:
         below = (low + high).sub_(red).sub_(green).sub_(blue)  # −middle
         step = (high - low).mul_(turn * (-6 / turns))
         sides = torch.cat([green - blue, blue - red, red - green], dim=1).sign_()
-        _scale_and_add_(x, 2.0, below).addcmul_(sides, step)
+        torch.add(below, x, alpha=2.0, out=x).addcmul_(sides, step)
         torch.clamp(x, low, high, out=x)
 
 

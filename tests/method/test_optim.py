@@ -5,13 +5,16 @@ import torch
 from torch import nn
 
 from dino_vit.method.optim import (
+    _of_shapes,
     build_optimizer,
     clip_gradients,
     ema_update,
     freeze_last_layer,
     parameter_groups,
     reduce_loss,
+    restore_unless,
     set_rates,
+    snapshot,
     step_if_finite,
 )
 from dino_vit.models.vit import VisionTransformer
@@ -213,6 +216,26 @@ def test_clip_modes(mode, size):
         torch.testing.assert_close(gradient, was * factor)
 
 
+def test_factors_of_tensors_are_repeated_in_their_shapes():
+    tensors = [torch.zeros(shape) for shape in ((2, 3), (), (4,), (0, 2))]
+    found = _of_shapes(torch.tensor([0.5, 2.0, 3.0, 7.0]), tensors)
+    for factor, repeated, tensor in zip((0.5, 2.0, 3.0, 7.0), found, tensors, strict=True):
+        assert torch.equal(repeated, torch.full_like(tensor, factor))
+        assert repeated.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_tensors_are_set_back_unless_a_step_was_finite(finite):
+    tensors = [torch.randn(2, 3), torch.tensor(4), torch.randn(5), torch.arange(3)]
+    old = [tensor.clone() for tensor in tensors]
+    before = snapshot(tensors)
+    new = [tensor.add_(1).clone() for tensor in tensors]
+    new[2][:] = tensors[2][:] = float("nan")
+    restore_unless(torch.tensor(finite), tensors, before)
+    for tensor, expected in zip(tensors, new if finite else old, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_clipping_by_module_skips_one_without_gradients():
     modules = [Backbone(), Head()]
     make_gradients(modules[1], size=9.0)
@@ -243,6 +266,15 @@ def test_ema_is_its_formula(momentum):
     for parameter, wanted in zip(teacher.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.detach(), wanted.detach())
         assert parameter.requires_grad
+
+
+def test_ema_of_statistics_is_its_formula_too():
+    teacher, student = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    student(torch.randn(8, 3))
+    expected = torch.lerp(teacher.running_var, student.running_var, 0.25)
+    ema_update(teacher, student, 0.75, statistics=True)
+    assert torch.equal(teacher.running_var, expected)
+    assert teacher.num_batches_tracked == 1
 
 
 def test_ema_leaves_buffers_and_refuses_strangers():
