@@ -1,0 +1,376 @@
+"""Run code as on a GPU where there is none: everything but the arithmetic.
+
+PyTorch's fake tensors have a device, a shape and a dtype, and no values. Under a `Rehearsal` those of "cuda"
+go through the code that a GPU would run; tensors on the host stay real. It
+
+- raises `HostWaits` where a GPU would make the host wait: a value is read, a shape depends on values, or a
+  copy from the host is not `non_blocking`;
+- raises `MixedDevices` where an operator would get tensors of both;
+- counts kernels: one for every operator that computes or copies, also for one on lists of tensors, if PyTorch
+  joins these. Operators that only view or allocate count none. On a GPU some operators take more than one;
+- follows the memory of tensors from their first use to their last, in the blocks of the allocator.
+
+PyTorch's engine for gradients needs a real device, so `backward` stands in for it. Compiled code, streams,
+several processes, and the memory that a kernel takes for itself are not rehearsed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from types import FrameType
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.training.setup import set_up
+from dino_vit.training.state import TrainingState
+
+CUDA = torch.device("cuda:0")
+BLOCK = 512  # bytes, of which the allocator hands out multiples
+ELSEWHERE = "elsewhere"
+# Functions whose operators are counted together: the outermost of them in the stack decides.
+PARTS = {
+    "views_of": "photometry",
+    "masks_of": "masks",
+    "_targets": "teacher",
+    "_patches_of": "teacher",
+    "dino_loss": "loss",
+    "patch_loss": "loss",
+    "koleo_loss": "loss",
+    "gram_loss": "loss",
+    "imitation_loss": "loss",
+    "cosine_loss": "loss",
+    "features": "student",
+    "project": "student",
+    "backward": "backward",
+    "unscale_": "clipping",
+    "clip_gradients": "clipping",
+    "step_if_finite": "optimiser",
+    "ema_update": "average",
+    "accumulate": "centre",
+    "update": "centre",
+}
+# What writes no memory of the device, beside views.
+_aten = torch.ops.aten
+_FREE = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten._unsafe_view.default,
+    _aten.lift_fresh.default,
+    _aten.resize_.default,
+    _aten.promote_types.default,
+}
+
+
+class HostWaits(RuntimeError):
+    """A GPU would make the host wait."""
+
+
+class MixedDevices(RuntimeError):
+    """An operator got tensors of the host and of the GPU."""
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the kernels of what is run inside, by part of the step and operator, and follow its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: Counter[tuple[str, str]] = Counter()
+        self.memory = self.peak = 0  # bytes
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.record(func, args, out)
+        return out
+
+    def record(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
+        """Count an operator, and follow the tensors that it returned."""
+        if func.namespace == "aten" and not func.is_view and func not in _FREE:
+            self.kernels[_part(), str(func)] += _launches(func, args)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage())
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        if hasattr(storage, "followed"):
+            return
+        storage.followed = True  # type: ignore[attr-defined]
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self.memory += size
+        self.peak = max(self.peak, self.memory)
+        weakref.finalize(storage, self._forget, size).atexit = False
+
+    def _forget(self, size: int) -> None:
+        self.memory -= size
+
+    def restart(self) -> None:
+        """Count from zero; the peak is that of the tensors that are there."""
+        self.kernels.clear()
+        self.peak = self.memory
+
+    @property
+    def by_part(self) -> Counter[str]:
+        """The kernels of each part of the step."""
+        found: Counter[str] = Counter()
+        for (part, _), times in self.kernels.items():
+            found[part] += times
+        return found
+
+
+class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
+    """Run what computes on "cuda" with fake tensors, count it, and raise where the host would wait.
+
+    With `answers` the host may read: it is told ones, and that every condition is met; `waits` counts that.
+    """
+
+    def __init__(self, *, answers: bool = False) -> None:
+        super().__init__()
+        self.answers, self.waits = answers, Counter[str]()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Rehearsal:
+        with ExitStack() as stack:
+            # What is asked of a device before it is used.
+            stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+            stack.enter_context(patch("torch.cuda.is_bf16_supported", lambda **_: True))
+            stack.enter_context(patch("dino_vit.method.optim._fused_can_skip", lambda *_: True))
+            stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
+            stack.enter_context(patch("torch.autograd.backward", backward))
+            stack.enter_context(saved_for_backward())
+            stack.enter_context(FakeTensorMode())
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        of_host = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+        into_host = torch.device(kwargs.get("device") or "cuda").type != "cuda"
+        if len(of_host) == len(tensors) and (into_host or "device" not in kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if into_host or (func is _aten.copy_.default and not isinstance(args[0], FakeTensor)):
+            return self._answer(func, args)
+        self._check(func, args, kwargs, of_host)
+        args, kwargs = tree_map_only(Tensor, _faked, (args, kwargs))
+        try:
+            out = None if func is _aten._fused_sgd_.default else func(*args, **kwargs)  # fake tensors lack it
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._answer(func, args)
+        self.record(func, args, out)
+        return out
+
+    def _check(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], of_host: Sequence[Tensor]
+    ) -> None:
+        """Check that the GPU is given none of the host's tensors, but by copies that nothing waits for."""
+        if func in (_aten._to_copy.default, _aten.copy_.default):
+            if of_host and not (kwargs.get("non_blocking") or True in args[2:]):
+                self._wait(func)
+        elif any(tensor.ndim for tensor in of_host):  # a number on the host is an argument of the kernel
+            raise MixedDevices(f"{func} got tensors of the host: {[tuple(one.shape) for one in of_host]}")
+        indexed = func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+        if indexed and any(one is not None and one.dtype == torch.bool for one in args[1]):
+            self._wait(func)
+
+    def _wait(self, func: OpOverload) -> None:
+        if not self.answers:
+            raise HostWaits(f"{func} makes the host wait for the GPU")
+        self.waits[str(func)] += 1
+
+    def _answer(self, func: OpOverload, args: Sequence[Any]) -> Any:
+        """Tell the host what it asks for: ones."""
+        self._wait(func)
+        read: Tensor = args[0]
+        if func in (_aten._local_scalar_dense.default, _aten._to_copy.default):
+            with unset_fake_temporarily():
+                ones = torch.ones(read.shape, dtype=read.dtype)
+                return ones if func is _aten._to_copy.default else ones.item()
+        if func is _aten.nonzero.default:
+            return torch.zeros(read.numel(), read.ndim, dtype=torch.long, device=CUDA)
+        if func is _aten.bincount.default:
+            return torch.zeros(max(1, *args[2:]), dtype=torch.long, device=CUDA)
+        raise HostWaits(f"{func} makes the host wait for the GPU, and no answer to it is rehearsed")
+
+
+class OnGpu(Accelerator):  # type: ignore[misc]
+    """A single process with a GPU."""
+
+    device = CUDA
+
+
+@contextmanager
+def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingState]]:
+    """Set up a run on a GPU that is not here, whose steps may not wait."""
+    with Rehearsal(answers=True) as rehearsal:
+        state = set_up(config, OnGpu()).state
+        state.loader.pin = False  # no memory is pinned for a GPU that is not here
+        rehearsal.answers = False
+        yield rehearsal, state
+
+
+def _faked(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode.from_tensor(tensor)
+
+
+def _launches(func: OpOverload, args: Sequence[Any]) -> int:
+    """Return the kernels of an operator: one, or one for each tensor of lists that it cannot join."""
+    lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
+    if not str(func).startswith("aten._foreach_") or not lists:
+        return 1
+    kinds = [[(one.shape, one.stride(), one.dtype) for one in tensors] for tensors in lists]
+    return 1 if all(kind == kinds[0] for kind in kinds) else len(lists[0])
+
+
+def _part() -> str:
+    """Return the part of the step that is being computed."""
+    frame: FrameType | None = sys._getframe(3)
+    found = ELSEWHERE
+    while frame is not None:
+        found = PARTS.get(frame.f_code.co_name, found)
+        frame = frame.f_back
+    return found
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, scale: float) -> Tensor:
+    """Compute attention with the kernel that a GPU would choose."""
+    if q.dtype == torch.float32:
+        keeps = torch.is_grad_enabled()
+        return _aten._scaled_dot_product_efficient_attention(q, k, v, None, keeps, dropout_p, scale=scale)[0]
+    return _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, scale=scale)[0]
+
+
+class _Saved:
+    """A tensor that a node keeps for its gradient, and gives up when that is computed."""
+
+    current: ClassVar[list[_Saved]] = []  # taken by the node that computes now
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor:
+        assert self.tensor is not None, "the graph was freed by an earlier backward pass"
+        self.current.append(self)
+        return self.tensor
+
+
+def backward(root: Tensor) -> None:
+    """Compute gradients as PyTorch's engine does, node by node, in this thread and with any tensors."""
+    # By which the recomputation of blocks tells one backward pass from another.
+    with patch("torch._C._current_graph_task_id", return_value=next(_tasks)):
+        _walk(root)
+
+
+def saved_for_backward() -> saved_tensors_hooks:
+    """Let `backward` free what was computed for it inside as soon as it was used."""
+    return saved_tensors_hooks(_Saved, _Saved.take)
+
+
+_tasks = count(1)
+
+
+def _walk(root: Tensor) -> None:
+    start: Any = root.grad_fn
+    waiting: Counter[Any] = Counter()  # inputs that a node still waits for
+    nodes, seen = [start], {start}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            if following is not None:
+                waiting[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+    del nodes, seen
+    inputs: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+    inputs[start][0] = torch.ones_like(root)
+    numbers = count()
+    ready = [(0, next(numbers), start)]
+    while ready:
+        # The newest node first, and the leaves before it.
+        _, _, node = heapq.heappop(ready)
+        gradients = _call(node, inputs.pop(node, {}))
+        for (following, index), gradient in zip(node.next_functions, gradients, strict=False):
+            if following is None:
+                continue
+            if gradient is not None:
+                _add(inputs[following], index, _fitted(gradient, following._input_metadata[index]))
+            waiting[following] -= 1
+            if not waiting[following]:
+                heapq.heappush(ready, (-following._sequence_nr(), next(numbers), following))
+        del gradients
+
+
+@torch.no_grad()
+def _call(node: Any, received: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients that a node passes on, and free what it kept for them."""
+    if node.name().endswith("AccumulateGrad"):
+        return _accumulate(node.variable, received[0])
+    given = [received.get(index) for index in range(len(node._input_metadata))]
+    if all(one is None for one in given):
+        return [None] * len(node.next_functions)
+    of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    out = node.apply(*given) if of_python else node(*given)
+    for saved in _Saved.current:
+        saved.tensor = None
+    _Saved.current.clear()
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _accumulate(leaf: Tensor, gradient: Tensor) -> tuple[()]:
+    """Add to the gradient of a leaf, which is laid out as it."""
+    if leaf.grad is not None:
+        leaf.grad.add_(gradient)
+    elif gradient.stride() == leaf.stride():
+        leaf.grad = gradient
+    else:
+        leaf.grad = torch.empty_like(leaf).copy_(gradient)
+    return ()
+
+
+@torch.no_grad()
+def _add(received: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    received[index] = received[index] + gradient if index in received else gradient
+
+
+@torch.no_grad()
+def _fitted(gradient: Tensor, wanted: Any) -> Tensor:
+    """Return a gradient in the shape and dtype of the tensor that it is of."""
+    if gradient.shape != torch.Size(wanted.shape):
+        gradient = gradient.sum_to_size(wanted.shape)
+    return gradient.to(wanted.dtype)

@@ -1,0 +1,150 @@
+"""A rehearsal of CUDA finds what real tensors do: gradients, operators, memory. It notices every wait."""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import repeat
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from benchmarks.rehearsal import (
+    CUDA,
+    HostWaits,
+    Kernels,
+    MixedDevices,
+    OnGpu,
+    Rehearsal,
+    backward,
+    saved_for_backward,
+)
+from dino_vit.training.loop import take_step
+from dino_vit.training.setup import set_up
+from tests.support.training import configured, moved, opened, tensors_of
+
+SETTINGS = {"data.photometry": "worker", "run.log_every": 1000, "optim.clip_mode": "global"}
+PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "head.shared": "false"}
+CASES = [
+    {},
+    {"optim.accumulate": 2, "model.drop_path": 0.2},
+    {"model.checkpoint_blocks": "true"},
+    {**PATCHES, "loss.centring": "sinkhorn", "model.registers": 2, "model.layer_scale": 0.1},
+]
+
+
+def second_step(mode, accelerator, folder, settings):
+    """Return the operators of a step but for copies between devices, and what it takes beside the state."""
+    with mode:
+        state = set_up(configured(folder, {**SETTINGS, **settings}), accelerator).state
+        state.loader.pin = False
+        batch = next(state.loader.batches())
+        views = {size: views.to(state.device) for size, views in batch.views.items()}
+        batches = repeat(replace(batch, views=views))
+        take_step(state, batches)
+        mode.restart()
+        before = mode.memory
+        take_step(state, batches)
+        assert mode.memory == before  # nothing is left behind
+    found = Counter()
+    for (_, name), times in mode.kernels.items():
+        if name not in ("aten._to_copy.default", "aten.copy_.default"):
+            direction = "backward" if "backward" in name else "forward"
+            found[f"attention {direction}" if "dot_product" in name else name] += times
+    return found, mode.peak - before
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda case: " ".join(case) or "dino")
+def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
+    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: False)  # a kernel of some CPUs alone
+    rehearsal = Rehearsal(answers=True)
+    ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
+    real, expected = second_step(Kernels(), Accelerator(), tmp_path / "real", settings)
+    assert ours == real
+    assert ours.total() > 300
+    # A GPU's attention keeps some more numbers for its gradient.
+    assert expected <= memory < 1.03 * expected
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda case: " ".join(case) or "dino")
+def test_gradients_are_those_of_the_engine(tmp_path, monkeypatch, settings):
+    states = []
+    for name in ("engine", "ours"):
+        state = opened(tmp_path / name, {**SETTINGS, **settings}).state
+        with saved_for_backward() if name == "ours" else nullcontext():
+            batches = state.loader.batches()
+            for _ in range(3):
+                take_step(state, batches)
+        states.append(tensors_of(state.student))
+        monkeypatch.setattr(torch.autograd, "backward", backward)
+    assert not moved(*states)
+
+
+WAITS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x > 0).any()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", non_blocking=True),
+    "into the host's": lambda x: torch.zeros(4).copy_(x),
+    "numpy": lambda x: x.cpu().numpy(),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "into a mask": lambda x: x.index_put_((x > 0,), torch.ones(4, device=CUDA)),
+    "unique": lambda x: torch.unique(x),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "a new tensor": lambda x: torch.tensor([1.0, 2.0], device=CUDA),
+    "a copy": lambda x: torch.ones(4).to(CUDA),
+}
+RUNS_ON = {
+    "arithmetic": lambda x: (x * 2 + torch.tensor(3.0)).sum(),
+    "a copy that nothing waits for": lambda x: x + torch.ones(4).to(CUDA, non_blocking=True),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
+    "of the host": lambda x: torch.arange(4).nonzero().tolist(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_makes_the_host_wait_is_noticed(name):
+    with Rehearsal():
+        x = torch.zeros(4, device=CUDA)
+        with pytest.raises(HostWaits):
+            WAITS[name](x)
+    assert name not in RUNS_ON
+
+
+@pytest.mark.parametrize("name", RUNS_ON)
+def test_what_waits_for_nothing_runs(name):
+    with Rehearsal():
+        RUNS_ON[name](torch.zeros(4, device=CUDA))
+
+
+@pytest.mark.parametrize(
+    "mix", [torch.add, torch.dot, lambda x, y: x[y.long()], lambda x, y: torch.cat([x, y])]
+)
+def test_tensors_of_both_devices_are_noticed(mix):
+    with Rehearsal(), pytest.raises(MixedDevices):
+        mix(torch.zeros(4, device=CUDA), torch.zeros(4))
+
+
+def test_an_operator_on_unequal_tensors_counts_for_each():
+    with Rehearsal() as rehearsal:
+        tensors = [torch.zeros(size, device=CUDA) for size in (2, 3, 4)]
+        rehearsal.restart()
+        torch._foreach_mul_(tensors, 2.0)
+        torch._foreach_add_(tensors, [tensor + 1 for tensor in tensors])
+        assert rehearsal.kernels.total() == 3 + 2
+        rehearsal.restart()
+        torch._foreach_mul_(tensors, torch.zeros(3, device=CUDA).unbind())
+        assert rehearsal.kernels.total() == 1 + 3
+
+
+def test_memory_is_that_of_the_tensors_that_are_in_use():
+    with Rehearsal() as rehearsal:
+        kept = torch.zeros(1024, device=CUDA)
+        torch.zeros(2048, device=CUDA)
+        view = kept[:1]
+        del kept
+        assert (rehearsal.memory, rehearsal.peak) == (4096, 4096 + 8192)
+        del view
+        assert rehearsal.memory == 0

@@ -1,0 +1,86 @@
+"""No step makes the host wait for a GPU or mixes devices, and the kernels of the recipe's step are few."""
+
+import pytest
+
+import dino_vit
+from benchmarks.rehearsal import HostWaits, rehearsed_run
+from benchmarks.step import FIXED
+from dino_vit.config.loading import replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.training.loop import take_step
+from tests.support.backbones import backbone
+from tests.support.training import configured, trained
+
+SMALL = {
+    "data.photometry": "device",
+    "data.batch_size": 2,
+    "views.local_count": 1,
+    "run.precision": "bf16",
+    "run.log_every": 1000,
+    "budget.steps": 100,
+}
+PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1}
+OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
+OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
+CASES = {
+    "dino": {},
+    "float16": {"run.precision": "fp16", "optim.clip_mode": "module"},
+    "float32": {"run.precision": "no", "optim.clip_mode": "none"},
+    "accumulation": {"optim.accumulate": 2, "model.drop_path": 0.2},
+    "recomputation": {"model.checkpoint_blocks": "true", "optim.layer_decay": 0.9},
+    "rotary": {"model.positions": "rotary", "model.rotary_rescale": 2, "photometry.noise": 0.5},
+    "dinov2": {"method": "dinov2", "loss.warmup_teacher_temp_epochs": 0},
+    "patches with a mean": {**PATCHES, "loss.centring": "ema", "head.shared": "true"},
+    "sgd": {"optim.name": "sgd", "head.batch_norm": "true"},
+    "lars": {"optim.name": "lars", "optim.clip_mode": "global"},
+    "resnet": {**OF_TIMM, "model.arch": "timm:test_resnet"},
+    "imitation": {"teacher.weights": "wide.safetensors", "loss.koleo_weight": 0.1},
+    "imitation of patches": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5},
+    "frozen teacher": {**PATCHES, "teacher.weights": "run"},
+    "anchor": {**PATCHES, "anchor.weights": "run", "anchor.scale": 2},
+}
+# A little more than the kernels of a step of ViT-S/16: 16 images, bf16, photometry on the device.
+MOST = {"dino": 2350, "dinov2": 3030}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A backbone, and a run with heads for patches."""
+    folder = tmp_path_factory.mktemp("weights")
+    path = folder / "wide.safetensors"
+    dino_vit.save_backbone(backbone(width=48, heads=3), path, mean=(0.5,) * 3, std=(0.2,) * 3)
+    trained(folder / "run", {**PATCHES, "budget.steps": 10, "run.log_every": 10, "run.checkpoint_every": 10})
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_step_waits_or_mixes_devices(tmp_path, weights, name):
+    paths = {key: weights / str(value) for key, value in CASES[name].items() if key.endswith(".weights")}
+    config = configured(tmp_path / "run", {**SMALL, **CASES[name], **paths})
+    with rehearsed_run(config) as (rehearsal, state):
+        rehearsal.restart()
+        take_step(state, state.loader.batches())
+        assert rehearsal.by_part["backward"] > rehearsal.by_part["student"] > rehearsal.by_part["centre"]
+        assert rehearsal.by_part["clipping"] < 20
+        with pytest.raises(HostWaits):
+            state.read_interval()
+
+
+def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
+    with rehearsed_run(configured(tmp_path / "run", {**SMALL, **PATCHES, "run.log_every": 1})) as (_, state):
+        take_step(state, state.loader.batches())
+        assert {"output_entropy", "patch_output_entropy", "koleo"} < state.outputs.keys()
+        assert {value.device.type for value in state.outputs.values()} == {"cuda"}
+        with pytest.raises(HostWaits):
+            state.outputs["koleo"].item()
+
+
+@pytest.mark.parametrize("method", MOST)
+def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
+    settings = {**FIXED, "method": method, "data.source": "synthetic:64:96", "output": str(tmp_path)}
+    settings |= {"data.photometry": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
+    settings |= {"data.batch_size": 16, "run.precision": "bf16"}
+    with rehearsed_run(replace(PretrainConfig(), settings)) as (rehearsal, state):
+        rehearsal.restart()
+        take_step(state, state.loader.batches())
+    assert 0.97 * MOST[method] < rehearsal.kernels.total() <= MOST[method], rehearsal.by_part
