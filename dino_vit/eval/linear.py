@@ -83,7 +83,7 @@ def train_heads(
         for step, batch in zip(range(steps), batches, strict=False):
             indices = torch.from_numpy(batch.samples)
             x, y = (
-                tensor[indices.to(tensor.device)].to(device, non_blocking=True)
+                tensor[indices.to(tensor.device, non_blocking=True)].to(device, non_blocking=True)
                 for tensor in (features, targets)
             )
             decay = warmup_cosine(step, base=1.0, final=0.0, total=steps)
