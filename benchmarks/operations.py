@@ -4,6 +4,9 @@
 
 The step of `benchmarks/step.py` in bf16 under PyTorch's profiler: kernels on CUDA, operations of the
 processor elsewhere, each without what it calls. A share is one of all of them; what is small is one row.
+
+Where there is no GPU, its steps are rehearsed (`benchmarks/rehearsal.py`): kernels of each part, and the most
+memory that tensors take meanwhile. The batch is of uint8 views, whose photometry is part of the step.
 """
 
 from __future__ import annotations
@@ -11,18 +14,31 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import Row, Table, arguments, here, report, where
-from benchmarks.step import Ours, usual_cases
+from benchmarks.rehearsal import Kernels, rehearsed_run
+from benchmarks.step import FIXED, Ours, usual_cases
+from dino_vit.config.loading import replace
+from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.training.loop import take_step
 
 ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images"
 STEPS, SHOWN, NAMED = 3, 12, 60  # profiled steps, rows, characters of a name
+
+IMAGES = 64  # of a step that is rehearsed
+REHEARSED: dict[str, dict[str, Any]] = {
+    "ViT-S/16, DINO": {},
+    "ViT-S/16, DINOv2": {"method": "dinov2"},
+    "ViT-B/16, DINO": {"model.arch": "vit_base"},
+    "ViT-B/16, blocks recomputed": {"model.arch": "vit_base", "model.checkpoint_blocks": True},
+}
 
 
 class Operation(NamedTuple):
@@ -91,6 +107,38 @@ def table(title: str, found: Sequence[Operation], clock: float) -> Table:
     return Table(title, "in a step", rows, note, ratio="share")
 
 
+def rehearse(changes: Mapping[str, Any], images: int = IMAGES) -> Kernels:
+    """Return what a second step takes on a GPU that is not here."""
+    settings = {**FIXED, "data.source": f"synthetic:{images}:256", "data.batch_size": images, **changes}
+    settings |= {"data.photometry": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
+    with TemporaryDirectory() as output:
+        config = replace(PretrainConfig(), {**settings, "run.precision": "bf16", "output": output})
+        with rehearsed_run(config) as (rehearsal, state):
+            batches = state.loader.batches()
+            take_step(state, batches)
+            rehearsal.restart()
+            take_step(state, batches)
+    return rehearsal
+
+
+def kernel_table(found: Mapping[str, Kernels]) -> Table:
+    """Set the parts of each step one below the other, and all of it last."""
+    first = next(iter(found.values()))
+    parts = dict.fromkeys(part for one in found.values() for part in one.by_part)
+
+    def row(part: str, share: float) -> Row:
+        kernels = {name: float(one.by_part[part]) for name, one in found.items()}
+        memory = {name: one.peaks[part] / 2**20 if part in one.peaks else None for name, one in found.items()}
+        return Row(part, kernels, share, memory)
+
+    rows = [row(part, first.by_part[part] / first.kernels.total()) for part in parts]
+    whole = {name: float(one.kernels.total()) for name, one in found.items()}
+    rows.append(Row("the whole step", whole, 1.0, {name: one.peak / 2**20 for name, one in found.items()}))
+    note = "Operators that launch kernels, those on lists of tensors counted once; memory of tensors alone."
+    title = f"A GPU rehearsed: kernels of a step, bf16, {IMAGES} images"
+    return Table(title, "kernels", rows, note, ratio="share of the first")
+
+
 def run(*, threads: int) -> list[Table]:
     """Profile every case."""
     torch.set_num_threads(threads)
@@ -98,6 +146,8 @@ def run(*, threads: int) -> list[Table]:
     for case in usual_cases(here().type):
         print(f"{case.name} ...", file=sys.stderr, flush=True)
         tables.append(table(f"{case.name}, {where(threads)}", *operations(Ours(case))))
+    if here().type == "cpu":
+        tables.append(kernel_table({name: rehearse(changes) for name, changes in REHEARSED.items()}))
     return tables
 
 

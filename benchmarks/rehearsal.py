@@ -100,7 +100,8 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[tuple[str, str]] = Counter()
-        self.memory = self.peak = 0  # bytes
+        self.memory = 0  # bytes
+        self.peaks: dict[str, int] = {}  # of each part
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -111,11 +112,15 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
         """Count an operator, and follow the tensors that it returned."""
-        if func.namespace == "aten" and not func.is_view and func not in _FREE:
-            self.kernels[_part(), str(func)] += _launches(func, args)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._follow(tensor.untyped_storage())
+        if func.namespace != "aten" or func.is_view:
+            return
+        part = _part()
+        self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
+        if func not in _FREE:
+            self.kernels[part, str(func)] += _launches(func, args)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         if hasattr(storage, "followed"):
@@ -123,16 +128,20 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.followed = True  # type: ignore[attr-defined]
         size = -(-storage.nbytes() // BLOCK) * BLOCK
         self.memory += size
-        self.peak = max(self.peak, self.memory)
         weakref.finalize(storage, self._forget, size).atexit = False
 
     def _forget(self, size: int) -> None:
         self.memory -= size
 
     def restart(self) -> None:
-        """Count from zero; the peak is that of the tensors that are there."""
+        """Count from zero."""
         self.kernels.clear()
-        self.peak = self.memory
+        self.peaks.clear()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were in use at a time."""
+        return max(self.peaks.values())
 
     @property
     def by_part(self) -> Counter[str]:

@@ -121,6 +121,17 @@ def test_the_largest_operations_have_names() -> None:
     assert len(table.rows) == operations.SHOWN + 1
 
 
+def test_kernels_of_the_parts_add_up() -> None:
+    found = {"dino": operations.rehearse(TINY, images=2)}
+    *parts, whole = operations.kernel_table(found).rows
+    assert sum(row.speed["dino"] for row in parts) == whole.speed["dino"] == found["dino"].kernels.total()
+    assert sum(row.advantage for row in parts) == pytest.approx(whole.advantage)
+    assert whole.memory["dino"] == max(row.memory["dino"] or 0 for row in parts) > 0
+    assert {"photometry", "teacher", "student", "loss", "backward", "optimiser"} <= {
+        row.name for row in parts
+    }
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_of_a_device_are_valid_configs(device: str) -> None:
     rows = cases(device, None)

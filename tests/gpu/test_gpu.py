@@ -10,6 +10,7 @@ from dino_vit import VisionTransformer
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.eval.neighbours import nearest
+from dino_vit.method.optim import clip_gradients
 from dino_vit.models.positions import interpolate_pos_embs
 from dino_vit.views.photometry import Augment, Column
 from dino_vit.views.preparation import Preparation
@@ -71,6 +72,22 @@ def test_features_are_those_of_the_cpu():
     found = extract_features(model.to(DEVICE), source, range(40), **keywords).values
     assert found.device.type == DEVICE.type
     assert torch.allclose(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "module", "global"])
+def test_clipped_gradients_are_those_of_the_cpu(mode):
+    networks = [torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)) for _ in range(2)]
+    gradients = {}
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in (parameter for network in networks for parameter in network.parameters()):
+            parameter.grad = None
+            parameter.data = parameter.data.to(device)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+        clip_gradients(networks, mode=mode, max_norm=0.3)
+        gradients[device] = [p.grad.cpu() for network in networks for p in network.parameters()]
+    for found, expected in zip(gradients["cuda"], gradients["cpu"], strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_photometry_is_that_of_the_cpu():
