@@ -33,8 +33,7 @@ _ORDERS = list(permutations(range(4)))
 # operations whose factor is a plain number compute less.
 _LARGE = 3 * 128 * 128
 _CHUNK = 1 << 18  # values of smaller views that are processed together: they stay in the cache of a core
-# Taps of the Gaussian below this weight (the centre has weight 1) are left out.
-_NEGLIGIBLE = 1e-3
+_NEGLIGIBLE = 1e-3  # taps of the Gaussian below this weight are left out; the centre has weight 1
 _REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
 _LUMA = (0.2989, 0.587, 0.114)
 
@@ -224,12 +223,13 @@ def _apply_(x: Tensor, steps: list[Step]) -> Tensor:
 
 def _moved(steps: list[Step], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the indices and factors of each step on a device, all moved in two copies."""
-    factors = [factor[rows] for _, rows, factor in steps]
-    index = torch.tensor([row for _, rows, _ in steps for row in rows]).to(device, non_blocking=True)
+    index = torch.tensor([row for _, rows, _ in steps for row in rows], dtype=torch.long)
+    parts = torch.split(index, [len(rows) for _, rows, _ in steps])
+    factors = [factor.index_select(0, part) for (_, _, factor), part in zip(steps, parts, strict=True)]
     flat = torch.cat([torch.empty(0), *map(torch.flatten, factors)]).to(device, non_blocking=True)
-    for factor, part in zip(factors, torch.split(flat, [one.numel() for one in factors]), strict=True):
-        yield index[: len(factor)], part.view(factor.shape)
-        index = index[len(factor) :]
+    parts = torch.split(index.to(device, non_blocking=True), [len(part) for part in parts])
+    for part, one, moved in zip(parts, factors, torch.split(flat, [f.numel() for f in factors]), strict=True):
+        yield part, moved.view(one.shape)
 
 
 def _put_(x: Tensor, index: Tensor, images: Tensor) -> None:
