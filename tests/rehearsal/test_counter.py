@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from benchmarks.gradients import backward, saved_for_backward
 from benchmarks.rehearsal import (
     CUDA,
     HostWaits,
@@ -16,8 +17,6 @@ from benchmarks.rehearsal import (
     MixedDevices,
     OnGpu,
     Rehearsal,
-    backward,
-    saved_for_backward,
 )
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
