@@ -20,7 +20,6 @@ from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sources.archives import ArchiveSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.splits import splits_of
@@ -81,7 +80,6 @@ def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]
     return {
         "source": spec,
         "images": len(source),
-        "packed": source.comment if isinstance(source, ArchiveSource) else None,
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": unlabelled,
         "splits": {name: len(places) for name, places in splits_of(source).items()},
@@ -109,8 +107,6 @@ def _range(values: Iterable[float]) -> dict[str, float] | None:
 def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as lines for a person."""
     yield f"{facts['source']}: {facts['images']:,} images, {_labels(facts)}"
-    if facts["packed"]:
-        yield facts["packed"]
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
     if facts["looked_at"] < facts["images"]:

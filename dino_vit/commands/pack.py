@@ -1,7 +1,6 @@
 """Pack a source into tar shards: few large files instead of many small ones, with their checksums.
 
 Image bytes, names and labels are those of the source, so training on the shards is training on the source.
-With `size` that holds for images that are no larger, and the shards say so.
 `sha256sum --check SHA256SUMS` verifies a copy.
 """
 
@@ -10,7 +9,7 @@ import io
 import os
 import shutil
 import tarfile
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from pydantic import Field
 from torch import Tensor, uint8
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Count, Dimension, Settings, setting
+from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
-from dino_vit.data.images.reduce import Irreducible, reduce_mask, reduce_photo
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
@@ -48,10 +46,6 @@ class PackConfig(Settings):
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
     check: bool = setting(True, "decode every image, and leave out unreadable ones")
-    size: Dimension | None = setting(
-        None, "reduce images to so many pixels on their shorter side; null: none"
-    )
-    masks: bool = setting(False, "the images are masks: with size, their values are not mixed")
 
     positional: ClassVar = ("source", "output")
 
@@ -62,8 +56,6 @@ class Packed(NamedTuple):
     shards: list[Path]
     images: int
     unreadable: list[UnreadableImage]
-    reduced: int = 0  # images
-    irreducible: int = 0  # images, which are as they were
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +65,12 @@ class PackResult(Result):
     shards: list[Path]
     images: int
     unreadable: list[UnreadableImage]  # which were left out
-    reduced: int  # images
 
 
 class _Item(NamedTuple):
     name: str
     data: bytes
     label: str | None
-    reduced: bool = False
-    irreducible: bool = False
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What is done with each image."""
-
-    check: bool = True
-    size: int | None = None
-    masks: bool = False
-
-    @property
-    def comment(self) -> dict[str, str]:
-        """Return what the shards say of themselves, in the header that tar has for it."""
-        how = "masks" if self.masks else "images"
-        text = (
-            f"dino-vit pack: {how} with more than {self.size} pixels on their shorter side were reduced to it"
-        )
-        return {"comment": text} if self.size else {}
 
 
 def run(config: PackConfig) -> PackResult:
@@ -111,8 +82,7 @@ def run(config: PackConfig) -> PackResult:
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt
     try:
-        packing = Packing(check=config.check, size=config.size, masks=config.masks)
-        packed = pack(source, partial, shard_bytes=config.shard_size * 2**20, packing=packing)
+        packed = pack(source, partial, shard_bytes=config.shard_size * 2**20, check=config.check)
         if output.exists():
             output.rmdir()
         partial.rename(output)
@@ -128,32 +98,19 @@ def run(config: PackConfig) -> PackResult:
         f"{output}: {packed.images:,} images in {plural(len(shards), 'shard')}, {size:,.1f} MiB\n"
         f"verify a copy with: cd {output} && sha256sum --check {SUMS}"
     )
-    if config.size:
-        kept = packed.images - packed.reduced - packed.irreducible
-        text += (
-            f"\nreduced to {config.size} pixels: {packed.reduced:,}; no larger, and as they were: {kept:,}"
-        )
-        if packed.irreducible:
-            text += f"; deep or with other channels, and as they were: {packed.irreducible:,}"
-    return PackResult(
-        shards=shards,
-        images=packed.images,
-        unreadable=packed.unreadable,
-        reduced=packed.reduced,
-        text=text,
-    )
+    return PackResult(shards=shards, images=packed.images, unreadable=packed.unreadable, text=text)
 
 
-def pack(source: Source, folder: Path, *, shard_bytes: int, packing: Packing = Packing()) -> Packed:
+def pack(source: Source, folder: Path, *, shard_bytes: int, check: bool = True) -> Packed:
     """Write a source into shards of about this size, and then their checksums."""
     packed = Packed([], len(source), [])
-    sums, counts = "", Counter[str]()
-    items = _readable_items(source, packing, packed.unreadable, counts)
+    sums = ""
+    items = _readable_items(source, check, packed.unreadable)
     item = next(items, None)
     while item is not None:
         path = folder / f"{len(packed.shards):06}.tar"
         with replacing(path) as partial:
-            with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT, pax_headers=packing.comment) as shard:
+            with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as shard:
                 while item is not None and shard.offset < shard_bytes:
                     _add(shard, item)
                     item = next(items, None)
@@ -163,57 +120,39 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, packing: Packing = P
     if not packed.shards:
         raise ValueError(f"none of {len(source):,} images can be read, the first is {packed.unreadable[0]}")
     write_bytes(folder / SUMS, sums.encode())
-    images = len(source) - len(packed.unreadable)
-    return packed._replace(images=images, reduced=counts["reduced"], irreducible=counts["irreducible"])
+    return packed._replace(images=len(source) - len(packed.unreadable))
 
 
-def _readable_items(
-    source: Source, packing: Packing, left_out: list[UnreadableImage], counts: Counter[str]
-) -> Iterator[_Item]:
-    """Yield the readable items in order, prefetched by threads; collect the others, count what was done."""
+def _readable_items(source: Source, check: bool, left_out: list[UnreadableImage]) -> Iterator[_Item]:
+    """Yield the readable items in order, prefetched by threads, and collect the others."""
     classes = list(source.classes)
     pending: deque[Future[_Item | UnreadableImage]] = deque()
     with progress("Packing", len(source)) as advance, ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         for index in range(len(source) + _PREFETCHED):
             if index < len(source):
-                pending.append(pool.submit(_read, source, index, classes, packing))
+                pending.append(pool.submit(_read, source, index, classes, check))
             if index >= _PREFETCHED and pending:
                 item = pending.popleft().result()
                 advance(1)
                 if isinstance(item, UnreadableImage):
                     left_out.append(item)
                 else:
-                    counts.update(reduced=item.reduced, irreducible=item.irreducible)
                     yield item
 
 
-def _read(source: Source, index: int, classes: list[str], packing: Packing) -> _Item | UnreadableImage:
+def _read(source: Source, index: int, classes: list[str], check: bool) -> _Item | UnreadableImage:
     label, named = source.label(index), source.source if isinstance(source, LabelledSource) else source
     name = os.fsdecode(named.raw_name(index)) if isinstance(named, IndexedSource) else named.name(index)
     try:
         item = source.read(index)
         data = _encode(item) if isinstance(item, Tensor) else item
-        smaller, irreducible = None, False
-        try:
-            smaller = _reduced(data, name, packing)
-        except Irreducible:
-            irreducible = True
-        if smaller is not None:
-            name, data = f"{os.path.splitext(name)[0]}{_SUFFIXES.get(format_of(smaller), '.png')}", smaller
-        elif packing.check and not (packing.size and not packing.masks):  # otherwise it was decoded
+        if check:
             decode(data, name)
     except (OSError, ValueError) as error:
         return unreadable(name, error)
     except UnreadableImage as error:
         return error
-    member, text = _member_name(name, data, label is not None), None if label is None else classes[label]
-    return _Item(member, data, text, smaller is not None, irreducible)
-
-
-def _reduced(data: bytes, name: str, packing: Packing) -> bytes | None:
-    if packing.size is None:
-        return None
-    return reduce_mask(data, packing.size) if packing.masks else reduce_photo(data, name, packing.size)
+    return _Item(_member_name(name, data, label is not None), data, None if label is None else classes[label])
 
 
 def _encode(image: Tensor) -> bytes:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _CONVERTED = dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB")
 _CONVERTED |= {"1": "L", "La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
 _WITH_ALPHA = ("LA", "RGBA")
-INDEXED = ("P", "L", "1")  # modes of masks: a palette, grey, black and white
 # Values of TIFF tags.
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
 _UNSPECIFIED = 0  # use of an extra sample; others are alpha

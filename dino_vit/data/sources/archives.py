@@ -62,14 +62,6 @@ class ArchiveSource(IndexedSource):
             raise OSError("its checksum does not match the archive's")
         return data
 
-    @property
-    def comment(self) -> str | None:
-        """What the first shard says of itself, if anything."""
-        if self._suffix != ".tar":
-            return None
-        with open_file(self._files[0]) as file, tarfile.open(fileobj=file) as shard:
-            return shard.pax_headers.get("comment")
-
     def _build(self, _: WriteImages) -> Draft:
         list_images = ARCHIVES[self._suffix]
         with progress(f"Indexing {self._spec}") as advance:
