@@ -20,12 +20,15 @@ from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.labels import LabelledSource
+from dino_vit.data.sources.archives import ArchiveSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.splits import splits_of
 from dino_vit.data.statistics import ImageInfo, ImageSummary, inspect_images
 from dino_vit.eval.maps.pictures import Panel, as_picture, write_sheet
-from dino_vit.views.build import build_pixels, make_views
+from dino_vit.views.build import build_pixels, build_views, make_views
+from dino_vit.views.costs import advice_on_size
 
 LISTED = 10  # names, classes or groups in a text
 
@@ -59,6 +62,10 @@ def run(config: InspectConfig) -> SourceFacts:
     indices = range(len(source)) if config.count is None else spread(len(source), config.count)
     summary = inspect_images(source, indices, max_pixels=config.max_pixels, allow_none=True)
     facts = describe(printable(config.source), source, summary)
+    if summary.images:
+        training = fitted_config(config.pretrain, source, summary)
+        sizes = [(image.height, image.width) for image in summary.images]
+        facts["advice"] = advice_on_size(sizes, build_views(training), printable(config.source))
     if not summary.images:
         reasons = "\n  ".join(str(one) for one in summary.unreadable[:LISTED])
         raise ValueError(f"none of the {len(indices):,} inspected images can be read:\n  {reasons}")
@@ -83,6 +90,7 @@ def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": unlabelled,
         "splits": {name: len(places) for name, places in splits_of(source).items()},
+        "reduced_to": _reduced_to(source),
         "looked_at": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),
@@ -99,6 +107,12 @@ def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]
     }
 
 
+def _reduced_to(source: Source) -> list[int]:
+    """Return the shorter sides that shards were packed with."""
+    inner = source.source if isinstance(source, LabelledSource) else source
+    return inner.reduced_to() if isinstance(inner, ArchiveSource) else []
+
+
 def _range(values: Iterable[float]) -> dict[str, float] | None:
     known = list(values)
     return {"least": min(known), "median": median(known), "most": max(known)} if known else None
@@ -109,10 +123,15 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['source']}: {facts['images']:,} images, {_labels(facts)}"
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
+    if facts["reduced_to"]:
+        sides = " or ".join(map(str, facts["reduced_to"]))
+        yield f"packed with size={sides}: larger images were reduced to this shorter side in pixels"
     if facts["looked_at"] < facts["images"]:
         yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
     if facts["height"]:
         yield from (f"  {title:<11} {text}" for title, text in _rows(facts))
+    if facts["advice"]:
+        yield facts["advice"]
     unreadable = [f"{image['name']}: {image['reason']}" for image in facts["unreadable"]]
     identical = [" = ".join(group[:LISTED]) for group in facts["identical"]]
     for title, unit, lines in (("unreadable", "image", unreadable), ("identical", "group", identical)):

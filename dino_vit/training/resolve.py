@@ -21,11 +21,12 @@ from dino_vit.core.distributed import all_gather, all_reduce_mean
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
+from dino_vit.core.text import printable
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
-from dino_vit.views.build import build_pixels, choose_workers
-from dino_vit.views.costs import Costs, faster_photometry, measure_costs
+from dino_vit.views.build import build_pixels, build_views, choose_workers
+from dino_vit.views.costs import Costs, advice_on_size, faster_photometry, measure_costs
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights.heads import HEADS, TrainedTeacher
 
@@ -97,7 +98,11 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
         if accumulate and accumulate != config.optim.accumulate:
             log.info("the run keeps its global batch of %d: optim.accumulate=%d", global_batch, accumulate)
             config = replace(config, {"optim.accumulate": accumulate})
-    return Completed(config, list(made.values()), [images.describe(build_pixels(config)), *notes], steps)
+    notes.insert(0, images.describe(build_pixels(config)))
+    sizes = [(image.height, image.width) for image in images.images]
+    if advice := advice_on_size(sizes, build_views(config), printable(config.data.source)):
+        notes.append(advice)
+    return Completed(config, list(made.values()), notes, steps)
 
 
 def _frozen_choices(config: PretrainConfig, frozen: TrainedTeacher) -> list[Choice]:

@@ -1,8 +1,8 @@
 """What an image costs in a worker and on the device, and so where its colours should be changed."""
 
 import time
-from collections.abc import Callable
-from math import ceil
+from collections.abc import Callable, Sequence
+from math import ceil, sqrt
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -12,14 +12,18 @@ from torch import Tensor
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import synchronise
+from dino_vit.data.images.reducing import reduced_size
 from dino_vit.data.sources.source import Source
 from dino_vit.views.build import build_augment, build_pixels, build_views
+from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
 
 TIMED_IMAGES, TIMED_ROUNDS = 8, 3
 # The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
 CLEARLY = 1.1
+# An image costs as much as decoding so many pixels besides its own; advice must save this factor.
+OVERHEAD, LARGE = 90_000, 2
 
 
 class Costs(NamedTuple):
@@ -28,6 +32,25 @@ class Costs(NamedTuple):
     crop: float
     colour: float
     colour_on_device: float
+
+
+def advice_on_size(sizes: Sequence[tuple[int, int]], views: Sequence[View], source: str) -> str | None:
+    """Return what to do if images of these heights and widths are far larger than the views."""
+    # The smallest box of a view, if it is square, then still has a pixel for each of the view's own.
+    needed = max(max(view.size) / sqrt(view.scale[0]) for view in views)
+    side = ceil(needed / 64) * 64
+    now, then = (
+        median(OVERHEAD + height * width for height, width in of)
+        for of in (sizes, [reduced_size(*one, side) for one in sizes])
+    )
+    if now / then < LARGE:
+        return None
+    height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
+    return (
+        f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
+        f"`dino-vit pack {source} packed size={side}` makes them about {now / then:.0f} times faster to "
+        "decode"
+    )
 
 
 def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "device"], str]:

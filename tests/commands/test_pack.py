@@ -1,3 +1,4 @@
+import io
 import subprocess
 import tarfile
 
@@ -5,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
 from dino_vit.cli import main
 from dino_vit.commands.pack import pack
-from dino_vit.data.images.decode import decode
+from dino_vit.data.images.decode import decode, format_of
+from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import items
+from tests.support.images import png16, smooth
 
 
 @pytest.fixture
@@ -105,3 +109,93 @@ def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys)
         assert not (tmp_path / "out").exists()
         assert not list(tmp_path.glob(".*.partial"))
     assert (tmp_path / "full" / "file").read_text() == "mine"
+
+
+def pack_reduced(folder, output, *settings):
+    assert main(["pack", str(folder), str(output), "size=16", *settings]) == 0
+    return open_source(str(output))
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_larger_images_are_reduced_upright_and_the_others_kept(tmp_path, orientation, capsys):
+    exif = Image.Exif()
+    exif[274] = orientation
+    (tmp_path / "in").mkdir()
+    smooth(size=(60, 40)).save(tmp_path / "in" / "a.jpg", quality=95, exif=exif, icc_profile=b"profile")
+    smooth(size=(60, 40)).save(tmp_path / "in" / "b.webp", lossless=True)
+    smooth("L", size=(60, 40)).save(tmp_path / "in" / "c.bmp")
+    smooth(size=(60, 16)).save(tmp_path / "in" / "d.jpg", exif=exif)
+    source = open_source(str(tmp_path / "in"))
+    packed = pack_reduced(tmp_path / "in", tmp_path / "out")
+    assert (
+        "3 were larger and now have a shorter side of 16 pixels; 1 are as they were"
+        in capsys.readouterr().out
+    )
+    assert [packed.name(index) for index in range(4)] == ["a.jpg", "b.webp", "c.bmp", "d.jpg"]
+    assert [format_of(packed.read(index)) for index in range(4)] == ["JPEG", "PNG", "PNG", "JPEG"]
+    assert packed.read(3) == source.read(3)
+    assert Image.open(io.BytesIO(packed.read(0))).info["icc_profile"] == b"profile"
+    for index in range(3):
+        image = decode(source.read(index), "")
+        height, width = (24, 16) if index == 0 and orientation == 6 else (16, 24)
+        expected = F.interpolate(image[None].float(), (height, width), mode="bicubic", antialias=True)[0]
+        reduced = decode(packed.read(index), "")
+        assert reduced.shape == expected.shape
+        assert (reduced - expected.clamp(0, 255)).abs().mean() < 2
+    assert main(["inspect-data", str(tmp_path / "out")]) == 0
+    assert "packed with size=16: larger images were reduced" in capsys.readouterr().out
+
+
+def test_colours_under_a_transparent_alpha_stay(tmp_path):
+    array = np.full((40, 40, 4), (200, 100, 50, 0), dtype=np.uint8)
+    (tmp_path / "in").mkdir()
+    Image.fromarray(array).save(tmp_path / "in" / "a.png")
+    packed = pack_reduced(tmp_path / "in", tmp_path / "out")
+    assert decode(packed.read(0), "")[:, 0, 0].tolist() == [200, 100, 50, 0]
+
+
+def test_deep_images_and_other_channels_are_not_reduced_and_named(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    generator = np.random.default_rng(0)
+    deep = generator.integers(0, 2**16, (40, 40, 3), dtype=np.uint16)
+    (tmp_path / "in" / "deep.png").write_bytes(png16(deep))
+    np.save(tmp_path / "in" / "wide.npy", generator.integers(0, 256, (5, 40, 40), dtype=np.uint8))
+    source = open_source(str(tmp_path / "in"))
+    packed = pack_reduced(tmp_path / "in", tmp_path / "out")
+    assert images(packed) == images(source)
+    assert "2 of these are larger, but have more than 8 bits or other channels" in capsys.readouterr().out
+
+
+def test_masks_go_with_their_images(tmp_path):
+    photos, masks = tmp_path / "photos", tmp_path / "masks"
+    generator = np.random.default_rng(0)
+    for folder in (photos, masks):
+        folder.mkdir()
+    exif = Image.Exif()
+    exif[274] = 6
+    smooth(size=(60, 40)).save(photos / "a.jpg", exif=exif)
+    (photos / "b.png").write_bytes(png16(generator.integers(0, 2**16, (40, 60, 3), dtype=np.uint16)))
+    smooth(size=(12, 14)).save(photos / "c.jpg")
+    shapes = {"a": (60, 40), "b": (40, 60), "c": (14, 12)}
+    values = {name: generator.choice([0, 7, 255], shape).astype(np.uint8) for name, shape in shapes.items()}
+    for name, array in values.items():
+        mask = Image.fromarray(array).convert("P") if name == "c" else Image.fromarray(array)
+        mask.save(masks / f"{name}.png")
+    pack_reduced(photos, tmp_path / "out", f"masks={masks}")
+    packed, before = open_masks(str(tmp_path / "out" / "images")), open_masks(str(photos))
+    assert [tuple(packed.mask(index).shape) for index in range(3)] == [(24, 16), (40, 60), (14, 12)]
+    nearest = F.interpolate(before.mask(0)[None, None], (24, 16), mode="nearest-exact")[0, 0]
+    assert torch.equal(packed.mask(0), nearest)
+    for index in (1, 2):
+        assert torch.equal(packed.mask(index), before.mask(index))
+
+
+def test_broken_images_stay_without_the_check_and_arrays_are_reduced(photos, tmp_path):
+    (photos / "dog" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    packed = pack_reduced(photos, tmp_path / "all", "check=false")
+    assert len(packed) == 6
+    assert b"\x89PNG\r\n\x1a\n broken" in [packed.read(index) for index in range(6)]
+    assert len(pack_reduced(photos, tmp_path / "out")) == 5
+    arrays = pack(open_source("synthetic:3:32"), tmp_path / "arrays", shard_bytes=10**6, size=16)
+    assert len(arrays.reduced) == 3
+    assert decode(open_source(str(tmp_path / "arrays")).read(0), "").shape == (3, 16, 16)

@@ -6,7 +6,15 @@ import torch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.views.costs import Costs, faster_photometry, measure_costs, repeat_images
+from dino_vit.views.costs import (
+    OVERHEAD,
+    Costs,
+    advice_on_size,
+    faster_photometry,
+    measure_costs,
+    repeat_images,
+)
+from dino_vit.views.geometry import View
 
 CPU = torch.device("cpu")
 SMALL = ["model.patch_size=8", "views.global_size=32", "views.local_size=16"]
@@ -38,3 +46,12 @@ def test_a_device_is_measured_with_as_much_as_it_trains_on():
     assert torch.equal(repeat_images(images, 3), torch.cat([images] * 3))
     assert torch.equal(repeat_images(rows, 2), torch.cat([rows] * 2))
     assert repeat_images(images, 1) is images
+
+
+def test_images_far_larger_than_their_views_get_advice():
+    views = View(size=(224, 224), scale=(0.25, 1.0)), View(size=(96, 96), scale=(0.05, 0.25))
+    advice = advice_on_size([(3000, 4000), (400, 500), (4000, 3000)], views, "photos")
+    now, then = 3000 * 4000 + OVERHEAD, 448 * 597 + OVERHEAD
+    assert "3000 × 3000 pixels" in advice
+    assert f"`dino-vit pack photos packed size=448` makes them about {now / then:.0f} times faster" in advice
+    assert advice_on_size([(375, 500)] * 3, views, "photos") is None

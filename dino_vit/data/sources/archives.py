@@ -24,6 +24,9 @@ LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .js
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 MAX_HEADER = 2**18  # bytes of names and attributes that extend the header of a member of a tar
+REDUCED_TO = (
+    "DINO_VIT.reduced_to"  # global attribute of a tar: shorter side in pixels that it was packed with
+)
 MAX_UNPACKED, MAX_RATIO = 2**28, 200  # bytes that may always be unpacked, as an empty page; then by ratio
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
@@ -61,6 +64,12 @@ class ArchiveSource(IndexedSource):
         if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
             raise OSError("its checksum does not match the archive's")
         return data
+
+    def reduced_to(self) -> list[int]:
+        """Return the shorter sides to which larger images were reduced when the shards were packed."""
+        if self._suffix != ".tar":
+            return []
+        return sorted(set(in_threads(_reduced_to, self._files)) - {0})
 
     def _build(self, _: WriteImages) -> Draft:
         list_images = ARCHIVES[self._suffix]
@@ -122,6 +131,13 @@ class _BoundedInfo(tarfile.TarInfo):
         if extends and self.type != tarfile.GNUTYPE_SPARSE and self.size > MAX_HEADER:
             raise ValueError(f"a header of {self.size:,} bytes is longer than {MAX_HEADER:,}")
         return super()._proc_member(tar)  # type: ignore[misc]
+
+
+def _reduced_to(path: str) -> int:
+    """Return the shorter side that a tar was packed with; 0: any."""
+    with open_file(path) as file, tarfile.open(fileobj=file, tarinfo=_BoundedInfo) as tar:
+        recorded = tar.pax_headers.get(REDUCED_TO, "")
+    return int(recorded) if recorded.isdecimal() else 0
 
 
 def tar_images(path: str) -> list[Member]:
