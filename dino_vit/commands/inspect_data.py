@@ -65,7 +65,9 @@ def run(config: InspectConfig) -> SourceFacts:
     if summary.images:
         training = fitted_config(config.pretrain, source, summary)
         sizes = [(image.height, image.width) for image in summary.images]
-        facts["advice"] = advice_on_size(sizes, build_views(training), printable(config.source))
+        scaled = training.data.scaled_decoding
+        views, name = build_views(training), printable(config.source)
+        facts["advice"] = advice_on_size(sizes, views, name, scaled_decoding=scaled)
     if not summary.images:
         reasons = "\n  ".join(str(one) for one in summary.unreadable[:LISTED])
         raise ValueError(f"none of the {len(indices):,} inspected images can be read:\n  {reasons}")

@@ -100,7 +100,9 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
             config = replace(config, {"optim.accumulate": accumulate})
     notes.insert(0, images.describe(build_pixels(config)))
     sizes = [(image.height, image.width) for image in images.images]
-    if advice := advice_on_size(sizes, build_views(config), printable(config.data.source)):
+    scaled = config.data.scaled_decoding
+    name = printable(config.data.source)
+    if advice := advice_on_size(sizes, build_views(config), name, scaled_decoding=scaled):
         notes.append(advice)
     return Completed(config, list(made.values()), notes, steps)
 

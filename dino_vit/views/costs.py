@@ -22,8 +22,9 @@ from dino_vit.views.sampler import Sampler
 TIMED_IMAGES, TIMED_ROUNDS = 8, 3
 # The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
 CLEARLY = 1.1
-# An image costs as much as decoding so many pixels besides its own; advice must save this factor.
-OVERHEAD, LARGE = 90_000, 2
+# An image costs as much as decoding so many pixels besides its own, which cost this share where it is decoded
+# at a smaller scale; advice must save this factor.
+OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
 
 
 class Costs(NamedTuple):
@@ -34,23 +35,27 @@ class Costs(NamedTuple):
     colour_on_device: float
 
 
-def advice_on_size(sizes: Sequence[tuple[int, int]], views: Sequence[View], source: str) -> str | None:
+def advice_on_size(
+    sizes: Sequence[tuple[int, int]], views: Sequence[View], source: str, *, scaled_decoding: bool
+) -> str | None:
     """Return what to do if images of these heights and widths are far larger than the views."""
     # The smallest box of a view, if it is square, then still has a pixel for each of the view's own.
     needed = max(max(view.size) / sqrt(view.scale[0]) for view in views)
     side = ceil(needed / 64) * 64
-    now, then = (
-        median(OVERHEAD + height * width for height, width in of)
+    whole, packed = (
+        median(height * width for height, width in of)
         for of in (sizes, [reduced_size(*one, side) for one in sizes])
     )
-    if now / then < LARGE:
+    now = OVERHEAD + (SCALED * whole if scaled_decoding else whole)
+    faster = now / (OVERHEAD + packed)
+    if faster < LARGE:
         return None
     height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
-    return (
+    text = (
         f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
-        f"`dino-vit pack {source} packed size={side}` makes them about {now / then:.0f} times faster to "
-        "decode"
+        f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"
     )
+    return text if scaled_decoding else f"{text}, data.scaled_decoding=true about {1 / SCALED:.0f} times"
 
 
 def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "device"], str]:

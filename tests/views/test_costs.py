@@ -50,8 +50,13 @@ def test_a_device_is_measured_with_as_much_as_it_trains_on():
 
 def test_images_far_larger_than_their_views_get_advice():
     views = View(size=(224, 224), scale=(0.25, 1.0)), View(size=(96, 96), scale=(0.05, 0.25))
-    advice = advice_on_size([(3000, 4000), (400, 500), (4000, 3000)], views, "photos")
+    sizes = [(3000, 4000), (400, 500), (4000, 3000)]
+    advice = advice_on_size(sizes, views, "photos", scaled_decoding=False)
     now, then = 3000 * 4000 + OVERHEAD, 448 * 597 + OVERHEAD
     assert "3000 × 3000 pixels" in advice
     assert f"`dino-vit pack photos packed size=448` makes them about {now / then:.0f} times faster" in advice
-    assert advice_on_size([(375, 500)] * 3, views, "photos") is None
+    assert advice.endswith("data.scaled_decoding=true about 5 times")
+    scaled = advice_on_size(sizes, views, "photos", scaled_decoding=True)
+    assert "makes them about 8 times faster" in scaled
+    assert "scaled_decoding" not in scaled
+    assert advice_on_size([(375, 500)] * 3, views, "photos", scaled_decoding=False) is None
