@@ -146,7 +146,8 @@ def _fail(error: Exception, args: argparse.Namespace) -> int:
     full = isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", str(error)) is not None
     )
-    if args.traceback or not (lost or full or isinstance(error, ValueError | OSError)):
+    foreseen = isinstance(error, ValueError | OSError) or hasattr(error, "exit_code")
+    if args.traceback or not (lost or full or foreseen):
         traceback.print_exception(error)
         return _leave(1)
     text = "another process of this run has ended; see its error message" if lost else str(error)

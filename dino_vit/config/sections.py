@@ -61,6 +61,16 @@ class Data(Settings):
     workers: FewOrZero | None = setting(
         None, "loader processes; null: by the number of cores", resumable=True
     )
+    order: Literal["global", "window"] | None = setting(
+        None, "global: from anywhere; window: some shards at a time; null: window if remote"
+    )
+    window: Few = setting(16, "shards that data.order=window mixes at a time")
+    cache: str | None = setting(
+        None, "folder for copies of remote shards; null: in ~/.cache/dino-vit", resumable=True
+    )
+    cache_gb: NonNegative = setting(
+        50.0, "size of data.cache; 0: no copies, a request for each image", resumable=True
+    )
     channels: Dimension = setting(3, "of an image; grey is repeated to make 3, alpha counts in 2 and 4")
     bits: Literal[8, 16] | None = setting(
         None, "8: bytes; 16: anything deeper, as floats; null: as the images have"

@@ -28,6 +28,8 @@ class RngPurpose(IntEnum):
     LOOK = 8
     NOISE = 9
     MASKS = 10
+    SHARDS = 11
+    WINDOW = 12
 
 
 def random_bits(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.uint64]:

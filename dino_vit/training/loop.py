@@ -75,15 +75,16 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     with contextlib.closing(state.loader.batches(state.step)) as batches:
         while state.step < state.plan.total_steps:
             take_step(state, batches)
-            after_step(state, reporter)
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stopped = interruption.asked or state.loader.lost_worker
-            if any_process(stopped or state.unreadable.too_many):
-                state.unreadable.check(state.device)
-                if any_process(stopped):
-                    save(state, reporter)
-                    reporter.stop()
-                    return False
+            ends = any_process(stopped or state.unreadable.too_many)
+            if ends:
+                state.unreadable.check(state.device)  # before a step with blank images is saved
+            after_step(state, reporter)
+            if ends and any_process(stopped):
+                save(state, reporter)
+                reporter.stop()
+                return False
     save(state, reporter, last=True)
     reporter.finish()
     return True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.distributed import all_gather
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.views.loader import Batch
 
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
@@ -86,7 +87,7 @@ class UnreadableImages:
         self.limit = limit
         self.known = set(self._listed())
         self.failed, self.tried = 0, 0
-        self.failure: str | None = None
+        self.failure: Exception | None = None
 
     def count(self, batch: Batch) -> None:
         """Count a batch, and list images that were not listed before."""
@@ -114,10 +115,12 @@ class UnreadableImages:
 
     def check(self, device: torch.device) -> None:
         """Raise in all processes, which must all call this, if there are too many over all of them."""
-        counts = torch.tensor([[self.failed, self.tried, self.failure is not None]], device=device)
-        failed, tried, failures = all_gather(counts).sum(dim=0).tolist()
-        if failures:
-            raise ValueError(self.failure or "another process could not read any image; see its output")
+        code = getattr(self.failure, "exit_code", 1) if self.failure else 0
+        counts = all_gather(torch.tensor([[self.failed, self.tried, code]], device=device))
+        if code := int(counts[:, 2].max()):
+            error = SourceLost if code == SourceLost.exit_code else ValueError
+            raise self.failure or error("another process could not read its images; see its output")
+        failed, tried, _ = counts.sum(dim=0).tolist()
         if failed > self.limit * max(tried, AT_LEAST):
             raise ValueError(
                 f"{failed} of the {tried} images read so far cannot be read or used, more than "

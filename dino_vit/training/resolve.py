@@ -23,6 +23,8 @@ from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
 from dino_vit.core.text import printable
 from dino_vit.data.sampling_weights import sampling_fingerprint
+from dino_vit.data.shards import copies_folder
+from dino_vit.data.sources.archives import archives_of
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
 from dino_vit.views.build import build_pixels, build_views, choose_workers
@@ -88,6 +90,7 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
             f"{images.channels} channels; set data.channels, data.mean and data.std (null: measured)"
         )
     add(_pixel_choices(config, images, resumed))
+    add(_order_choices(config, facts))
     measured, notes = _measure(config, source, facts.device)
     add(measured)
     add(_photometry_choices(config, facts))
@@ -314,6 +317,22 @@ def _check_parts(config: PretrainConfig, facts: Facts, resumed: Checkpoint, befo
             "token, head.shared=false a head, teacher.weights without heads others, and none can come or go "
             f"halfway. Start another run from its weights: another output and init.weights={config.output}"
         )
+
+
+def _order_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:
+    """Walk through remote shards one after another, as their copies on the disk do; keep what a run began."""
+    if config.data.order is not None:
+        return []
+    if facts.resumed:
+        order = facts.resumed.metadata["config"]["data"].get("order")
+        return [Choice("data.order", order, "as the run started")] if order else []
+    archives = archives_of(facts.source)
+    if archives is None or not archives[0].ranges.is_remote:
+        return []
+    shards = plural(len(archives[0].ranges.paths), "remote shard")
+    copied = f" and copied to {copies_folder(config.data.cache)}" if config.data.cache_gb else ""
+    reason = f"of {shards}, {config.data.window} at a time are mixed (data.window){copied}"
+    return [Choice("data.order", "window", reason)]
 
 
 def _photometry_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:

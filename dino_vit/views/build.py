@@ -1,6 +1,7 @@
 """Build the input from a configuration: views, photometry, loader, evaluation transform."""
 
 from collections.abc import Sequence
+from shutil import disk_usage
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.runtime import cores_of_a_process
+from dino_vit.core.runtime import cores_of_a_process, local_rank
 from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.shards import Prefetch, ShardCache, ShardCopies, copies_folder
+from dino_vit.data.sources.archives import ArchiveSource, archives_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.custom import CustomPhotometry
 from dino_vit.views.geometry import View
@@ -19,7 +22,7 @@ from dino_vit.views.loader import Loader
 from dino_vit.views.masks import Masking
 from dino_vit.views.photometry import Augment, ViewPhotometry
 from dino_vit.views.preparation import Preparation
-from dino_vit.views.sampler import BatchSpec, Sampler
+from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
@@ -115,6 +118,12 @@ def build_loader(
     pin: bool,
 ) -> Loader:
     """Return the loader of one process."""
+    archives = archives_of(source)
+    if config.data.order == "window" and archives is None:
+        raise ValueError(
+            f"data.order=window walks through tar shards or zips, but data.source={config.data.source} has "
+            "none: give data.order=global, or write shards with `dino-vit pack`"
+        )
     sampler = Sampler(
         length=len(source),
         batch_size=global_batch,
@@ -123,6 +132,8 @@ def build_loader(
         world_size=world_size,
         accumulate=config.optim.accumulate,
         weights=weights,
+        shards=archives[1] if archives and config.data.order == "window" else None,
+        window=config.data.window,
     )
     return Loader(
         source=source,
@@ -130,12 +141,50 @@ def build_loader(
         sampler=sampler,
         pixels=build_pixels(config),
         in_step=True,
+        prefetch=build_prefetch(config, archives, sampler) if archives else None,
         augment=build_augment(config) if config.data.photometry == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config, world_size),
         pin=pin,
     )
+
+
+def build_prefetch(
+    config: PretrainConfig, archives: tuple[ArchiveSource, NDArray[np.int32]], sampler: Sampler
+) -> Prefetch | None:
+    """Let the source read from copies of its shards, if they help; one process of a host makes them."""
+    (source, shards), limit = archives, config.data.cache_gb * 1e9
+    ranges = source.ranges
+    ranges.copies = copies = ShardCopies(copies_folder(config.data.cache), ranges.paths, ranges.stamps)
+    sizes = np.sort(ranges.stamps[:, 0])[::-1]
+    if not limit or not ranges.is_remote or (sampler.shards is None and sizes.sum() > limit):
+        return None
+    _check_room(config, copies, sizes)
+    if local_rank() > 0:
+        return None
+    # Half a window ahead, so that a run that is stopped has not fetched much that it did not need.
+    ahead = sampler.span // 2 if sampler.shards is not None else 2 * sampler.length
+    return Prefetch(ShardCache(copies, ranges, limit), ShardUses(sampler, shards).next, ahead)
+
+
+def _check_room(config: PretrainConfig, copies: ShardCopies, sizes: NDArray[np.int64]) -> None:
+    """Raise if the copies that a run needs at a time do not fit into the cache, or the cache on its disk."""
+    window, limit = config.data.window, config.data.cache_gb * 1e9
+    needed = sizes[: window + 2].sum()
+    if config.data.order == "window" and needed > limit:
+        raise ValueError(
+            f"data.window={window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
+            f"data.cache_gb={config.data.cache_gb:g}: give a larger cache or a smaller window (or "
+            "data.cache_gb=0, which requests each image by itself)"
+        )
+    copies.folder.mkdir(parents=True, exist_ok=True)
+    room = disk_usage(copies.folder).free + copies.present()
+    if room < min(limit, sizes.sum()):
+        raise ValueError(
+            f"data.cache_gb={config.data.cache_gb:g}, but {copies.folder} has room for {room / 1e9:.2g} GB: "
+            "give data.cache_gb less, or data.cache another folder"
+        )
 
 
 def make_views(

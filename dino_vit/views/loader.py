@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from math import ceil
@@ -28,6 +29,8 @@ from dino_vit.core.signals import REQUEUE
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.shards import Prefetch
+from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
 from dino_vit.models.masks import Masks
 from dino_vit.views.geometry import Cut, View, crop_views, draw_tries, interleave
@@ -52,7 +55,7 @@ class Batch:
     photometry: dict[Size, Tensor]  # float32 (views · images, columns); empty if already applied
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
-    failure: str | None = None  # why an image could not be replaced, and is blank
+    failure: Exception | None = None  # why images are blank, so that the run must end
 
     def pin_memory(self) -> "Batch":
         """Return a copy in pinned memory (the DataLoader calls this)."""
@@ -82,13 +85,14 @@ class Loader:
         masking: Masking | None = None,
         scaled_decoding: bool = False,
         in_step: bool = False,
+        prefetch: Prefetch | None = None,
         workers: int = 0,
         pin: bool = False,
     ) -> None:
         assert len(source) == sampler.length, (len(source), sampler.length)
         self.dataset = _Steps(source, tuple(views), pixels, augment, masking, sampler, scaled_decoding)
         self.sampler, self.masking, self.in_step = sampler, masking, in_step
-        self.workers, self.pin = workers, pin
+        self.prefetch, self.workers, self.pin = prefetch, workers, pin
         self.lost_worker = False  # whether a loader process was killed
         if workers and SHARED.exists():
             _check_shared_memory(workers, PREFETCH * self.dataset.bytes_of_a_batch)
@@ -118,14 +122,20 @@ class Loader:
             worker_init_fn=_init_worker,
         )
         batches: Any = _iterate(loader)
+        # After the fork of the processes, which would inherit its files.
+        shards = self.prefetch.running(position) if self.prefetch else nullcontext()
         try:
-            for taken in count():
-                batch = self._next(batches, position, taken)
-                if isinstance(batch, ValueError):
-                    raise batch
-                if batch.failure and not self.in_step:
-                    raise ValueError(batch.failure)
-                yield batch
+            with shards:
+                for taken in count():
+                    batch = self._next(batches, position, taken)
+                    if isinstance(batch, ValueError):
+                        raise batch
+                    if self.prefetch:
+                        self.prefetch.position = position + taken // self.sampler.accumulate
+                        batch = replace(batch, failure=batch.failure or self.prefetch.failure)
+                    if batch.failure and not self.in_step:
+                        raise batch.failure
+                    yield batch
         finally:
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 batches._shutdown_workers()
@@ -243,7 +253,7 @@ class _Steps(Dataset[Batch | ValueError]):
 
     def _batch(self, spec: BatchSpec) -> Batch:
         unreadable: list[UnreadableImage] = []
-        failure: str | None = None
+        failure: Exception | None = None
         channels, dtype = self.pixels.channels, self.pixels.dtype
         views = {
             size: torch.empty((len(indices), len(spec.samples), channels, *size), dtype=dtype)
@@ -253,15 +263,12 @@ class _Steps(Dataset[Batch | ValueError]):
         tries = draw_tries(self.views, **keys)
         read = torch.from_numpy(spec.samples).clone()
         for position, sample in enumerate(spec.samples.tolist()):
-            found = self._read(sample, tries[position], unreadable)
-            if found is None:
-                image, cut = self.pixels.blank(), Cut(self.views, tries[position])
-                failure = (
-                    f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is "
-                    f"{unreadable[-1]}. Check that the source is complete and can be reached."
-                )
-            else:
-                read[position], image, cut = found
+            image, cut = self.pixels.blank(), Cut(self.views, tries[position])
+            try:
+                if not isinstance(failure, SourceLost):  # which took minutes to find out
+                    read[position], image, cut = self._read(sample, tries[position], unreadable)
+            except (ValueError, SourceLost) as error:
+                failure = error
             image, boxes = interleave(image), cut.boxes(image)
             for size, indices in self.by_size.items():
                 interpolation = self.views[indices[0]].interpolation
@@ -292,7 +299,7 @@ class _Steps(Dataset[Batch | ValueError]):
 
     def _read(
         self, sample: int, tries: NDArray[np.float64], unreadable: list[UnreadableImage]
-    ) -> tuple[int, Tensor, Cut] | None:
+    ) -> tuple[int, Tensor, Cut]:
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
             cut = Cut(self.views, tries)
@@ -301,4 +308,7 @@ class _Steps(Dataset[Batch | ValueError]):
                 return index, read_image(self.source, index, self.pixels, reduction), cut
             except UnreadableImage as error:
                 unreadable.append(error)
-        return None
+        raise ValueError(
+            f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
+            "Check that the source is complete and can be reached."
+        )

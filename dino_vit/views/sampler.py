@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ class Sampler:
 
     The images of a step do not depend on the number of processes or passes (`accumulate`). A last incomplete
     batch is dropped. With `weights`, an epoch samples `length` images with replacement, by their weights.
+    With `shards`, the shard of each image, it walks through them in a random order, `window` at a time.
     """
 
     length: int
@@ -34,11 +36,14 @@ class Sampler:
     world_size: int = 1
     accumulate: int = 1
     weights: NDArray[np.float64] | None = None
+    shards: NDArray[np.int32] | None = None
+    window: int = 16
 
     def __post_init__(self) -> None:
         assert 0 < self.batch_size <= self.length, (self.batch_size, self.length)
         assert self.batch_size % (self.world_size * self.accumulate) == 0, self
         assert self.weights is None or len(self.weights) == self.length, self
+        assert self.shards is None or len(self.shards) == self.length, self
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,11 +56,36 @@ class Sampler:
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices of an epoch: a permutation, or a weighted sample."""
+        places = np.arange(self.length)
         if self.weights is not None:
-            uniform = random_uniform(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length))
-            return _draw_by_weight(self.weights, uniform)
-        bits = random_bits(self.seed, RngPurpose.ORDER, epoch, np.arange(self.length))
+            uniform = random_uniform(self.seed, RngPurpose.ORDER, epoch, places)
+            drawn = _draw_by_weight(self.weights, uniform)
+            return drawn if self.shards is None else drawn[self._walk(self.shards[drawn], epoch)]
+        if self.shards is not None:
+            return self._walk(self.shards, epoch)
+        bits = random_bits(self.seed, RngPurpose.ORDER, epoch, places)
         return np.argsort(bits)  # SplitMix64 is one-to-one, so there are no ties that a sort could break
+
+    @property
+    def span(self) -> int:
+        """Return over how many places of the order the images of a shard are spread."""
+        if self.shards is None:
+            return self.length
+        sizes = np.bincount(self.shards)
+        # The size of the shard that a random image lies in: with one huge shard, all images mix.
+        return min(self.window * int(np.dot(sizes, sizes)) // self.length, self.length)
+
+    def _walk(self, shards: NDArray[np.int32], epoch: int) -> NDArray[np.int64]:
+        """Order items of the given shards: each lies at random within `span` places from its shard's first.
+
+        The end of the epoch continues at its start, so that as many shards mix there as anywhere.
+        """
+        sizes = np.bincount(shards)
+        shuffled = np.argsort(random_bits(self.seed, RngPurpose.SHARDS, epoch, np.arange(len(sizes))))
+        first = np.empty(len(sizes))
+        first[shuffled] = np.cumsum(sizes[shuffled]) - sizes[shuffled]
+        uniform = random_uniform(self.seed, RngPurpose.WINDOW, epoch, np.arange(len(shards)))
+        return np.argsort((first[shards] + self.span * uniform) % len(shards), kind="stable")
 
     def others(self, sample: int, count: int) -> Iterator[int]:
         """Draw replacements for an unreadable image, as a function of its index alone."""
@@ -76,6 +106,41 @@ class Sampler:
                     start = step * self.batch_size + first
                     yield BatchSpec(epoch, step, order[start : start + self.share], first)
             epoch, first = epoch + 1, 0
+
+
+class ShardUses:
+    """When the order of a run needs each shard: known ahead, as the order is a function of the epoch."""
+
+    def __init__(self, sampler: Sampler, shards: NDArray[np.int32]) -> None:
+        self.sampler, self.shards = sampler, shards
+        self.count = int(self.shards.max()) + 1
+        self._places = lru_cache(2)(self._sorted_places)
+
+    def next(self, position: int) -> NDArray[np.int64]:
+        """Return for each shard how many images come before its next one, from a position (in steps) on.
+
+        Shards that neither this epoch nor the next one needs get the largest number.
+        """
+        epoch, step = divmod(position, self.sampler.steps_per_epoch)
+        used, done = self._used, step * self.sampler.batch_size
+        first = np.arange(self.count) * used
+        result = np.full(self.count, np.iinfo(np.int64).max)
+        for ahead, start in ((1, 0), (0, done)):
+            places = self._places(epoch + ahead)
+            found = places[np.minimum(np.searchsorted(places, first + start), len(places) - 1)]
+            needed = (found >= first + start) & (found < first + used)
+            result[needed] = (found - first)[needed] + ahead * used - done
+        return result
+
+    @property
+    def _used(self) -> int:
+        """The images of an epoch, without those of a last incomplete batch."""
+        return self.sampler.steps_per_epoch * self.sampler.batch_size
+
+    def _sorted_places(self, epoch: int) -> NDArray[np.int64]:
+        """Return the places in an epoch, sorted by the shard that they need."""
+        shards = self.shards[self.sampler.order(epoch)[: self._used]]
+        return np.sort(shards.astype(np.int64) * self._used + np.arange(self._used))
 
 
 def _draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -130,7 +130,7 @@ def test_what_was_named_before_is_not_named_again(tmp_path):
 
 def test_a_failure_is_final_whatever_the_limit(tmp_path):
     unreadable = UnreadableImages(tmp_path, limit=1)
-    unreadable.count(batch(failure="nothing there"))
+    unreadable.count(batch(failure=ValueError("nothing there")))
     assert unreadable.too_many
     with pytest.raises(ValueError, match="nothing there"):
         unreadable.check(torch.device("cpu"))

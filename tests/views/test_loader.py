@@ -263,6 +263,6 @@ def test_in_step_a_batch_that_cannot_be_filled_comes_with_its_failure(damaged):
     for number in range(1, 30):
         Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
     batch = take(1, source=damaged, in_step=True)[0]
-    assert "11 randomly chosen images cannot be read" in batch.failure
+    assert "11 randomly chosen images cannot be read" in str(batch.failure)
     assert len(batch.unreadable) >= 11
     assert {size: len(views) for size, views in batch.views.items()} == {(32, 24): 16, (16, 16): 24}

@@ -3,8 +3,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.views.sampler import Sampler, _draw_by_weight
+from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
+from dino_vit.views.sampler import Sampler, ShardUses, _draw_by_weight
 
 
 def take(sampler, position, count):
@@ -119,3 +119,65 @@ def test_numbers_on_the_edge_of_a_share_fall_to_what_can_be_drawn():
     assert _draw_by_weight(np.array([0.0, 1, 0, 1, 0]), edges).tolist() == [1, 3, 3]
     for total in (1.0, 1 + 2.0**-52, 1.1, 2 - 2.0**-52, 3.0, 1e-299, 1e308):
         assert _draw_by_weight(np.array([total]), edges).tolist() == [0, 0, 0]
+
+
+SHARDS = np.repeat(np.arange(20, dtype=np.int32), 50)
+
+
+def windowed(**settings):
+    return Sampler(**{"length": 1000, "batch_size": 10, "seed": 5, "shards": SHARDS, "window": 4, **settings})
+
+
+def naive_window_order(sampler, epoch):
+    """Return the order with which images lie at random within `window` shards from the first of their own."""
+    shards = sampler.shards.tolist()
+    lots = random_bits(sampler.seed, RngPurpose.SHARDS, epoch, np.arange(max(shards) + 1)).tolist()
+    uniform = random_uniform(sampler.seed, RngPurpose.WINDOW, epoch, np.arange(sampler.length)).tolist()
+    keys = []
+    for image, shard in enumerate(shards):
+        before = sum(lots[other] < lots[shard] for other in shards)
+        keys.append(((before + sampler.span * uniform[image]) % sampler.length, image))
+    return [image for _, image in sorted(keys)]
+
+
+@pytest.mark.parametrize("shards", [SHARDS, np.sort(np.arange(1000, dtype=np.int32) ** 2 % 17)])
+def test_the_window_order_is_a_permutation_that_seed_and_epoch_decide(shards):
+    sampler = windowed(shards=shards)
+    assert sampler.order(3).tolist() == naive_window_order(sampler, 3)
+    assert sorted(sampler.order(3)) == list(range(1000))
+    assert (sampler.order(3) == windowed(shards=shards, batch_size=50).order(3)).all()
+    assert (sampler.order(3) != sampler.order(4)).mean() > 0.9
+
+
+@pytest.mark.parametrize("place", [0, 300, 500, 800, 999])
+def test_as_many_shards_as_the_window_has_mix_at_any_place_of_an_epoch(place):
+    counts = []
+    for epoch in range(20):
+        shards = np.roll(SHARDS[windowed().order(epoch)], 500 - place).tolist()
+        counts.append(len(set(shards[300:500]) & set(shards[500:700])))  # begun, and not at their ends
+    assert 3 <= np.mean(counts) <= 5
+    assert max(counts) <= 5
+
+
+def test_one_huge_shard_mixes_all_images():
+    shards = np.repeat(np.arange(11, dtype=np.int32), [500, *[50] * 10])
+    assert windowed(shards=shards).span == 1000
+
+
+def test_a_window_reorders_what_weights_draw():
+    weights = np.arange(1000) % 7 / 3
+    assert sorted(windowed(weights=weights).order(2)) == sorted(
+        windowed(weights=weights, shards=None).order(2)
+    )
+    shards = SHARDS[windowed(weights=weights).order(2)]
+    assert len(set(shards[400:450].tolist())) < 12
+
+
+@pytest.mark.parametrize("position", [0, 1, 57, 98, 99, 250])
+@pytest.mark.parametrize("shards", [SHARDS, None])
+def test_the_next_use_of_each_shard_is_known(position, shards):
+    sampler = windowed(shards=shards, length=995, batch_size=10) if shards is None else windowed()
+    places = SHARDS[: sampler.length]
+    sequence = np.concatenate([spec.samples for spec in islice(sampler.batch_specs(position), 150)])
+    expected = [int(np.flatnonzero(places[sequence] == shard)[0]) for shard in range(20)]
+    assert ShardUses(sampler, places).next(position).tolist() == expected

@@ -1,21 +1,23 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
 import errno
-import glob
 import os
-import re
 import stat
+import threading
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import islice
-from typing import Any, BinaryIO, TypeVar
+from io import BufferedReader, RawIOBase
+from itertools import count
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core.progress import plural
+from dino_vit.core import log
+from dino_vit.core.signals import REQUEUE
 from dino_vit.core.text import brief
 
 T = TypeVar("T")
@@ -23,9 +25,32 @@ R = TypeVar("R")
 
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
-MAX_EXPANDED, MAX_BRACES = 1_000_000, 20  # paths of a pattern with braces
+PATIENCE = 180  # seconds for which a remote range is requested again before the run ends
+ANSWER = 60  # seconds within which a server must answer a request
+# What file systems call the version of a file.
+VERSIONS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "Content-MD5",
+    "Digest",
+    "LastModified",
+    "Last-Modified",
+)
+
+
+class SourceLost(Exception):
+    """A remote file could not be read for minutes; the run may be started again."""
+
+    exit_code = REQUEUE
+
+
+class ChangedFile(OSError):
+    """A file is not the one that was indexed."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} was changed after it was indexed; start again to rebuild its index")
 
 
 def is_url(path: str) -> bool:
@@ -68,14 +93,42 @@ def read_file(path: str) -> bytes:
     if not is_url(path):
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
             return file.readall()
-    return _remotely(path, lambda system, inner: system.cat_file(inner))
+    return remotely(path, lambda system, inner: system.cat_file(inner))
 
 
 def open_file(path: str) -> BinaryIO:
     """Open a file for random access."""
     if not is_url(path):
         return open(path, "rb", opener=_open_regular)
-    return _remotely(path, lambda system, inner: system.open(inner, "rb", block_size=8 * 2**20))
+    return BufferedReader(_RemoteFile(path), 8 * 2**20)
+
+
+class _RemoteFile(RawIOBase):
+    """A remote file for random access, read by requests that are made again if they fail."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.position = url, 0
+        size = patiently(lambda: remote_info(url), url).get("size")
+        if size is None:
+            raise OSError(f"{url} has no known size, so it cannot be read at random")
+        self.length = int(size)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + (0, self.position, self.length)[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self.length - self.position))
+        if size:
+            buffer[:size] = patiently(lambda: request(self.url, self.position, size), self.url)
+        self.position += size
+        return size
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -87,7 +140,7 @@ def _open_regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
+def remotely(url: str, work: Callable[[Any, str], R]) -> R:
     system, inner = filesystem(url)
     try:
         return work(system, inner)
@@ -95,6 +148,29 @@ def _remotely(url: str, work: Callable[[Any, str], R]) -> R:
         raise
     except Exception as error:  # each file system has errors of its own
         raise OSError(f"{url}: {error}") from error
+
+
+def patiently(work: Callable[[], R], path: str, stop: threading.Event | None = None) -> R:
+    """Read from a remote file, again and again if it fails, until `PATIENCE` is over or `stop` is set."""
+    stop, end = stop or threading.Event(), time.monotonic() + PATIENCE
+    for attempt in count():
+        try:
+            return work()
+        except ChangedFile:
+            raise
+        except OSError as error:
+            reason = brief(str(error) or type(error).__name__, 300)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise SourceLost(
+                    f"{path} could not be read for {PATIENCE:g} seconds ({reason}). "
+                    "When it can be reached again, run the same command again"
+                ) from error
+            if attempt == 5:
+                log.warning("%s cannot be read (%s); trying for %.0f seconds more", path, reason, left)
+            if stop.wait(min(2**attempt / 4, 10, left)):
+                raise
+    raise AssertionError
 
 
 def in_threads(
@@ -121,99 +197,114 @@ def _stamp(path: str) -> tuple[int, int, int]:
         if not is_url(path):
             status = os.stat(path)
             return status.st_size, status.st_mtime_ns, status.st_mtime_ns
-        size, version = _remotely(path, lambda system, inner: (system.size(inner), system.ukey(inner)))
-        return size or 0, zlib.crc32(str(version).encode()), 0
+        return stamp_of(remote_info(path))
     except OSError:
         return -1, -1, 0
 
 
-def is_pattern(path: str) -> bool:
-    return bool(_BRACES.search(path) or glob.has_magic(path))
+def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
+    """Return what the file system tells of a file; `fresh`: not as it was when a folder was listed."""
+
+    def ask(system: Any, inner: str) -> dict[str, Any]:
+        if fresh:
+            system.invalidate_cache()
+        found = dict(system.info(inner))
+        # Not `ukey`, which over HTTP is the same whatever the file holds.
+        found["version"] = next((found[key] for key in VERSIONS if found.get(key)), None) or system.ukey(
+            inner
+        )
+        return found
+
+    return remotely(url, ask)
 
 
-def expand(pattern: str) -> list[str]:
-    """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
-    found: set[str] = set()
-    missing: list[str] = []
-    if (braces := pattern.count("{")) > MAX_BRACES:
-        raise ValueError(f"{brief(pattern, 200)} has {braces:,} braces; write {MAX_BRACES} or fewer.")
-    paths = list(islice(_expand_braces(pattern), MAX_EXPANDED + 1))
-    if len(paths) > MAX_EXPANDED:
-        raise ValueError(f"{brief(pattern, 200)} stands for more than {MAX_EXPANDED:,} paths; give a folder.")
-    for path in paths:
-        if glob.has_magic(path):
-            found.update(_glob(path))
-        elif exists(path):
-            found.add(path)
-        else:
-            missing.append(path)
-    if missing:
-        example = brief(missing[0], 200)
-        raise ValueError(f"{brief(pattern, 200)}: {plural(len(missing), 'missing file')}, such as {example}.")
-    return sorted(found, key=os.fsencode)
+def stamp_of(info: dict[str, Any]) -> tuple[int, int, int]:
+    return info.get("size") or 0, zlib.crc32(str(info["version"]).encode()), 0
 
 
-def _expand_braces(pattern: str) -> Iterator[str]:
-    found = _BRACES.search(pattern)
-    if not found:
-        yield pattern
-        return
-    choices: Iterable[str] = found[1].split(",")
-    if numbers := _RANGE.fullmatch(found[1]):
-        first, last = numbers.groups()
-        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
-    start, end = pattern[: found.start()], pattern[found.end() :]
-    for choice in choices:
-        yield from _expand_braces(f"{start}{choice}{end}")
+class Copies(Protocol):
+    """Local copies of remote files."""
 
-
-def _glob(path: str) -> list[str]:
-    if not is_url(path):
-        return glob.glob(path, recursive=True)
-    return _remotely(path, lambda system, inner: [system.unstrip_protocol(p) for p in system.glob(inner)])
+    def read(self, file: int, start: int, size: int) -> bytes | None:
+        """Return a range of a file, or None if there is no copy."""
 
 
 class Ranges:
     """Read ranges of bytes of files, from several threads and processes at once."""
 
-    def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64]) -> None:
-        self.paths, self.stamps = paths, stamps
+    def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64], copies: Copies | None = None) -> None:
+        self.paths, self.stamps, self.copies = paths, stamps, copies
+        self.is_remote = any(map(is_url, paths))
         self._open = lru_cache(OPEN_FILES)(_Descriptor)
+        self._unchanged: set[int] = set()  # remote files that this process has checked
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
-        if is_url(path):
-            data = _remotely(path, lambda system, inner: system.cat_file(inner, start, start + size))
-        else:
-            length, version, _ = self.stamps[file].tolist()
-            if start + size > length:  # before so much memory is taken
-                raise OSError(f"{path} is truncated")
-            data = self._open(path, length, version).read(start, size)
-        if len(data) != size:
+        length, version, _ = self.stamps[file].tolist()
+        if start + size > length > 0:  # before so much memory is taken; 0: a server did not tell
             raise OSError(f"{path} is truncated")
-        return data
+        if is_url(path):
+            copy = self.copies and self.copies.read(file, start, size)
+            return copy or patiently(lambda: self.request(file, start, size), path)
+        return check_length(self._open(path, length, version).read(start, size), size, path)
+
+    def request(self, file: int, start: int, size: int) -> bytes:
+        """Read a range of a remote file by one request, after a look whether it is still the same."""
+        if file not in self._unchanged:
+            self.check_unchanged(file)
+        return request(self.paths[file], start, size)
+
+    def check_unchanged(self, file: int) -> dict[str, Any]:
+        """Return what a file system tells of a remote file, or raise if it is not the one in the index."""
+        info = remote_info(self.paths[file], fresh=True)
+        if stamp_of(info) != tuple(self.stamps[file].tolist()):
+            raise ChangedFile(self.paths[file])
+        self._unchanged.add(file)
+        return info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ranges, (self.paths, self.stamps)
+        return Ranges, (self.paths, self.stamps, self.copies)
+
+
+def request(url: str, start: int, size: int) -> bytes:
+    """Return a range of a remote file; what fails is an OSError."""
+
+    def ask(system: Any, inner: str) -> Any:
+        limits = {"timeout": ANSWER} if getattr(system, "async_impl", False) else {}
+        # By name: another argument comes first on S3.
+        return system.cat_file(inner, start=start, end=start + size, **limits)
+
+    return check_length(remotely(url, ask), size, url)
+
+
+def check_length(data: bytes, size: int, path: str) -> bytes:
+    if len(data) != size:
+        raise OSError(f"{path} is truncated: {len(data):,} bytes came where there should be {size:,}")
+    return data
+
+
+def read_range(number: int, start: int, size: int) -> bytes:
+    """Read from an open file without moving a position, so that processes can share it."""
+    data = os.pread(number, size, start)
+    while len(data) < size:  # Linux returns 2 GiB at most
+        more = os.pread(number, size - len(data), start + len(data))
+        if not more:
+            break
+        data += more
+    return data
 
 
 class _Descriptor:
-    """An open file without a position, so that processes can share it, closed when it is no longer used."""
+    """An open file, closed when it is no longer used."""
 
     def __init__(self, path: str, size: int, version: int) -> None:
         self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.number)
         if (status.st_size, status.st_mtime_ns) != (size, version):
-            raise OSError(f"{path} was changed after it was indexed; start again to rebuild its index")
+            raise ChangedFile(path)
 
     def read(self, start: int, size: int) -> bytes:
-        data = os.pread(self.number, size, start)
-        while len(data) < size:  # Linux returns 2 GiB at most
-            more = os.pread(self.number, size - len(data), start + len(data))
-            if not more:
-                break
-            data += more
-        return data
+        return read_range(self.number, start, size)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

@@ -16,17 +16,21 @@
 All but arrays may be URLs that fsspec knows.
 """
 
+import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from dino_vit.config.objects import find, is_object
+from dino_vit.core.progress import plural
+from dino_vit.core.text import brief
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.archives import ARCHIVES, ArchiveSource, compressed_message
 from dino_vit.data.sources.arrays import ArraySource
-from dino_vit.data.sources.files import exists, expand, is_folder, is_pattern, plain
+from dino_vit.data.sources.files import exists, is_folder, is_url, plain, remotely
 from dino_vit.data.sources.folder import CONTAINERS, FilesSource, FolderSource, ListSource, NoImages
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
@@ -40,6 +44,9 @@ ALLOWED = (
     "shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet, .npy or .npz file, "
     "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+MAX_EXPANDED, MAX_BRACES = 1_000_000, 20  # paths of a pattern with braces
 LISTS = (".txt", ".csv", ".tsv")
 _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
@@ -139,3 +146,49 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     if suffix in (".gz", ".tgz", ".bz2", ".xz", ".zst"):
         raise ValueError(compressed_message(spec, suffix))
     raise ValueError(f"{spec!r} is of an unknown kind: {ALLOWED}.")
+
+
+def is_pattern(path: str) -> bool:
+    return bool(_BRACES.search(path) or glob.has_magic(path))
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
+    found: set[str] = set()
+    missing: list[str] = []
+    if (braces := pattern.count("{")) > MAX_BRACES:
+        raise ValueError(f"{brief(pattern, 200)} has {braces:,} braces; write {MAX_BRACES} or fewer.")
+    paths = list(islice(_expand_braces(pattern), MAX_EXPANDED + 1))
+    if len(paths) > MAX_EXPANDED:
+        raise ValueError(f"{brief(pattern, 200)} stands for more than {MAX_EXPANDED:,} paths; give a folder.")
+    for path in paths:
+        if glob.has_magic(path):
+            found.update(_glob(path))
+        elif exists(path):
+            found.add(path)
+        else:
+            missing.append(path)
+    if missing:
+        example = brief(missing[0], 200)
+        raise ValueError(f"{brief(pattern, 200)}: {plural(len(missing), 'missing file')}, such as {example}.")
+    return sorted(found, key=os.fsencode)
+
+
+def _expand_braces(pattern: str) -> Iterator[str]:
+    found = _BRACES.search(pattern)
+    if not found:
+        yield pattern
+        return
+    choices: Iterable[str] = found[1].split(",")
+    if numbers := _RANGE.fullmatch(found[1]):
+        first, last = numbers.groups()
+        choices = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    start, end = pattern[: found.start()], pattern[found.end() :]
+    for choice in choices:
+        yield from _expand_braces(f"{start}{choice}{end}")
+
+
+def _glob(path: str) -> list[str]:
+    if not is_url(path):
+        return glob.glob(path, recursive=True)
+    return remotely(path, lambda system, inner: [system.unstrip_protocol(p) for p in system.glob(inner)])

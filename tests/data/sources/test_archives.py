@@ -174,7 +174,7 @@ def test_more_shards_than_files_may_be_open_from_threads(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert list(pool.map(source.read, range(100))) == expected
-    assert source._ranges._open.cache_info().currsize <= 3
+    assert source.ranges._open.cache_info().currsize <= 3
     copy = pickle.loads(pickle.dumps(source))
     assert copy.read(99) == b"19 4"
 

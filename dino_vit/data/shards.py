@@ -1,0 +1,284 @@
+"""Copies of remote shards on a local disk: made ahead by a thread, verified, read by all processes of a host.
+
+A folder of copies has a bound, may be shared by several runs, and may be deleted at any time. A copy appears
+under its name when it is complete; a shard without a copy is read by a request for each image.
+"""
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dino_vit.core import log
+from dino_vit.core.text import brief
+from dino_vit.data.sources.files import (
+    ChangedFile,
+    Ranges,
+    SourceLost,
+    exists,
+    patiently,
+    read_file,
+    read_range,
+)
+from dino_vit.data.sources.index import cache_folder
+
+SUFFIX, PARTIAL = ".shard", ".partial"
+PART = 4 * 2**20  # bytes of a request
+REQUESTS = 8  # at a time, as object stores answer a single one slowly
+SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
+RECENT = 600  # seconds for which a copy that another run uses is spared
+POLL = 0.2  # seconds between two looks at the position of the run
+
+
+class DamagedShard(ValueError):
+    """A shard does not have the digest that is stated for it."""
+
+
+def copies_folder(given: str | None = None) -> Path:
+    """Return the folder for copies of shards."""
+    return Path(given).expanduser() if given else cache_folder() / "shards"
+
+
+@dataclass(frozen=True)
+class ShardCopies:
+    """Where the copies of some remote shards lie, and their reading."""
+
+    folder: Path
+    paths: Sequence[str]
+    stamps: NDArray[np.int64]
+
+    def path(self, shard: int) -> Path:
+        """Return the path of a copy, another one if the shard was changed."""
+        size, version, _ = self.stamps[shard].tolist()
+        key = hashlib.sha256(os.fsencode(f"{self.paths[shard]}\0{size}\0{version}"))
+        return self.folder / f"{key.hexdigest()[:24]}{SUFFIX}"
+
+    def present(self) -> int:
+        """Return the bytes of the copies that there are."""
+        return sum(self.size(shard) for shard in range(len(self.paths)) if self.path(shard).exists())
+
+    def size(self, shard: int) -> int:
+        return int(self.stamps[shard, 0])
+
+    def read(self, file: int, start: int, size: int) -> bytes | None:
+        """Return a range of a shard, or None if it has no copy.
+
+        A copy is not held open: once deleted, it must not take room on the disk.
+        """
+        with suppress(OSError):
+            number = os.open(self.path(file), os.O_RDONLY)
+            try:
+                whole = os.fstat(number).st_size == self.size(file)
+                data = read_range(number, start, size) if whole else b""
+            finally:
+                os.close(number)
+            return data if len(data) == size else None
+        return None
+
+
+class ShardCache:
+    """Make copies of shards, and delete others so that all in the folder stay within `limit` bytes."""
+
+    def __init__(self, copies: ShardCopies, ranges: Ranges, limit: float) -> None:
+        self.copies, self.ranges, self.limit = copies, ranges, limit
+        self.stop = threading.Event()
+        self._sums = cache(_read_sums)
+
+    def copy(self, shard: int) -> bool:
+        """Copy a shard if it has no copy, or return False if another run is about to."""
+        path = self.copies.path(shard)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(PARTIAL)
+        with _claimed(partial) as number:
+            if number is None:
+                return False
+            if not path.exists():
+                self._download(shard, number)
+                os.fsync(number)
+                os.replace(partial, path)
+        return True
+
+    def _download(self, shard: int, number: int) -> None:
+        """Write a shard to an open file, and verify it."""
+        url, size, wrong = self.copies.paths[shard], self.copies.size(shard), ""
+
+        def part(start: int) -> None:
+            if self.stop.is_set():
+                raise OSError("stopped")
+            length = min(PART, size - start)
+            data = patiently(lambda: self.ranges.request(shard, start, length), url, self.stop)
+            os.pwrite(number, data, start)
+
+        for _ in range(3):
+            patiently(lambda: self.ranges.check_unchanged(shard), url, self.stop)
+            os.ftruncate(number, 0)
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                deque(pool.map(part, range(0, size, PART)), maxlen=0)
+            info = patiently(lambda: self.ranges.check_unchanged(shard), url, self.stop)
+            before, wrong = wrong, self._wrong_digest(url, info, number)
+            if not wrong:
+                return
+            if wrong == before:  # the same bytes twice
+                if self._stated_sum(url):
+                    raise DamagedShard(
+                        f"{url} is damaged: its digest is not the one in {SUMS} beside it. "
+                        "Copy or pack it again"
+                    )
+                return  # the ETag of an encrypted object is no digest, which nothing tells beforehand
+        raise OSError(f"{url} arrives with other bytes each time")
+
+    def _wrong_digest(self, url: str, info: Mapping[str, Any], number: int) -> str:
+        """Return the digest of a file if it is not the one that is stated, and otherwise nothing."""
+        stated, name = self._stated_sum(url), "sha256"
+        if not stated and url.startswith(("s3://", "s3a://")):
+            stated, name = str(info.get("ETag", "")).strip('"'), "md5"
+            if not re.fullmatch("[0-9a-f]{32}", stated):  # of an upload in parts
+                return ""
+        if not stated:
+            return ""
+        with open(number, "rb", closefd=False) as file:
+            file.seek(0)
+            found = hashlib.file_digest(file, name).hexdigest()
+        return "" if found == stated else found
+
+    def _stated_sum(self, url: str) -> str:
+        folder, _, name = url.rpartition("/")
+        return self._sums(folder).get(name, "")
+
+    def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
+        """Delete copies until there is room for a shard: those that are needed last go first.
+
+        Copies in `keep` stay, and those of other runs as long as they are used, if that is enough.
+        """
+        ours = {self.copies.path(number).name: int(use) for number, use in enumerate(uses)}
+        kept = {self.copies.path(number).name for number in keep}
+        files, total = [], self.copies.size(shard)
+        self.copies.folder.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(self.copies.folder):
+            with suppress(FileNotFoundError):  # another run deletes too
+                status = entry.stat()
+                if entry.name.endswith(PARTIAL) and _abandoned(Path(entry.path)):
+                    continue
+                total += status.st_size
+                if entry.name.endswith(SUFFIX) and entry.name not in kept:
+                    used = entry.name not in ours and time.time() - status.st_mtime < RECENT
+                    files.append((used, -ours.get(entry.name, 2**63), status.st_mtime, entry, status.st_size))
+        for *_, entry, size in sorted(files, key=lambda file: file[:3]):
+            if total <= self.limit:
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(entry.path)
+            total -= size
+
+
+class Prefetch:
+    """A thread that keeps copies of the shards that come next, the nearest first.
+
+    `next_uses` tells, from a position of the run on, after how many images each shard is needed next; those
+    within `ahead` images are copied, as far as the cache holds them.
+    """
+
+    def __init__(self, cache: ShardCache, next_uses: Callable[[int], NDArray[np.int64]], ahead: int) -> None:
+        self.cache, self.next_uses, self.ahead = cache, next_uses, ahead
+        self.position = 0
+        self.failure: ValueError | ChangedFile | None = None  # why a run must end
+
+    @contextmanager
+    def running(self, position: int) -> Iterator[None]:
+        """Run the thread, from a position of the run (in steps) on, which `self.position` then follows."""
+        self.position, self.failure = position, None
+        self.cache.stop.clear()
+        thread = threading.Thread(target=self._run, name="shards", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.cache.stop.set()
+            thread.join(POLL)  # it may wait for an answer of a server
+
+    def _run(self) -> None:
+        while not self.cache.stop.is_set():
+            try:
+                pause = 0.0 if self.copy_next() else POLL
+            except (DamagedShard, ChangedFile) as error:
+                self.failure = error
+                return
+            except (SourceLost, OSError) as error:
+                if self.cache.stop.is_set():
+                    return
+                log.warning("no shard is copied to data.cache at present: %s", brief(error, 300))
+                pause = 10
+            self.cache.stop.wait(pause)
+
+    def copy_next(self) -> bool:
+        """Copy the nearest shard that is missing; return False if there is none."""
+        copies = self.cache.copies
+        uses = self.next_uses(self.position)
+        near = [shard for shard in np.argsort(uses, kind="stable").tolist() if uses[shard] < self.ahead]
+        sizes = np.cumsum([copies.size(shard) for shard in near])
+        near = near[: np.searchsorted(sizes, self.cache.limit, side="right")]
+        for shard in near:
+            path = copies.path(shard)
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > RECENT / 10:
+                    os.utime(path)  # tells other runs that it is used
+                continue
+            self.cache.make_room(shard, uses, near)
+            if self.cache.copy(shard):
+                return True
+        return False
+
+
+def _read_sums(folder: str) -> dict[str, str]:
+    """Return the digests by name of the files in a remote folder, where they are stated."""
+    try:
+        text = read_file(f"{folder}/{SUMS}").decode() if exists(f"{folder}/{SUMS}") else ""
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", text, re.MULTILINE)}
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[int | None]:
+    """Open a file for this process alone, or yield None; the system ends the claim of a process that dies."""
+    number = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield number if _lock(number, partial) else None
+    finally:
+        if _lock(number, partial):  # not if it was renamed
+            partial.unlink(missing_ok=True)
+        os.close(number)
+
+
+def _lock(number: int, path: Path) -> bool:
+    """Lock an open file, unless another process has done so, has renamed the file or has deleted it."""
+    try:
+        flock(number, LOCK_EX | LOCK_NB)
+        return os.path.samestat(os.fstat(number), path.stat())
+    except OSError:
+        return False
+
+
+def _abandoned(partial: Path) -> bool:
+    """Delete a file that a killed run has left incomplete."""
+    number = os.open(partial, os.O_RDWR)
+    try:
+        if not _lock(number, partial):
+            return False
+        partial.unlink()
+        return True
+    finally:
+        os.close(number)

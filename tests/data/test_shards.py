@@ -1,0 +1,248 @@
+"""Copies of remote shards: from a real HTTP server with faults, and a real S3 protocol."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dino_vit.data import shards as module
+from dino_vit.data.shards import DamagedShard, Prefetch, ShardCache, ShardCopies
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import ChangedFile, SourceLost
+from dino_vit.data.sources.open import open_source
+from tests.support import runs
+from tests.support.remote import put_object, s3_bucket, s3_environ, serving, write_shards
+
+pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
+
+COUNT, IMAGES = 8, 16
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART", 4096)  # so that a shard takes several requests
+    monkeypatch.setattr(files, "PATIENCE", 1)
+    write_shards(tmp_path / "shards", COUNT, IMAGES)
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def server(folder):
+    with serving(folder) as server:
+        yield server
+
+
+def opened(url, copies, *, limit=1e9):
+    """Open the shards below a URL and return the source and a cache of them."""
+    source = open_source(f"{url}/{{000..{COUNT - 1:03d}}}.tar")
+    ranges = source.ranges
+    ranges.copies = ShardCopies(copies, ranges.paths, ranges.stamps)
+    return source, ShardCache(ranges.copies, ranges, limit)
+
+
+def content(copies, shard):
+    return copies.path(shard).read_bytes()
+
+
+def files_in(folder):
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
+    local = open_source(str(folder / "*.tar"))
+    source, cache = opened(server.url, tmp_path / "copies")
+    remotely = [source.read(index) for index in range(3)]
+    for shard in range(COUNT):
+        assert cache.copy(shard)
+        assert content(cache.copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
+    asked = len(server.requests)
+    assert [source.read(index) for index in range(len(source))] == [
+        local.read(index) for index in range(len(local))
+    ]
+    assert remotely == [local.read(index) for index in range(3)]
+    assert len(server.requests) == asked
+    cache.copies.path(0).unlink()  # as another run may
+    assert source.read(0) == local.read(0)
+    assert len(server.requests) > asked
+
+
+@pytest.mark.parametrize("fault", ["500", "cut", "short", "long"])
+def test_requests_that_fail_are_made_again(server, folder, tmp_path, fault):
+    source, cache = opened(server.url, tmp_path / "copies")
+    server.faults = [fault] * 3
+    expected = open_source(str(folder / "*.tar")).read(0)
+    assert source.read(0) == expected
+    assert server.faults == []
+    server.faults = [fault] * 3
+    assert cache.copy(2)
+    assert content(cache.copies, 2) == (folder / "002.tar").read_bytes()
+    assert server.faults == []
+
+
+def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_path):
+    source, cache = opened(server.url, tmp_path / "copies")
+    server.down = True
+    with pytest.raises(SourceLost, match=r"000\.tar could not be read for 1 seconds.*run the same command"):
+        source.read(0)
+    assert SourceLost.exit_code == 75
+    with pytest.raises(SourceLost):
+        cache.copy(0)
+    assert list((tmp_path / "copies").iterdir()) == []
+
+
+def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):
+    source, cache = opened(server.url, tmp_path / "copies")
+    data = (folder / "001.tar").read_bytes()
+    (folder / "001.tar").write_bytes(data[::-1])
+    with pytest.raises(ChangedFile, match="changed after it was indexed; start again"):
+        cache.copy(1)
+    with pytest.raises(ChangedFile):
+        source.read(IMAGES)
+    assert not cache.copies.path(1).exists()
+    assert source.read(0)  # of another shard
+
+
+def test_a_shard_that_does_not_have_its_digest_is_refused(server, folder, tmp_path):
+    sums = (folder / "SHA256SUMS").read_text()
+    (folder / "SHA256SUMS").write_text(sums.replace(sums[:8], "0" * 8))
+    _, cache = opened(server.url, tmp_path / "copies")
+    with pytest.raises(DamagedShard, match=r"000\.tar is damaged.*SHA256SUMS"):
+        cache.copy(0)
+    assert cache.copy(1)
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == [cache.copies.path(1).name]
+
+
+def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_path):
+    source, cache = opened(server.url, tmp_path / "copies")
+    sizes = source.ranges.stamps[:, 0]
+    cache.limit = int(np.sort(sizes)[-3:].sum())
+    order = np.random.default_rng(0).permutation(COUNT)
+    uses = np.empty(COUNT, dtype=np.int64)
+    uses[order] = 100 * np.arange(COUNT)
+    prefetch = Prefetch(cache, lambda position: np.where(uses < position, 10**6, uses - position), ahead=250)
+    for position in range(0, 100 * COUNT, 50):
+        prefetch.position = position
+        while prefetch.copy_next():
+            assert files_in(tmp_path / "copies") <= cache.limit
+        near = [shard for shard in order if position <= uses[shard] < position + 250]
+        assert all(cache.copies.path(shard).exists() for shard in near)
+    assert server.requested() == {f"{shard:03d}.tar" for shard in range(COUNT)}
+
+
+def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(server, tmp_path):
+    _, cache = opened(server.url, tmp_path / "copies")
+    for shard in range(5):
+        cache.copy(shard)
+    used, unused = (cache.copies.folder / f"{name}.shard" for name in ("used", "unused"))
+    shutil.copy(cache.copies.path(0), used)
+    shutil.copy(cache.copies.path(0), unused)
+    os.utime(unused, (0, 0))
+    uses = np.array([50, 10, 90, 30, 70, 0, 0, 0])
+    for gone in (unused, *map(cache.copies.path, (2, 4, 0)), used):
+        assert gone.exists()
+        cache.limit = files_in(cache.copies.folder) + cache.copies.size(5) - 1
+        cache.make_room(5, uses, keep=[1, 3])
+        assert not gone.exists()
+    assert cache.copies.path(1).exists()
+    assert cache.copies.path(3).exists()
+
+
+def copy_all(url, folder):
+    """Copy all shards, as one of several runs."""
+    _, cache = opened(url, folder)
+    missing = set(range(COUNT))
+    while missing:
+        missing -= {shard for shard in missing if cache.copy(shard)}
+
+
+def copying(server, folder):
+    """Start a process that copies all shards."""
+    process = runs.server.Process(target=copy_all, args=(server.url, folder))
+    process.start()
+    return process
+
+
+def test_two_runs_share_a_folder_and_copy_each_shard_once(server, folder, tmp_path):
+    _, cache = opened(server.url, tmp_path / "copies")
+    server.requests.clear()
+    server.latency = 0.02
+    processes = [copying(server, tmp_path / "copies") for _ in range(2)]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    for shard in range(COUNT):
+        assert content(cache.copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
+    assert len(list((tmp_path / "copies").iterdir())) == COUNT
+    asked = [one for one in server.requests if one.ranged]
+    assert len(asked) == len(set(asked)) == COUNT
+
+
+def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp_path):
+    copies = tmp_path / "copies"
+    _, cache = opened(server.url, copies)
+    server.faults = ["late"]
+    process = copying(server, copies)
+    while not list(copies.glob("*.partial")):
+        assert process.is_alive()
+        time.sleep(0.01)
+    (partial,) = copies.glob("*.partial")
+    assert not cache.copy(0)  # another run is at it
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert partial.exists()
+    cache.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
+    assert not partial.exists()
+    partial.write_bytes(b"incomplete")
+    assert cache.copy(0)
+    assert content(cache.copies, 0) == (folder / "000.tar").read_bytes()
+    assert not partial.exists()
+
+
+def test_a_run_that_ends_leaves_no_thread_and_no_part_of_a_shard(server, tmp_path):
+    _, cache = opened(server.url, tmp_path / "copies")
+    server.latency = 0.1
+    prefetch = Prefetch(cache, lambda position: np.arange(COUNT), ahead=COUNT)
+    with prefetch.running(0):
+        while not list((tmp_path / "copies").glob("*.partial")):
+            time.sleep(0.01)
+    while any(thread.name == "shards" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert not list((tmp_path / "copies").glob("*.partial"))
+
+
+@pytest.fixture
+def bucket(folder, monkeypatch):
+    """Serve the shards from S3."""
+    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
+    (folder / "SHA256SUMS").unlink()
+    with s3_bucket(folder) as url:
+        for name, value in s3_environ(url).items():
+            monkeypatch.setenv(name, value)
+        yield url
+
+
+def test_shards_are_copied_from_s3_and_verified_by_their_etags(bucket, folder, tmp_path, monkeypatch):
+    source = open_source("s3://shards/*.tar")
+    assert [source.read(index) for index in (0, 100)] == [
+        open_source(str(folder / "*.tar")).read(index) for index in (0, 100)
+    ]
+    _, cache = opened("s3://shards", tmp_path / "copies")
+    received, request = [], files.request
+
+    def damaged(url, start, size):
+        data = request(url, start, size)
+        received.append(start)
+        return data if len(received) > 1 else bytes(len(data))
+
+    monkeypatch.setattr(files, "request", damaged)
+    assert cache.copy(3)
+    assert content(cache.copies, 3) == (folder / "003.tar").read_bytes()
+    assert len(received) == len(set(received)) * 2
+    put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
+    with pytest.raises(ChangedFile):
+        cache.copy(4)
