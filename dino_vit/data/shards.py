@@ -117,7 +117,7 @@ class ShardCache:
 
         def part(start: int) -> None:
             if self.stop.is_set():
-                raise OSError("stopped")
+                raise SourceLost(f"{url} is no longer needed")
             length = min(PART, size - start)
             data = patiently(lambda: self.ranges.request(shard, start, length), url, self.stop)
             os.pwrite(number, data, start)
@@ -216,9 +216,9 @@ class Prefetch:
             except (DamagedShard, ChangedFile) as error:
                 self.failure = error
                 return
-            except (SourceLost, OSError) as error:
-                if self.cache.stop.is_set():
-                    return
+            except SourceLost:  # which was said; a run may do without as long as there are other copies
+                pause = POLL
+            except OSError as error:
                 log.warning("no shard is copied to data.cache at present: %s", brief(error, 300))
                 pause = 10
             self.cache.stop.wait(pause)

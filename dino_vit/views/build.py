@@ -1,6 +1,7 @@
 """Build the input from a configuration: views, photometry, loader, evaluation transform."""
 
 from collections.abc import Sequence
+from math import ceil
 from shutil import disk_usage
 from typing import Any
 
@@ -18,7 +19,7 @@ from dino_vit.data.sources.archives import ArchiveSource, archives_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.custom import CustomPhotometry
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import Loader
+from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.masks import Masking
 from dino_vit.views.photometry import Augment, ViewPhotometry
 from dino_vit.views.preparation import Preparation
@@ -163,8 +164,11 @@ def build_prefetch(
     _check_room(config, copies, sizes)
     if local_rank() > 0:
         return None
-    # Half a window ahead, so that a run that is stopped has not fetched much that it did not need.
-    ahead = sampler.span // 2 if sampler.shards is not None else 2 * sampler.length
+    # Half a window beyond what loader processes read ahead: a run that is stopped has fetched little in vain.
+    passes = choose_workers(config, sampler.world_size) * PREFETCH + 1
+    ahead = sampler.span // 2 + ceil(passes / sampler.accumulate) * sampler.batch_size
+    if sampler.shards is None:
+        ahead = 2 * sampler.length
     return Prefetch(ShardCache(copies, ranges, limit), ShardUses(sampler, shards).next, ahead)
 
 

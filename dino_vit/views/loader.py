@@ -1,5 +1,7 @@
 """Batches of views, from any step on; bit for bit the same with any number of loader processes."""
 
+import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -7,10 +9,12 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count, islice
 from math import ceil
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -30,6 +34,7 @@ from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
+from dino_vit.data.sources import files
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
 from dino_vit.models.masks import Masks
@@ -111,6 +116,7 @@ class Loader:
         `in_step`, yield a batch with a blank image and its `failure`, or make the batches here and set
         `lost_worker`, so that the caller can end all processes after the same step.
         """
+        stops = multiprocessing.Event()  # so that no loader process goes on waiting for a server
         loader: DataLoader[Batch | ValueError] = DataLoader(
             self.dataset,
             batch_size=None,
@@ -119,7 +125,7 @@ class Loader:
             prefetch_factor=PREFETCH if self.workers else None,
             pin_memory=self.pin,
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
-            worker_init_fn=_init_worker,
+            worker_init_fn=partial(_init_worker, stops),
         )
         batches: Any = _iterate(loader)
         # After the fork of the processes, which would inherit its files.
@@ -138,6 +144,7 @@ class Loader:
                     yield batch
         finally:
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
+                stops.set()
                 batches._shutdown_workers()
 
     def _next(self, batches: Any, position: int, taken: int) -> Batch | ValueError:
@@ -194,8 +201,11 @@ def _how_one_ended(workers: Sequence[BaseProcess]) -> str | None:
     return None
 
 
-def _init_worker(_: int) -> None:
+def _init_worker(stops: Event, number: int) -> None:
     """Ignore signals sent to all processes of a run: the training process needs its loaders to save."""
+    files.process_stops = stops
+    if number:
+        log.setLevel(logging.ERROR)  # one says that a server does not answer
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # Called only by the thread that hands batches over, each time the training process was killed meanwhile.

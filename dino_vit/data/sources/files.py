@@ -1,6 +1,7 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
 import errno
+import math
 import os
 import stat
 import threading
@@ -26,7 +27,7 @@ R = TypeVar("R")
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 PATIENCE = 180  # seconds for which a remote range is requested again before the run ends
-ANSWER = 60  # seconds within which a server must answer a request
+ANSWER = 30  # seconds within which a server must answer a request
 # What file systems call the version of a file.
 VERSIONS = (
     "ETag",
@@ -38,6 +39,16 @@ VERSIONS = (
     "LastModified",
     "Last-Modified",
 )
+
+
+class Stop(Protocol):
+    """An event, of threads or of processes."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+process_stops: Stop = threading.Event()  # another one in a loader process
+_last_warning = [-math.inf]
 
 
 class SourceLost(Exception):
@@ -150,27 +161,35 @@ def remotely(url: str, work: Callable[[Any, str], R]) -> R:
         raise OSError(f"{url}: {error}") from error
 
 
-def patiently(work: Callable[[], R], path: str, stop: threading.Event | None = None) -> R:
+def patiently(work: Callable[[], R], path: str, stop: Stop | None = None) -> R:
     """Read from a remote file, again and again if it fails, until `PATIENCE` is over or `stop` is set."""
-    stop, end = stop or threading.Event(), time.monotonic() + PATIENCE
+    end = time.monotonic() + PATIENCE
     for attempt in count():
         try:
             return work()
         except ChangedFile:
             raise
         except OSError as error:
-            reason = brief(str(error) or type(error).__name__, 300)
+            reason = brief(_reason(error, path), 300)
             left = end - time.monotonic()
             if left <= 0:
                 raise SourceLost(
                     f"{path} could not be read for {PATIENCE:g} seconds ({reason}). "
                     "When it can be reached again, run the same command again"
                 ) from error
-            if attempt == 5:
+            if attempt == 5 and _last_warning[0] < end - 2 * PATIENCE:  # not from each thread
+                _last_warning[0] = end - PATIENCE
                 log.warning("%s cannot be read (%s); trying for %.0f seconds more", path, reason, left)
-            if stop.wait(min(2**attempt / 4, 10, left)):
-                raise
+            if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
+                raise SourceLost(f"{path} is no longer needed") from error
     raise AssertionError
+
+
+def _reason(error: OSError, path: str) -> str:
+    """Return why a file cannot be read, without its name."""
+    if isinstance(error, FileNotFoundError):
+        return "it is not found"
+    return str(error).removeprefix(f"{path}: ").partition(", url=")[0] or type(error).__name__
 
 
 def in_threads(
