@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,14 @@ class ShardCopies:
     paths: Sequence[str]
     stamps: NDArray[np.int64]
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the copies, other ones if a shard was changed."""
+        keys = (f"{url}\0{stamp[0]}\0{stamp[1]}" for url, stamp in zip(self.paths, self.stamps, strict=True))
+        return [f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}" for key in keys]
+
     def path(self, shard: int) -> Path:
-        """Return the path of a copy, another one if the shard was changed."""
-        size, version, _ = self.stamps[shard].tolist()
-        key = hashlib.sha256(os.fsencode(f"{self.paths[shard]}\0{size}\0{version}"))
-        return self.folder / f"{key.hexdigest()[:24]}{SUFFIX}"
+        return self.folder / self.names[shard]
 
     def present(self) -> int:
         """Return the bytes of the copies that there are."""
@@ -163,8 +166,8 @@ class ShardCache:
 
         Copies in `keep` stay, and those of other runs as long as they are used, if that is enough.
         """
-        ours = {self.copies.path(number).name: int(use) for number, use in enumerate(uses)}
-        kept = {self.copies.path(number).name for number in keep}
+        ours = dict(zip(self.copies.names, uses.tolist(), strict=True))
+        kept = {self.copies.names[number] for number in keep}
         files, total = [], self.copies.size(shard)
         self.copies.folder.mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(self.copies.folder):

@@ -1,6 +1,7 @@
 """Pretraining from remote shards: the same as from local ones, whatever happens to the server or the run."""
 
 import re
+import shutil
 import signal
 
 import pytest
@@ -160,3 +161,14 @@ def test_what_cannot_work_is_refused_with_a_way_out(folder, tmp_path, settings, 
         run = Run(tmp_path / "run", settings_of(server.url, tmp_path, **settings))
         assert run.wait() == 2
     assert re.search(message, run.said), run.said
+
+
+def test_a_damaged_shard_ends_a_run_with_its_name(folder, tmp_path):
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    sums = (damaged / "SHA256SUMS").read_text()
+    (damaged / "SHA256SUMS").write_text(re.sub("^.", "f", sums.replace("f", "0"), flags=re.MULTILINE))
+    with serving(damaged) as server:
+        run = Run(tmp_path / "run", settings_of(server.url, tmp_path, **{"budget.steps": 2000}))
+        assert run.wait() == 2
+    assert re.search(r"\d\.tar is damaged: its digest is not the one in SHA256SUMS beside it", run.said)
+    assert "Traceback" not in run.said
