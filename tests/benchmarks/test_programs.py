@@ -20,6 +20,7 @@ from benchmarks import (
     objective,
     operations,
     processes,
+    remote,
     scaling,
     soak,
     sources,
@@ -280,3 +281,10 @@ def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> 
     assert row.speed.keys() == {"trained", "untrained", "raw pixels"}
     assert row.speed["raw pixels"] == 100  # each query is in the bank, and is its own nearest neighbour
     assert "epochs of 200 images" in cifar10.story(config, 200)
+
+
+def test_pairs_from_one_shard_are_as_many_as_the_window_has_shards() -> None:
+    shares = {row.name: list(row.speed.values()) for row in remote.mixing().rows}
+    assert shares["window of 4 shards"] == pytest.approx([25] * 3, rel=0.15)
+    assert shares["window of 16 shards"] == pytest.approx([100 / 16] * 3, rel=0.15)
+    assert shares["global"] == pytest.approx([1] * 3, rel=0.3)
