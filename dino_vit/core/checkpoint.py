@@ -5,10 +5,11 @@ They hold no random state, because every random number is a function of the step
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,45 @@ class Checkpoints:
         for path in self.paths():
             if _step(path) not in kept:
                 path.unlink(missing_ok=True)
+
+
+class BackgroundWriter:
+    """Write checkpoints in a thread, one at a time, from a copy on the host that the next one overwrites."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+        self.step = 0  # of the checkpoint that was begun last
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Path] | None = None
+        self._copy: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until a checkpoint that is being written is on the disk, whatever else has failed."""
+        self._thread.shutdown()
+
+    def begin(self, step: int, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, Any]) -> None:
+        """Copy the tensors and begin to write them; `finish` the checkpoint before this one first."""
+        assert self._writing is None
+        self.step = step
+        for name, tensor in tensors:
+            if name not in self._copy:
+                self._copy[name] = torch.empty_like(tensor, device="cpu")
+            self._copy[name].copy_(tensor.detach())
+        self._writing = self._thread.submit(self.checkpoints.save, step, self._copy, metadata)
+
+    def finish(self, *, wait: bool) -> Path | None:
+        """Return the path of a checkpoint that has come to the disk since the last call, or raise why not."""
+        writing = self._writing
+        if writing is None or not (wait or writing.done()):
+            return None
+        error = writing.exception()  # a second ctrl-C may raise here: then it is still being written
+        self._writing = None
+        if error is not None:
+            raise error
+        return writing.result()
 
 
 def _step(path: Path) -> int:

@@ -72,7 +72,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         state.interval.restart()
     state.start_clock()
     interruption.in_steps = True
-    with contextlib.closing(state.loader.batches(state.step)) as batches:
+    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
@@ -82,10 +82,10 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 state.unreadable.check(state.device)  # before a step with blank images is saved
             after_step(state, reporter)
             if ends and any_process(stopped):
-                save(state, reporter)
+                save(state, reporter, wait=True)
                 reporter.stop()
                 return False
-    save(state, reporter, last=True)
+        save(state, reporter, last=True)
     reporter.finish()
     return True
 
@@ -180,6 +180,7 @@ def freeze(state: TrainingState) -> None:
 
 def after_step(state: TrainingState, reporter: Reporter) -> None:
     """Log, evaluate and save what is due after a step."""
+    finish_save(state, reporter)
     reporter.progress.advance(state.step)
     if state.plan.is_logged(state.step):
         state.refit()
@@ -194,18 +195,27 @@ def after_step(state: TrainingState, reporter: Reporter) -> None:
         save(state, reporter)
 
 
-def save(state: TrainingState, reporter: Reporter, *, last: bool = False) -> None:
-    """Write a checkpoint; if that fails, keep the last good one and say so, or raise at the end of a run."""
+def save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: bool = False) -> None:
+    """Begin to write a checkpoint, after the one before; `wait` until it is on the disk."""
+    finish_save(state, reporter, wait=True)
     if state.saved_step == state.step:
         return
+    state.begin_save()
+    if wait or last:
+        finish_save(state, reporter, wait=True, last=last)
+
+
+def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: bool = False) -> None:
+    """Report a checkpoint that is written; if that failed, say so, or raise at the end of a run."""
     try:
-        state.save()
+        path = state.finish_save(wait=wait)
     except (NotFinite, StorageError) as error:
         if last:
             full = "Free disk space for it and run the same command again"
             advice = full if isinstance(error, StorageError) else state.advice
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
-        reporter.progress.notice(f"step {state.step:,}: no checkpoint was written. {error}")
+        reporter.progress.notice(f"step {state.writer.step:,}: no checkpoint was written. {error}")
     else:
-        reporter.saved()
+        if path is not None:
+            reporter.saved(path)

@@ -133,11 +133,11 @@ class Reporter:
         if self.on_reading:
             self.on_reading(self.readings[-1])
 
-    def saved(self) -> None:
-        """Note that a checkpoint was written."""
-        self.progress.saved_step = self.state.step
-        if self.main and self.on_checkpoint:
-            self.on_checkpoint(self.state.checkpoints.paths()[-1])
+    def saved(self, path: Path) -> None:
+        """Note that a checkpoint is on the disk."""
+        self.progress.saved_step = self.state.saved_step
+        if self.on_checkpoint:
+            self.on_checkpoint(path)
 
     def _circumstances(self) -> Circumstances:
         return circumstances(self.state.config, self.readings, self.baseline, len(self.state.source))

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints, NotFinite, collect, restore
+from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.distributed import of_first_process, whole
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.text import brief
@@ -95,6 +96,7 @@ class TrainingState:
     unreadable: UnreadableImages
     frozen_sha256: str | None = None  # of the teacher of `teacher.weights`
     interval: Interval = field(init=False)
+    writer: BackgroundWriter = field(init=False)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # measures of the teacher at a logged step
     step: int = 0
     saved_step: int | None = None
@@ -107,6 +109,7 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         self.interval = Interval(self.device)
+        self.writer = BackgroundWriter(self.checkpoints)
 
     @property
     def folder(self) -> Path:
@@ -223,17 +226,26 @@ class TrainingState:
             f"{folder} holds the last good checkpoint. Resume from it with run.resume=changed and {settings}"
         )
 
-    def save(self) -> None:
-        """Write a checkpoint on rank 0; raise if the state is not finite or the disk is full."""
+    def begin_save(self) -> None:
+        """Begin to write a checkpoint on rank 0; the state may change as soon as this returns."""
         main = self.accelerator.is_main_process
         if main or self.sharded:  # then all processes must give their parts
             tensors = collect(self._modules(), self.optimizer)
-            if self.sharded:  # one at a time, since the device may not hold them all
-                parts = ((name, whole(tensor)) for name, tensor in tensors.items())
-                tensors = {name: tensor.cpu() for name, tensor in parts if main}
-        if main:
-            self.checkpoints.save(self.step, tensors, self._metadata())
-        self.saved_step = self.step
+            # One at a time, since the device may not hold all whole ones.
+            parts = ((name, whole(tensor)) for name, tensor in tensors.items())
+            if main:
+                self.writer.begin(self.step, parts, self._metadata())
+            else:
+                deque(parts, maxlen=0)
+        if not main:
+            self.saved_step = self.step
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """Return the path of a checkpoint that has come to the disk meanwhile, or raise why it did not."""
+        path = self.writer.finish(wait=wait)
+        if path is not None:
+            self.saved_step = self.writer.step
+        return path
 
     def _metadata(self) -> dict[str, Any]:
         return {

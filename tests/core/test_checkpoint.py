@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dino_vit.core.checkpoint import Checkpoints, NotFinite, collect, restore
+from dino_vit.core.checkpoint import BackgroundWriter, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.storage import StorageError, write_tensors
 from dino_vit.method.centring import Center
 from dino_vit.method.cross_entropy import logits_of
@@ -102,6 +102,26 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path):
         with pytest.raises(NotFinite, match="1 tensor is not finite; the first is b"):
             checkpoints.save(10, {**STATE, "b": torch.tensor([1.0, value])}, {})
     assert kept(checkpoints) == [5]
+
+
+def test_what_is_written_in_the_background_is_the_state_at_the_call(tmp_path):
+    """Each time, though the state changes in place while the thread writes."""
+    checkpoints, state = Checkpoints(tmp_path), {"a": torch.zeros(1_000_000)}
+    with BackgroundWriter(checkpoints) as writer:
+        for step in (1, 2):
+            state["a"].fill_(step)
+            writer.begin(step, state.items(), {})
+            state["a"].fill_(9)
+            assert writer.finish(wait=True) == checkpoints.paths()[-1]
+            assert writer.finish(wait=True) is None
+            assert torch.equal(checkpoints.newest().tensors["a"], torch.full((1_000_000,), float(step)))
+        state["a"][-1] = torch.nan
+        writer.begin(3, state.items(), {})
+        with pytest.raises(NotFinite, match="1 tensor is not finite"):
+            writer.finish(wait=True)
+        state["a"].fill_(4)
+        writer.begin(4, state.items(), {})
+    assert kept(checkpoints) == [2, 4], "leaving waits until it is on the disk"
 
 
 def build(optimizer, batch_norm):

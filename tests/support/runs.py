@@ -180,7 +180,24 @@ def before_step(step, action):
 
 def signal_before_step(step, *numbers):
     """Have the process send itself signals just before the loop takes a step."""
-    before_step(step, lambda: [os.kill(os.getpid(), number) for number in numbers])
+
+    def send():
+        wait_for_checkpoints()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    before_step(step, send)
+
+
+def wait_for_checkpoints():
+    """Wait until this process writes no checkpoint, so that a kill always finds the same on the disk."""
+    import gc
+
+    from dino_vit.core.checkpoint import BackgroundWriter
+
+    for writer in gc.get_objects():
+        if isinstance(writer, BackgroundWriter) and writer._writing:
+            writer._writing.exception()
 
 
 def kill_a_loader() -> None:
