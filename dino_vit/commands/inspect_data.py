@@ -93,6 +93,7 @@ def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]
         "without_label": unlabelled,
         "splits": {name: len(places) for name, places in splits_of(source).items()},
         "reduced_to": _reduced_to(source),
+        "advice": None,  # of a training with these images
         "looked_at": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
         "pixels": summary.count(ImageInfo.describe),

@@ -196,7 +196,7 @@ def wait_for_checkpoints():
     from dino_vit.core.checkpoint import BackgroundWriter
 
     for writer in gc.get_objects():
-        if isinstance(writer, BackgroundWriter) and writer._writing:
+        if type(writer) is BackgroundWriter and writer._writing:  # isinstance asks weak proxies too
             writer._writing.exception()
 
 
