@@ -108,13 +108,13 @@ def taken_apart(state: TrainingState, batches: Iterator[Any]) -> Found:
     return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
 
 
-def launch(processes: int) -> Found:
-    """Start processes, and return what they found."""
+def launch(processes: int, module: str = "benchmarks.processes", *extra: str) -> Found:
+    """Start processes of a benchmark, and return what they found."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)]
-        command += ["--num_processes", str(processes), "--module", "benchmarks.processes"]
-        command += ["--child", str(out)]
+        command += ["--num_processes", str(processes), "--module", module]
+        command += ["--child", str(out), *extra]
         with patch.dict("os.environ", {"OMP_NUM_THREADS": "1"}):
             subprocess.run(command, check=True)
         found: Found = json.loads(out.read_text())

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.measure import CLEAR_REFS, Row, Table, arguments, report, resident
-from benchmarks.processes import LAUNCH, Found
+from benchmarks.processes import launch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
@@ -57,22 +54,11 @@ def child(out: Path, sharded: str) -> None:
             out.write_text(json.dumps({"seconds": seconds / STEPS, "memory": resident("VmHWM") / 2**10}))
 
 
-def launch(sharded: str) -> Found:
-    """Start two processes, and return what they found."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)]
-        command += ["--module", "benchmarks.sharding", "--child", str(out), "--sharded", sharded]
-        with patch.dict("os.environ", {"OMP_NUM_THREADS": "1"}):
-            subprocess.run(command, check=True)
-        found: Found = json.loads(out.read_text())
-        return found
-
-
 def run(*, repeats: int, threads: int) -> list[Table]:
     """Measure both ways in turn."""
     del threads
-    pairs = [(launch("true"), launch("false")) for _ in range(repeats)]
+    ways = [["--sharded", "true"], ["--sharded", "false"]]
+    pairs = [[launch(2, "benchmarks.sharding", *way) for way in ways] for _ in range(repeats)]
     shared, whole = (
         {name: median(found[name] for found in of) for name in of[0]} for of in zip(*pairs, strict=True)
     )
