@@ -97,9 +97,9 @@ class Checkpoints:
         kept = {*steps[-LAST:], best["step"] if best else None}
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
-        for path in self.paths():
-            if _step(path) not in kept:
-                path.unlink(missing_ok=True)
+        outdated = [path for path in self.paths() if _step(path) not in kept]
+        for path in (*outdated, *self.folder.glob(".step-*.partial")):  # of a process that was killed
+            path.unlink(missing_ok=True)
 
 
 class BackgroundWriter:

@@ -35,6 +35,17 @@ def test_the_last_two_the_best_and_every_nth_are_kept(tmp_path):
     assert kept(best) == [25, 30]
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 5)
+    begun = checkpoints.folder / ".step-00000010.safetensors.123.partial"
+    begun.write_bytes(b"half")
+    assert kept(checkpoints) == [5]
+    write(checkpoints, 10)
+    assert not begun.exists()
+    assert kept(checkpoints) == [5, 10]
+
+
 def test_steps_ahead_were_given_up_and_do_not_push_a_good_one_out(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_every=20)
     write(checkpoints, 5, 10, 15, 20)
