@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, report
-from dino_vit.eval.knn import NO_CLASS, weighted_knn
+from dino_vit.eval.classification.knn import NO_CLASS, weighted_knn
 from dino_vit.eval.neighbours import nearest, unit
 
 ON_CUDA = "a bank of 1,281,167 and 50,000 queries, beside FAISS where its GPU wheel is installed"

@@ -32,7 +32,7 @@ from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
 
-DEMO = Path(__file__).parents[1] / "dino_vit" / "commands" / "demo_textures.yaml"
+DEMO = Path(__file__).parents[1] / "dino_vit" / "commands" / "demo_runs" / "textures.yaml"
 REST = "the rest"
 
 

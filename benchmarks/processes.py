@@ -34,7 +34,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
 
-LAUNCH = DEMO.parents[2] / "launch" / "accelerate_configs" / "cpu.yaml"
+LAUNCH = DEMO.parents[3] / "launch" / "accelerate_configs" / "cpu.yaml"
 IMAGES = 64  # of a process in a step
 STEPS, ROUNDS = 40, 3  # of a round, and of a launch
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")

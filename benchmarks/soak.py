@@ -30,7 +30,7 @@ from benchmarks.measure import Table, arguments, report
 from dino_vit.core.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "dino_vit" / "commands" / "demo_textures.yaml"
+DEMO = ROOT / "dino_vit" / "commands" / "demo_runs" / "textures.yaml"
 AN_HOUR = ("budget.steps=24000", "run.checkpoint_every=100", "run.log_every=20", "run.eval_every=5")
 FIXED = ("data.photometry=device",)  # what is measured could come out otherwise for the other
 EVERY = 5  # seconds between two samples of the memory

@@ -20,9 +20,9 @@ from dino_vit.core.distributed import any_process
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import write_results
+from dino_vit.eval.classification.linear import count_correct, sweep
+from dino_vit.eval.classification.online import random_indices
 from dino_vit.eval.features.extraction import extract_features, pixel_features
-from dino_vit.eval.linear import count_correct, sweep
-from dino_vit.eval.online import random_indices
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain, seconds_per_step
 from dino_vit.training.setup import build_untrained
@@ -94,7 +94,7 @@ def recipe(config: DemoConfig, name: Literal["textures", "scenes"]) -> PretrainC
     """Return the settings of a pretraining; that of scenes has its folder in the other's."""
     output = Path(config.output, *([name] if name == "scenes" else []))
     started = output / "config.yaml"
-    with as_file(files("dino_vit.commands") / f"demo_{name}.yaml") as path:
+    with as_file(files("dino_vit.commands") / "demo_runs" / f"{name}.yaml") as path:
         settings = load(PretrainConfig, path, [f"output={output}", f"seed={config.seed}"])
     has_bf16 = choose_precision("auto", torch.device("cpu")) == "bf16"
     if config.steps is not None:

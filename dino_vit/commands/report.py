@@ -17,7 +17,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.online import random_indices
+from dino_vit.eval.classification.online import random_indices
 from dino_vit.reports.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
 from dino_vit.reports.page import SECTIONS, Page, Pictures, render, serve
 from dino_vit.reports.record import RunRecord, read_run

@@ -20,7 +20,7 @@ from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.online import Figures, OnlineEvaluation
+from dino_vit.eval.classification.online import Figures, OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.models.masks import Masks
 from dino_vit.models.student_teacher import Network

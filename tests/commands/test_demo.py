@@ -12,7 +12,7 @@ from dino_vit.config.display import to_yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.classification.online import OnlineEvaluation
 from dino_vit.training.readings import READING, read_records
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.preparation import preparation_of

@@ -8,9 +8,10 @@ from dino_vit import VisionTransformer
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning
 from dino_vit.config.loading import load
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval import linear, neighbours
+from dino_vit.eval import neighbours
+from dino_vit.eval.classification import linear
+from dino_vit.eval.classification.knn import weighted_knn
 from dino_vit.eval.features.extraction import Extraction, FeatureSpec, in_batches
-from dino_vit.eval.knn import weighted_knn
 from dino_vit.views.photometry import Augment, Column
 from dino_vit.views.preparation import Preparation
 

@@ -8,8 +8,8 @@ import torch
 
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.classification.online import random_indices
 from dino_vit.eval.features.extraction import extract_features
-from dino_vit.eval.online import random_indices
 from dino_vit.reports import explorer
 from dino_vit.reports.explorer import LoadedTeacher, build_atlas
 from dino_vit.reports.record import read_run

@@ -12,7 +12,7 @@ import dino_vit.training.loop
 import dino_vit.training.setup
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.eval.online import Figures, OnlineEvaluation
+from dino_vit.eval.classification.online import Figures, OnlineEvaluation
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState

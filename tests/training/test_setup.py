@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.eval.classification.online import OnlineEvaluation
 from dino_vit.training.reporter import describe_start
 from dino_vit.training.setup import set_up
 from dino_vit.views.preparation import Preparation

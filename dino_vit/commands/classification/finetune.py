@@ -49,9 +49,9 @@ from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.signals import Interruption
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.eval.accuracy import accuracy_of_guesses, summary, top_k_accuracy, write_results
-from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets
+from dino_vit.eval.classification.datasets import SupervisedConfig, SupervisedLoader, open_sets
+from dino_vit.eval.classification.linear import TOP_K
 from dino_vit.eval.features.extraction import extract_features
-from dino_vit.eval.linear import TOP_K
 from dino_vit.method.optim import (
     build_optimizer,
     clip_gradients,

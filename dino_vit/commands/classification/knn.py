@@ -20,15 +20,15 @@ from dino_vit.eval.accuracy import (
     top_k_accuracy,
     write_results,
 )
-from dino_vit.eval.datasets import (
+from dino_vit.eval.classification.datasets import (
     LabelledFeatures,
     LabelledSubset,
     SupervisedConfig,
     labelled_features,
     sets_or_images,
 )
+from dino_vit.eval.classification.knn import few_shot_rows, weighted_knn
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.knn import few_shot_rows, weighted_knn
 from dino_vit.eval.neighbours import Search
 
 _CLASSES_SHOWN = 20

@@ -25,7 +25,7 @@ from dino_vit.eval.accuracy import (
     summary,
     write_results,
 )
-from dino_vit.eval.datasets import (
+from dino_vit.eval.classification.datasets import (
     LabelledFeatures,
     SupervisedConfig,
     hold_out,
@@ -33,10 +33,8 @@ from dino_vit.eval.datasets import (
     open_sets,
     open_subset,
 )
-from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_probe
-from dino_vit.eval.features.extraction import FeatureSpec
-from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.linear import (
+from dino_vit.eval.classification.dino2021 import Dino2021, probe_features, read_probe, train_probe
+from dino_vit.eval.classification.linear import (
     CS,
     RATES,
     LinearHeads,
@@ -46,6 +44,8 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
+from dino_vit.eval.features.extraction import FeatureSpec
+from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import Backbone
 
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum

@@ -19,10 +19,10 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource
 from dino_vit.data.sources.source import spread
+from dino_vit.eval.classification.knn import weighted_knn
+from dino_vit.eval.classification.linear import LinearHeads, sweep
 from dino_vit.eval.features.extraction import FeatureSpec, in_batches
 from dino_vit.eval.features.frozen import FrozenBackbone
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.linear import LinearHeads, sweep
 from dino_vit.eval.maps.attention import attended_patches
 from dino_vit.eval.maps.dense import patch_classes, upsample
 from dino_vit.models.backbone import Backbone

@@ -13,7 +13,7 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.eval.datasets import SupervisedConfig, open_sets
+from dino_vit.eval.classification.datasets import SupervisedConfig, open_sets
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.processes import command_in_two

@@ -11,8 +11,8 @@ import dino_vit.commands.classification.knn
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import accuracy
+from dino_vit.eval.classification.knn import few_shot_rows
 from dino_vit.eval.features.extraction import extract_features
-from dino_vit.eval.knn import few_shot_rows
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
 from tests.support.images import write_classes

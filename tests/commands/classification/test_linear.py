@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from dino_vit import load_backbone
 from dino_vit.cli import main
-from dino_vit.eval.datasets import LabelledFeatures, SupervisedConfig, hold_out, open_sets
+from dino_vit.eval.classification.datasets import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.images import write_classes
@@ -166,15 +166,15 @@ def test_a_head_resumes_and_two_processes_train_the_same(weights):
 
 
 def die_after_the_first_epoch():
-    import dino_vit.eval.dino2021
+    import dino_vit.eval.classification.dino2021
 
-    save = dino_vit.eval.dino2021._save
+    save = dino_vit.eval.classification.dino2021._save
 
     def save_and_die(*arguments):
         save(*arguments)
         raise RuntimeError("killed")
 
-    dino_vit.eval.dino2021._save = save_and_die
+    dino_vit.eval.classification.dino2021._save = save_and_die
 
 
 def test_an_unreadable_image_is_skipped_and_classes_match_by_name(weights, tmp_path):

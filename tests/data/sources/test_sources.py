@@ -11,7 +11,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.data.sources.synthetic import PATTERNS, SyntheticSource
-from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.classification.knn import weighted_knn
 from dino_vit.models.vit import VisionTransformer
 from tests.support.image_sets import items, write_folder
 

@@ -9,7 +9,7 @@ from PIL import Image
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import SyntheticSource
 from dino_vit.data.sources.source import Subset
-from dino_vit.eval.datasets import SupervisedConfig, SupervisedLoader, open_sets, renumber
+from dino_vit.eval.classification.datasets import SupervisedConfig, SupervisedLoader, open_sets, renumber
 from dino_vit.views.geometry import View, ViewPhotometry
 from dino_vit.views.preparation import Preparation
 from tests.support.images import write_classes

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval import knn, neighbours
-from dino_vit.eval.knn import NO_CLASS, few_shot_rows, weighted_knn
+from dino_vit.eval import neighbours
+from dino_vit.eval.classification import knn
+from dino_vit.eval.classification.knn import NO_CLASS, few_shot_rows, weighted_knn
 from tests.support.naive import ranked_classes
 
 

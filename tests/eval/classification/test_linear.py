@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dino_vit.eval import linear
-from dino_vit.eval.linear import count_correct, grid_steps, sweep, top_classes, train_heads
+from dino_vit.eval.classification import linear
+from dino_vit.eval.classification.linear import count_correct, grid_steps, sweep, top_classes, train_heads
 from dino_vit.views.sampler import Sampler
 
 CPU = torch.device("cpu")

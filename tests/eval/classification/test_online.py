@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.classification.knn import weighted_knn
+from dino_vit.eval.classification.online import OnlineEvaluation, rankme
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features, pixel_features
-from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.online import OnlineEvaluation, rankme
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation
 from tests.support.backbones import backbone

@@ -21,16 +21,16 @@ from dino_vit.core import log
 from dino_vit.core.distributed import all_equal, all_reduce_mean, is_main_process
 from dino_vit.core.progress import progress
 from dino_vit.core.storage import pickled, write_bytes
-from dino_vit.eval.datasets import (
+from dino_vit.eval.classification.datasets import (
     LabelledFeatures,
     LabelledSets,
     LabelledSubset,
     SupervisedLoader,
     labelled_features,
 )
+from dino_vit.eval.classification.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating
 from dino_vit.eval.features.frozen import FrozenBackbone
-from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.geometry import View
 from dino_vit.views.photometry import ViewPhotometry

@@ -15,8 +15,8 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.sources.open import Source
 from dino_vit.data.splits import choose_splits
 from dino_vit.eval.accuracy import accuracy_of_guesses
+from dino_vit.eval.classification.knn import weighted_knn
 from dino_vit.eval.features.extraction import CLS, Features, FeatureSpec, extract_features, pixel_features
-from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.preparation import Preparation
 
