@@ -30,6 +30,7 @@ from dino_vit.core.text import brief, printable
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.npy import Header, read_header
 from dino_vit.data.sources.open import Source, open_source
+from dino_vit.eval.features.extraction import Tokens
 from dino_vit.eval.maps.pictures import Panel, thumbnail
 from dino_vit.views.preparation import Preparation
 from dino_vit.weights.metadata import checked
@@ -70,7 +71,7 @@ class _Source(_Part):
 
 
 class _Tokens(_Part):
-    kind: Literal["cls", "cls+mean", "patches"]
+    kind: Tokens
     blocks: Few
 
 

@@ -23,7 +23,7 @@ from dino_vit.eval.embeddings import (
     row_blocks,
     write_embeddings,
 )
-from dino_vit.eval.features.extraction import FeatureSpec
+from dino_vit.eval.features.extraction import FeatureSpec, Tokens
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.features.store import StoredFeatures
 
@@ -32,8 +32,8 @@ class EmbedConfig(EvaluationConfig):
     """Write the embeddings of images to a file."""
 
     output: str = setting("embeddings.parquet", "file to write: .parquet, .npy or .safetensors")
-    tokens: Literal["cls", "cls+mean", "patches"] = setting(
-        "cls", "CLS token, CLS token and mean patch token joined, or all patch tokens"
+    tokens: Tokens = setting(
+        "cls", "CLS token, CLS with the mean of patches or their generalised mean (GeM), or all patch tokens"
     )
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")

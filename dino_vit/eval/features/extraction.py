@@ -18,16 +18,20 @@ from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.preparation import Preparation
 
+Tokens = Literal["cls", "cls+mean", "cls+gem", "gem", "patches"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
     """Which tokens, after the final LayerNorm, are the features of an image.
 
     `cls`: the CLS tokens of the last `blocks` blocks, concatenated, the last block's at the end; `cls+mean`:
-    the same, then the mean patch token of the last block; `patches`: the last block's patch tokens, (N, D).
+    the same, then the mean patch token of the last block; `cls+gem`: then their generalised mean instead
+    (GeM, as published for copies of images); `gem`: that alone; `patches`: the patch tokens of the last
+    block, (N, D).
     """
 
-    tokens: Literal["cls", "cls+mean", "patches"] = "cls"
+    tokens: Tokens = "cls"
     blocks: int = 1
 
     def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
@@ -35,17 +39,28 @@ class FeatureSpec:
         if self.tokens == "patches":
             height, width = model.grid_of(*size)
             return height * width, model.width
-        return ((self.blocks + (self.tokens == "cls+mean")) * model.width,)
+        return ((self.blocks * self.with_cls + self.pooled) * model.width,)
+
+    @property
+    def with_cls(self) -> bool:
+        """Whether CLS tokens are among them."""
+        return self.tokens.startswith("cls")
+
+    @property
+    def pooled(self) -> bool:
+        """Whether one vector of all patches is among them, at the end."""
+        return self.tokens not in ("cls", "patches")
 
     @property
     def title(self) -> str:
         """Return these tokens in words."""
         blocks = "CLS" if self.blocks == 1 else f"CLS of {self.blocks} blocks"
-        return {"cls": blocks, "cls+mean": f"{blocks} + mean patch", "patches": "patches"}[self.tokens]
+        words = {"cls": blocks, "mean": "mean patch", "gem": "GeM of patches", "patches": "patches"}
+        return " + ".join(words[part] for part in self.tokens.split("+"))
 
     def columns_in(self, whole: "FeatureSpec", width: int) -> slice:
         """Return the columns of these tokens among the features of a spec that has more of them."""
-        end = whole.blocks + (self.tokens == "cls+mean")
+        end = whole.blocks + self.pooled
         return slice((whole.blocks - self.blocks) * width, end * width)
 
     def of(self, model: Backbone, images: Tensor) -> Tensor:
@@ -55,13 +70,20 @@ class FeatureSpec:
         if self.tokens == "cls" and self.blocks == 1:
             return model.forward_cls(images)
         blocks = model.get_intermediate_layers(images, self.blocks)
-        parts = [tokens[:, 0] for tokens in blocks]
-        if self.tokens == "cls+mean":
-            parts.append(blocks[-1][:, model.first_patch :].mean(dim=1))
+        parts = [tokens[:, 0] for tokens in blocks] if self.with_cls else []
+        if self.pooled:
+            patches = blocks[-1][:, model.first_patch :]
+            parts.append(patches.mean(dim=1) if self.tokens == "cls+mean" else generalised_mean(patches))
         return torch.cat(parts, dim=1)
 
 
 CLS = FeatureSpec()
+_GEM_POWER = 4  # as published with DINO
+
+
+def generalised_mean(patches: Tensor) -> Tensor:
+    """Return the generalised mean (Radenović et al., 2018) of patch tokens (B, N, D), cut off below at 0."""
+    return patches.float().clamp(min=1e-6).pow(_GEM_POWER).mean(dim=1).pow(1 / _GEM_POWER)
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,14 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
     patches = blocks[-1][:, 1 + registers :]
+    gem = (sum(patch.clamp(min=1e-6) ** 4 for patch in patches.unbind(1)) / 16) ** 0.25
     for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
         (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
+        (FeatureSpec(tokens="cls+gem", blocks=2), torch.cat([*cls[1:], gem], 1)),
+        (FeatureSpec(tokens="gem"), gem),
         (FeatureSpec(tokens="patches"), patches),
     ):
         features = extract_features(model, source, range(4), **SETTINGS, spec=spec)
