@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification
+from dino_vit.commands.classification import Classification, Predictions
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
@@ -81,7 +81,10 @@ def run(config: KnnConfig) -> Classification:
     others = f"{results['bank']:,} of {bank_name}" if bank_name else "the others"
     title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
     text = "\n\n".join([title, *_tables(config, results), str(path)])
-    return Classification.of(results["results"][0], path=path, details=results, text=text)
+    predictions = Predictions.of(ranked[config.k[0]], queries.targets, queries.indices, classes)
+    return Classification.of(
+        results["results"][0], predictions=predictions, path=path, details=results, text=text
+    )
 
 
 def _classify(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification
+from dino_vit.commands.classification import Classification, Predictions
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
@@ -50,7 +50,8 @@ from dino_vit.models.backbone import Backbone
 
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
-Evaluated = tuple[dict[str, Any], str]  # results for JSON, and the text to print
+# Results for JSON, the text to print, and what the best classifier says of each image.
+Evaluated = tuple[dict[str, Any], str, Predictions]
 
 
 class ProbeGrid(Settings):
@@ -94,9 +95,9 @@ def run(config: LinearConfig) -> Classification:
     held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
     path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
     if config.method == "dino2021":
-        results, text = _run_dino2021(config, frozen, path.with_suffix(".pth"))
+        results, text, predictions = _run_dino2021(config, frozen, path.with_suffix(".pth"))
     else:
-        results, text = _train_on_features(config, frozen)
+        results, text, predictions = _train_on_features(config, frozen)
     other_methods = {"grid", "logistic", "dino2021"} - {config.method}
     settings = config.model_dump(mode="json", exclude=other_methods)
     metadata = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
@@ -104,7 +105,8 @@ def run(config: LinearConfig) -> Classification:
     if is_main_process():
         write_results(path, details)
     best = results.get("best", results)
-    return Classification.of(best, path=path, details=details, text=f"{text}\n{path}")
+    text = f"{text}\n{path}"
+    return Classification.of(best, predictions=predictions, path=path, details=details, text=text)
 
 
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
@@ -139,7 +141,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
             cells[-1]["held_out"] = by._asdict()
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
     row, column = divmod(best, len(inputs))
-    accuracies = _evaluate_head(heads[column], val, sets.classes, head=row)
+    accuracies, predictions = _evaluate_head(heads[column], val, sets.classes, head=row)
     line = summary(accuracies, len(sets.classes))
     results = {
         "images": {"train": len(train), "val": len(val)},
@@ -162,7 +164,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         how_chosen,
         *notes,
     ]
-    return results, "\n".join(text)
+    return results, "\n".join(text), predictions
 
 
 def _inputs(config: LinearConfig, model: Backbone) -> list[FeatureSpec]:
@@ -244,10 +246,13 @@ def _table(
 
 def _evaluate_head(
     heads: LinearHeads, val: LabelledFeatures, classes: Sequence[str], *, head: int = 0
-) -> dict[str, Any]:
-    """Return the top-1, top-5 and per-class accuracy of one head."""
+) -> tuple[dict[str, Any], Predictions]:
+    """Return the top-1, top-5 and per-class accuracy of one head, and its predictions."""
     ranked = top_classes(heads, val.features, head=head)
-    return classification_results(ranked, val.targets.to(ranked.device), classes)
+    targets = val.targets.to(ranked.device)
+    return classification_results(ranked, targets, classes), Predictions.of(
+        ranked, targets, val.indices, classes
+    )
 
 
 def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
@@ -272,6 +277,6 @@ def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> E
             f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
             f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
         )
-    accuracies = _evaluate_head(head, val, classes)
+    accuracies, predictions = _evaluate_head(head, val, classes)
     results = {"images": len(val), "classes": len(classes), **accuracies, **training}
-    return results, summary(accuracies, len(classes)) + text
+    return results, summary(accuracies, len(classes)) + text, predictions

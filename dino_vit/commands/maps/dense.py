@@ -14,11 +14,12 @@ from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, 
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.eval.accuracy import results_path, write_results
+from dino_vit.eval.confidence import Interval, Measured, measured_share
 from dino_vit.eval.features.frozen import BackboneConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.maps.dense import (
-    Interval,
     Overlaps,
     best_head_overlap,
+    iou_of_sums,
     mean_iou,
     mean_over_images,
     pixel_accuracy,
@@ -58,6 +59,7 @@ class DenseConfig(BackboneConfig):
 class Judged(NamedTuple):
     """What the judges found in the images of all processes."""
 
+    indices: Tensor  # of the images, in the source
     overlaps: dict[str, Overlaps]
     attention: Tensor  # overlap of the best head with the object in each image
     rows: list[list[Tensor]]  # pictures of the first images
@@ -83,6 +85,7 @@ class DenseResult(Result):
     knn: PixelFigures
     linear: PixelFigures
     attention: Interval | None  # overlap of the best head with the object in per cent; None without objects
+    measured: list[Measured] = field(repr=False)  # mIoU of both judges, and attention, with each image's part
     path: Path  # of the JSON file
     picture: Path | None  # of the first images beside their masks and the predictions
     details: dict[str, Any] = field(repr=False)  # all that the JSON file holds
@@ -126,6 +129,7 @@ def run(config: DenseConfig) -> DenseResult:
     return DenseResult(
         **figures,
         attention=attention,
+        measured=_measured(judged),
         path=path,
         picture=picture if judged.rows else None,
         details=details,
@@ -163,6 +167,7 @@ def _judge(
     none = Overlaps(*(torch.zeros(0, classes, dtype=torch.long, device=frozen.device) for _ in range(3)))
     counted = {name: [none] for name in JUDGES.values()}  # a process may have no image
     shares = [torch.zeros(0, device=frozen.device)]
+    judged = [torch.zeros(0, dtype=torch.long, device=frozen.device)]
     rows: list[list[Tensor]] = []
     for batch in read_patches(frozen, source, share(indices), "images to judge"):
         height, width = batch.masks.shape[1:]
@@ -170,6 +175,7 @@ def _judge(
         for name, kinds in predicted.items():
             counted[name].append(Overlaps.of(kinds, batch.masks, classes))
         shares.append(best_head_overlap(batch.attention, batch.masks, config.background))
+        judged.append(torch.as_tensor(batch.indices, device=frozen.device))
         for row, index in list(enumerate(batch.indices))[: max(0, config.pictures - len(rows))]:
             maps = [batch.masks[row], *(kinds[row] for kinds in predicted.values())]
             image = as_picture(frozen.preparation.read(source, index))
@@ -178,7 +184,19 @@ def _judge(
         name: Overlaps(*(all_gather(torch.cat(parts)) for parts in zip(*of_judge, strict=True)))
         for name, of_judge in counted.items()
     }
-    return Judged(joined, all_gather(torch.cat(shares)), rows)
+    return Judged(all_gather(torch.cat(judged)), joined, all_gather(torch.cat(shares)), rows)
+
+
+def _measured(judged: Judged) -> list[Measured]:
+    """Return the figures with what each image contributes."""
+    images, kept = judged.indices.cpu().numpy(), ~judged.attention.isnan()
+    found = [
+        Measured(title=f"mIoU, {title}", images=images, parts=judged.overlaps[name], figure=iou_of_sums)
+        for title, name in JUDGES.items()
+    ]
+    if kept.any():
+        found.append(measured_share("attention", images[kept.cpu().numpy()], judged.attention[kept]))
+    return found
 
 
 def _figures(overlaps: Overlaps, classes: Sequence[str]) -> PixelFigures:
@@ -192,15 +210,11 @@ def _table(
     figures: Mapping[str, PixelFigures], attention: Interval | None, details: Mapping[str, Any]
 ) -> str:
     rows = [
-        [title, _cell(figures[name].mean_iou), _cell(figures[name].pixel_accuracy)]
+        [title, str(figures[name].mean_iou), str(figures[name].pixel_accuracy)]
         for title, name in JUDGES.items()
     ]
     largest = details["largest_class"]
     head = f"pixels of {details['images']:,} images, learned from {details['bank']:,} patches of others"
     note = f"{largest['name']}, the largest class, has {largest['percent']:.1f} % of the pixels"
-    heads = f"attention: the best head overlaps the object by {_cell(attention)} %" if attention else ""
+    heads = f"attention: the best head overlaps the object by {attention} %" if attention else ""
     return f"{head}\n\n{format_table(['', 'mIoU %', 'pixels %'], rows)}\n{note}\n{heads}"
-
-
-def _cell(one: Interval) -> str:
-    return f"{one.percent:.2f} ({one.low:.2f} to {one.high:.2f})"

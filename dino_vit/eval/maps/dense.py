@@ -3,19 +3,19 @@
 n images, (H, W) pixels, (h, w) patches, C classes
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dino_vit.data.sources.masks import IGNORED
+from dino_vit.eval.confidence import Interval, measured_share, with_confidence
 from dino_vit.eval.maps.attention import mass_mask
 from dino_vit.models.positions import Grid
 
 MASS = 0.6  # of the attention, in the mask of a head
-RESAMPLES = 1000  # of the images, for a confidence interval
 
 
 def patch_classes(masks: Tensor, grid: Grid, classes: int) -> Tensor:
@@ -91,32 +91,20 @@ def best_head_overlap(attention: Tensor, masks: Tensor, background: int | None =
     return torch.stack(found).to(masks.device)
 
 
-class Interval(NamedTuple):
-    """A figure in per cent with its 95 % confidence interval over images."""
-
-    percent: float
-    low: float
-    high: float
+def iou_of_sums(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
+    """Return the mean over classes of intersection over union; classes that no mask has are left out."""
+    shares = right / (predicted + true - right).clamp(min=1)
+    return shares.masked_fill(true == 0, torch.nan).nanmean(dim=-1)
 
 
 def mean_iou(overlaps: Overlaps) -> Interval:
-    """Return the mean over classes of intersection over union, each over the pixels of all images.
-
-    Classes that no mask has are left out.
-    """
-
-    def of(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
-        shares = right / (predicted + true - right).clamp(min=1)
-        return shares.masked_fill(true == 0, torch.nan).nanmean(dim=-1)
-
-    return _with_confidence(overlaps, of)
+    """Return the mean over classes of intersection over union, each over the pixels of all images."""
+    return with_confidence(overlaps, iou_of_sums)
 
 
 def pixel_accuracy(overlaps: Overlaps) -> Interval:
     """Return the share of pixels that are predicted rightly."""
-    return _with_confidence(
-        overlaps, lambda right, predicted, true: right.sum(-1) / true.sum(-1).clamp(min=1)
-    )
+    return with_confidence(overlaps, lambda right, predicted, true: right.sum(-1) / true.sum(-1).clamp(min=1))
 
 
 def mean_over_images(shares: Tensor) -> Interval | None:
@@ -124,17 +112,4 @@ def mean_over_images(shares: Tensor) -> Interval | None:
     shares = shares[~shares.isnan()]
     if not len(shares):
         return None
-    parts = (shares, torch.ones_like(shares))
-    return _with_confidence([part[:, None] for part in parts], lambda total, count: (total / count)[..., 0])
-
-
-def _with_confidence(counted: Sequence[Tensor], figure: Callable[..., Tensor]) -> Interval:
-    """Return a figure of sums over images, and its quantiles over images drawn with replacement."""
-    whole = [part.cpu().double() for part in counted]
-    images = len(whole[0])
-    generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randint(images, (images,), generator=generator) for _ in range(RESAMPLES))
-    weights = (rows.bincount(minlength=images).double() for rows in drawn)
-    resampled = torch.stack([figure(*(one @ part for part in whole)) for one in weights])
-    low, high = (float(100 * resampled.nanquantile(q)) for q in (0.025, 0.975))
-    return Interval(float(100 * figure(*(part.sum(0) for part in whole))), low, high)
+    return measured_share("", np.arange(len(shares)), shares).interval
