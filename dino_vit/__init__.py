@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dino_vit.functions import (
         attention,
+        compare,
         demo,
         dense,
         duplicates,
@@ -32,6 +33,7 @@ __all__ = [
     "VisionTransformer",
     "WeightsError",
     "attention",
+    "compare",
     "demo",
     "dense",
     "duplicates",

@@ -76,6 +76,14 @@ COMMANDS = {
         "commands.maps.dense:DenseConfig",
         examples=("dense synthetic:scenes:1000 weights=runs/pretrain",),
     ),
+    "compare": Command(
+        "measure several weights on the same images, and say which is best",
+        "commands.compare:CompareConfig",
+        examples=(
+            "compare photos 'weights=[runs/a, runs/b]'",
+            "compare photos weights=runs/a untrained=true",
+        ),
+    ),
     "attention": Command(
         "draw the attention of the CLS token to the patches", "commands.maps.attention:AttentionConfig"
     ),

@@ -35,6 +35,7 @@ OF_WEIGHTS = "inspect-weights", "export"  # commands whose source is no images
 
 if TYPE_CHECKING:
     from dino_vit.commands.classification import Classification
+    from dino_vit.commands.compare import ComparisonResult
     from dino_vit.commands.demo import DemoResult
     from dino_vit.commands.embeddings.duplicates import DuplicatesResult
     from dino_vit.commands.embeddings.embed import EmbeddingFile
@@ -106,6 +107,13 @@ def dense(
 ) -> DenseResult:
     """Classify the pixels of images that have masks, by their patches."""
     return _call("dense", config, settings, verbose, source=source)
+
+
+def compare(
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
+) -> ComparisonResult:
+    """Measure several weights on the same images, image by image, and say which is best."""
+    return _call("compare", config, settings, verbose, source=source)
 
 
 def attention(

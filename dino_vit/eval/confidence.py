@@ -53,6 +53,10 @@ class Measured:
         return Measured(title=self.title, images=images, parts=parts, figure=self.figure)
 
     @property
+    def value(self) -> float:
+        return float(self.figure(*(part.cpu().double().sum(0) for part in self.parts)))
+
+    @property
     def interval(self) -> Interval:
         return with_confidence(self.parts, self.figure)
 
@@ -82,7 +86,6 @@ def difference(first: Measured, second: Measured) -> Difference:
     """
     images = np.intersect1d(first.images, second.images)
     first, second = first.of(images), second.of(images)
-    whole = [float(one.figure(*(part.double().sum(0) for part in one.parts))) for one in (first, second)]
     resampled = torch.stack([a - b for a, b in zip(*map(_resampled, (first, second)), strict=True)])
     low, high = (float(100 * resampled.nanquantile(q)) for q in (0.025, 0.975))
     right, other = first.right, second.right
@@ -91,7 +94,7 @@ def difference(first: Measured, second: Measured) -> Difference:
     else:
         beyond = min(int((resampled <= 0).sum()), int((resampled >= 0).sum()))
         p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
-    return Difference(100 * (whole[0] - whole[1]), low, high, p)
+    return Difference(100 * (first.value - second.value), low, high, p)
 
 
 def _resampled(measured: Measured) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 
 from dino_vit.core import log
@@ -49,9 +49,28 @@ class Pictures:
 
 def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version: int | None = None) -> str:
     """Return the page of a run; a live one asks its server for news."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     now = live_data(record)
+    return fill(
+        "page.html",
+        live=live,
+        title=record.folder.resolve().name,
+        folder=record.folder,
+        now=now,
+        figures=figures(record),
+        facts=facts(record),
+        settings=changed_settings(record),
+        pictures=pictures,
+        data={**now, "live": live, "version": version, "explorer": pictures.explorer},
+    )
+
+
+def fill(template: str, *, live: bool = False, **values: Any) -> str:
+    """Return a template of a page with our style and scripts, filled with values."""
+    loader = FunctionLoader(_asset)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_finalize, loader=loader
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     # Allow only this style, this script, pictures inside the page, and no connection but to its server.
     style_hash, script_hash = (
@@ -62,19 +81,8 @@ def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version
         f"default-src 'none'; style-src 'sha256-{style_hash}'; script-src 'sha256-{script_hash}'; "
         f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    return environment.from_string(_asset("page.html")).render(
-        policy=policy,
-        style=Markup(style),
-        script=Markup(script),
-        title=record.folder.resolve().name,
-        folder=record.folder,
-        now=now,
-        figures=figures(record),
-        facts=facts(record),
-        settings=changed_settings(record),
-        pictures=pictures,
-        data={**now, "live": live, "version": version, "explorer": pictures.explorer},
-    )
+    page = environment.get_template(template)
+    return page.render(policy=policy, style=Markup(style), script=Markup(script), **values)
 
 
 def _finalize(value: object) -> str:

@@ -31,6 +31,7 @@ SMALLER = {
     "linear": ["grid.steps=20", "logistic.iterations=50", "batch_size=8"],
     "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
     "report": ["images=20"],
+    "compare": ["measures=[knn, dense]"],
 }
 WALKED = [parts for parts in commands(README) if parts[0] not in ("make", "sbatch")]
 

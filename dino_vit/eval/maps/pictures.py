@@ -25,7 +25,7 @@ _THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
 _GAP_INCHES = 0.15
 _CAPTION_INCHES = 0.18
-_EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)
+EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)
 
 
 class Panel(NamedTuple):
@@ -135,7 +135,7 @@ def write_sheet(
         if panel is None:
             axis.set_axis_off()
             continue
-        picture = _EMPTY if panel.picture is None else panel.picture
+        picture = EMPTY if panel.picture is None else panel.picture
         axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
         axis.set_xlabel(shorten(panel.caption, 30), fontsize=5.5, parse_math=False)
         axis.set(xticks=[], yticks=[], anchor="N")
@@ -155,5 +155,5 @@ def shorten(name: str, length: int = 22) -> str:
 
 
 def _height(panel: Panel) -> float:
-    _, height, width = (_EMPTY if panel.picture is None else panel.picture).shape
+    _, height, width = (EMPTY if panel.picture is None else panel.picture).shape
     return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if panel.caption else 0)

@@ -8,6 +8,7 @@ const report = {}; // the parts of the page, to be inspected from the browser's 
 
 const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 };
 const TABLE_ROWS = 12;
+const COLOURS = 6; // of curves
 
 function append(parent, made, attributes, text) {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -72,7 +73,7 @@ class Chart {
     if (this.series.length > 1) {
       this.series.forEach((one, n) => {
         const item = element(this.legend, "li");
-        element(item, "i", { class: `c${n}` });
+        element(item, "i", { class: `c${n % COLOURS}` });
         item.append(one.name);
       });
     }
@@ -146,10 +147,10 @@ class Chart {
 
   drawSeries(one, n) {
     const points = one.points.map(([step, value]) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`);
-    shape(this.svg, "polyline", { class: `curve c${n}`, points: points.join(" ") });
+    shape(this.svg, "polyline", { class: `curve c${n % COLOURS}`, points: points.join(" ") });
     if (one.points.length > 40) return;
     for (const [step, value] of one.points) {
-      shape(this.svg, "circle", { class: `f${n}`, cx: this.x(step), cy: this.y(value), r: 2.6 });
+      shape(this.svg, "circle", { class: `f${n % COLOURS}`, cx: this.x(step), cy: this.y(value), r: 2.6 });
     }
   }
 
@@ -180,7 +181,7 @@ class Chart {
     this.series.forEach((one, n) => {
       if (!one.values.has(step)) return;
       const value = one.values.get(step);
-      shape(this.cursor, "circle", { class: `f${n}`, cx: x, cy: this.y(value), r: 4 });
+      shape(this.cursor, "circle", { class: `f${n % COLOURS}`, cx: x, cy: this.y(value), r: 4 });
       values.push(this.series.length > 1 ? `${one.name} ${this.withUnit(value)}` : this.withUnit(value));
     });
     this.reading.textContent = `step ${step.toLocaleString("en")}: ${values.join(", ")}`;
