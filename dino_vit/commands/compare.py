@@ -196,7 +196,8 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
 def _look(config: CompareConfig, weights: str, found: Comparison, name: str) -> None:
     """Note the effective rank, the step and the run of a backbone, and what its features look like."""
     frozen = frozen_backbone(EvaluationConfig(**_shared(config, EvaluationConfig), weights=weights))
-    indices = sorted(random_indices(found.source, config.seed)[:RANK_IMAGES])
+    few = len(found.source) <= RANK_IMAGES  # then all of them, whose features k-NN needs too
+    indices = None if few else sorted(random_indices(found.source, config.seed)[:RANK_IMAGES])
     features = frozen.features(found.source, indices=indices, title=f"features of {name}")
     found.ranks[name] = rankme(torch.from_numpy(features.values))
     found.steps[name] = frozen.describe_weights()["step"]
