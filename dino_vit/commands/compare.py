@@ -200,6 +200,7 @@ def _look(config: CompareConfig, weights: str, found: Comparison, name: str) -> 
     indices = None if few else sorted(random_indices(found.source, config.seed)[:RANK_IMAGES])
     features = frozen.features(found.source, indices=indices, title=f"features of {name}")
     found.ranks[name] = rankme(torch.from_numpy(features.values))
+    found.pixels = frozen.preparation.pixels
     found.steps[name] = frozen.describe_weights()["step"]
     folder = Path(weights).parent.parent if Path(weights).parent.name == "checkpoints" else Path(weights)
     if folder.is_dir() and (folder / "config.yaml").is_file():

@@ -1,6 +1,7 @@
 """The page of a comparison: figures with their intervals, pairs, curves, features and images that differ."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_vit.data.images.pixels import RGB
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.eval.comparison import Pair, Standing, compare_pairs, standings, verdict
 from dino_vit.eval.confidence import Interval, Measured
@@ -43,6 +45,7 @@ class Comparison:
     source: Source
     names: list[str]
     notes: list[str]
+    pixels: Pixels = RGB  # of the images
     steps: dict[str, int | None] = field(default_factory=dict)  # of training, by name
     runs: dict[str, RunRecord] = field(default_factory=dict)  # by name, where the folder is known
     ranks: dict[str, float] = field(default_factory=dict)  # effective, by name
@@ -174,17 +177,20 @@ def _chart(title: str, caption: str, series: Mapping[str, Any], unit: str) -> di
 
 def map_tiles(frozen: FrozenBackbone, source: Source, indices: Sequence[int], name: str) -> list[list[Tile]]:
     """Draw the attention and the patches of some images, as far as the backbone has them."""
-    images = [frozen.preparation.read(source, index) for index in indices]
-    tiles: list[list[Tile]] = [[] for _ in images]
-    if not (frozen.model.has_patches and images):
+    model, tiles = frozen.model, list[list[Tile]]([] for _ in indices)
+    images, drawn = list[Tensor](), list[list[Tile]]()
+    for index, of_image in zip(indices, tiles, strict=True):
+        with suppress(UnreadableImage):
+            images.append(frozen.preparation.read(source, index))
+            drawn.append(of_image)
+    if not (model.has_patches and images):
         return tiles
-    model = frozen.model
     batch = frozen.preparation.normaliser(frozen.device)(torch.stack(images))
     if isinstance(model, VisionTransformer):
-        for of_image, heads in zip(tiles, cls_attention(model, batch).float().cpu(), strict=True):
+        for of_image, heads in zip(drawn, cls_attention(model, batch).float().cpu(), strict=True):
             of_image.append(_map_tile(heat(heads.mean(0)), f"{name}, attention"))
     colours = principal_colours(list(patch_tokens(model, batch).float().cpu()))
-    for of_image, one in zip(tiles, colours, strict=True):
+    for of_image, one in zip(drawn, colours, strict=True):
         of_image.append(_map_tile((255 * one.permute(2, 0, 1)).byte(), f"{name}, patches"))
     return tiles
 
@@ -202,7 +208,7 @@ def _map_rows(found: Comparison) -> list[Row]:
     for place, index in enumerate(first_images(found.source)):
         tiles = [tile for of in found.maps.values() if place < len(of) for tile in of[place]]
         if tiles:
-            image = _picture(found.source, index)
+            image = _picture(found, index)
             rows.append(Row(shorten(found.source.name(index), MAX_NAME), [Tile(image, "image"), *tiles]))
     return rows
 
@@ -237,13 +243,13 @@ def _disagreements(found: Comparison) -> dict[str, list[dict[str, Any]]]:
 def _judged(found: Comparison, index: int) -> dict[str, Any]:
     label = found.source.label(index)
     return {
-        "uri": _picture(found.source, index),
+        "uri": _picture(found, index),
         "name": shorten(found.source.name(index), MAX_NAME),
         "label": "" if label is None else found.source.classes[label],
         "said": [(name, one.predicted[index], one.right[index]) for name, one in found.opinions.items()],
     }
 
 
-def _picture(source: Source, index: int) -> str:
-    picture = thumbnail(source, index, RGB)
+def _picture(found: Comparison, index: int) -> str:
+    picture = thumbnail(found.source, index, found.pixels)
     return data_uri(EMPTY if picture is None else resize(picture, None, SIDE))

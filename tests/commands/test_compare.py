@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from dino_vit.commands.compare import names_of
 from dino_vit.data.sources.synthetic import SyntheticSource
 from tests.support.images import write_synthetic
 from tests.support.processes import command_in_two
-from tests.support.reports import ParsedPage
+from tests.support.reports import ParsedPage, picture_of
 from tests.support.runs import command
 
 SETTINGS = {"precision": "no", "verbose": False}
@@ -102,6 +103,33 @@ def test_without_labels_the_rank_is_all_there_is(tmp_path, others):
     assert "no labels" in found.verdict
     assert "labels=FILE" in str(found)
     assert all(rank > 1 for rank in found.ranks.values())
+
+
+def test_images_that_cannot_be_read_are_left_out(tmp_path, others, capsys):
+    for index in range(8):
+        write_synthetic(tmp_path / "photos" / "ab"[index % 2] / f"{index}.png", index)
+    (tmp_path / "photos" / "a" / "0.png").write_bytes(b"no image")
+    found = dino_vit.compare(
+        tmp_path / "photos", weights=others, measures=["knn"], output=tmp_path / "out", **SETTINGS
+    )
+    assert "7 images" in ParsedPage(found.page.read_text()).text
+
+
+def test_images_of_other_channels_are_shown_too(tmp_path):
+    generator = np.random.default_rng(0)
+    np.save(tmp_path / "scenes.npy", generator.integers(0, 255, (6, 16, 16, 5), dtype=np.uint8))
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=5)
+    save_backbone(model, tmp_path / "five.safetensors", mean=(0.5,) * 5, std=(0.5,) * 5)
+    found = dino_vit.compare(
+        tmp_path / "scenes.npy",
+        weights=tmp_path / "five.safetensors",
+        untrained=True,
+        output=tmp_path / "out",
+        **SETTINGS,
+    )
+    pictures = [value for tag, name, value in ParsedPage(found.page.read_text()).attributes if name == "src"]
+    assert len(pictures) == 4 * (1 + 2 * 2)
+    assert all(np.ptp(picture_of(uri)) > 0 for uri in pictures)  # none is an empty frame
 
 
 def test_two_processes_say_what_one_says(tmp_path, others):
