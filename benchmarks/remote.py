@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace as replace_field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +29,7 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.shards import Prefetch, ShardCache, ShardCopies
+from dino_vit.data.shards import Prefetch, ShardCache
 from dino_vit.data.sources.archives import ArchiveSource
 from dino_vit.data.sources.open import Source, SyntheticSource, open_source
 from dino_vit.data.sources.source import Subset
@@ -153,11 +154,8 @@ def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, ShardCache
     """Return a loader in the window order and, where it reads remotely, the cache of its shards."""
     source = open_source(spec)
     assert isinstance(source, ArchiveSource)
-    ranges = source.ranges
-    kept = ShardCopies(copies or Path(), ranges.paths, ranges.stamps)
-    if copies is not None:
-        ranges.copies = kept
-    cache = ShardCache(kept, ranges, float(np.sort(ranges.stamps[:, 0])[-2 * WINDOW :].sum()))
+    source.copies = replace_field(source.copies, folder=copies or Path())
+    cache = ShardCache(source, float(np.sort(source.copies.sizes)[-2 * WINDOW :].sum()))
     shards = source.shards
     sampler = Sampler(length=len(source), batch_size=BATCH, seed=0, shards=shards, window=WINDOW)
     ahead = sampler.span // 2 + (PREFETCH + 1) * BATCH

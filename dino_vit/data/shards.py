@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,8 @@ from dino_vit.data.sources.files import (
     read_file,
     read_range,
 )
-from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
+from dino_vit.data.sources.source import Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"
 PART = 4 * 2**20  # bytes of a request
@@ -41,6 +43,8 @@ REQUESTS = 8  # at a time, as object stores answer a single one slowly
 SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
 RECENT = 600  # seconds for which a copy that another run uses is spared
 POLL = 0.2  # seconds between two looks at the position of the run
+# Write the copy of a shard, given by its path and its content, if that is not the shard itself.
+Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 
 
 class DamagedShard(ValueError):
@@ -59,6 +63,7 @@ class ShardCopies:
     folder: Path
     paths: Sequence[str]
     stamps: NDArray[np.int64]
+    sizes: NDArray[np.int64]  # about how long each copy is
 
     @cached_property
     def names(self) -> list[str]:
@@ -74,29 +79,60 @@ class ShardCopies:
         return sum(self.size(shard) for shard in range(len(self.paths)) if self.path(shard).exists())
 
     def size(self, shard: int) -> int:
-        return int(self.stamps[shard, 0])
+        return int(self.sizes[shard])
 
     def read(self, file: int, start: int, size: int) -> bytes | None:
-        """Return a range of a shard, or None if it has no copy.
+        """Return a range of the copy of a shard, or None if there is none.
 
         A copy is not held open: once deleted, it must not take room on the disk.
         """
         with suppress(OSError):
             number = os.open(self.path(file), os.O_RDONLY)
             try:
-                whole = os.fstat(number).st_size == self.size(file)
-                data = read_range(number, start, size) if whole else b""
+                exists = start + size <= os.fstat(number).st_size  # before so much memory is taken
+                data = read_range(number, start, size) if exists else b""
             finally:
                 os.close(number)
             return data if len(data) == size else None
         return None
 
 
+class ShardedSource(IndexedSource):
+    """Images in some large files. Remote files are copied to a local disk, shard by shard."""
+
+    def __init__(
+        self,
+        index: Index,
+        files: Sequence[str],
+        *,
+        unpack: Unpack | None = None,
+        sizes: NDArray[np.int64] | None = None,
+    ) -> None:
+        super().__init__(index)
+        stamps = index.stamps
+        self.ranges, self.unpack = Ranges(files, stamps), unpack
+        self.copies = ShardCopies(copies_folder(), files, stamps, stamps[:, 0] if sizes is None else sizes)
+
+    @property
+    def shards(self) -> NDArray[np.int32]:
+        """Return the file of each image."""
+        return self.index.columns["file"].astype(np.int32, copy=False)
+
+
+def shards_of(source: Source) -> tuple[ShardedSource, NDArray[np.int32]] | None:
+    """Return the source that reads a source's images from shards, and the shard of each image."""
+    if isinstance(source, Subset):
+        found = shards_of(source.source)
+        return found and (found[0], found[1][np.asarray(source.indices)])
+    return (source, source.shards) if isinstance(source, ShardedSource) else None
+
+
 class ShardCache:
     """Make copies of shards, and delete others so that all in the folder stay within `limit` bytes."""
 
-    def __init__(self, copies: ShardCopies, ranges: Ranges, limit: float) -> None:
-        self.copies, self.ranges, self.limit = copies, ranges, limit
+    def __init__(self, source: ShardedSource, limit: float) -> None:
+        self.copies, self.ranges, self.unpack = source.copies, source.ranges, source.unpack
+        self.limit = limit
         self.stop = threading.Event()
         self._sums = cache(_read_sums)
 
@@ -109,14 +145,23 @@ class ShardCache:
             if number is None:
                 return False
             if not path.exists():
-                self._download(shard, number)
+                self._make(shard, number)
                 os.fsync(number)
                 os.replace(partial, path)
         return True
 
+    def _make(self, shard: int, number: int) -> None:
+        """Write the copy of a shard to an open file."""
+        if self.unpack is None:
+            self._download(shard, number)
+            return
+        with TemporaryFile(dir=self.copies.folder) as whole, open(number, "wb", closefd=False) as copy:
+            self._download(shard, whole.fileno())
+            self.unpack(self.copies.paths[shard], whole, copy)
+
     def _download(self, shard: int, number: int) -> None:
         """Write a shard to an open file, and verify it."""
-        url, size, wrong = self.copies.paths[shard], self.copies.size(shard), ""
+        url, size, wrong = self.copies.paths[shard], int(self.copies.stamps[shard, 0]), ""
 
         def part(start: int) -> None:
             if self.stop.is_set():

@@ -23,8 +23,7 @@ from dino_vit.core.runtime import choose_precision
 from dino_vit.core.sizes import height_width
 from dino_vit.core.text import printable
 from dino_vit.data.sampling_weights import sampling_fingerprint
-from dino_vit.data.shards import copies_folder
-from dino_vit.data.sources.archives import archives_of
+from dino_vit.data.shards import copies_folder, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import INSPECTED, MEASURED, ImageSummary, inspect_images, measure, sample
 from dino_vit.views.build import build_pixels, build_views, choose_workers
@@ -326,10 +325,10 @@ def _order_choices(config: PretrainConfig, facts: Facts) -> list[Choice]:
     if facts.resumed:
         order = facts.resumed.metadata["config"]["data"].get("order")
         return [Choice("data.order", order, "as the run started")] if order else []
-    archives = archives_of(facts.source)
-    if archives is None or not archives[0].ranges.is_remote:
+    sharded = shards_of(facts.source)
+    if sharded is None or not sharded[0].ranges.is_remote:
         return []
-    shards = plural(len(archives[0].ranges.paths), "remote shard")
+    shards = plural(len(sharded[0].ranges.paths), "remote shard")
     copied = f" and copied to {copies_folder(config.data.cache)}" if config.data.cache_gb else ""
     reason = f"of {shards}, {config.data.window} at a time are mixed (data.window){copied}"
     return [Choice("data.order", "window", reason)]

@@ -1,6 +1,7 @@
 """Build the input from a configuration: views, photometry, loader, evaluation transform."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from shutil import disk_usage
 from typing import Any
@@ -14,8 +15,14 @@ from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import cores_of_a_process, local_rank
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.shards import Prefetch, ShardCache, ShardCopies, copies_folder
-from dino_vit.data.sources.archives import ArchiveSource, archives_of
+from dino_vit.data.shards import (
+    Prefetch,
+    ShardCache,
+    ShardCopies,
+    ShardedSource,
+    copies_folder,
+    shards_of,
+)
 from dino_vit.data.sources.source import Source
 from dino_vit.views.custom import CustomPhotometry
 from dino_vit.views.geometry import View
@@ -119,11 +126,12 @@ def build_loader(
     pin: bool,
 ) -> Loader:
     """Return the loader of one process."""
-    archives = archives_of(source)
-    if config.data.order == "window" and archives is None:
+    sharded = shards_of(source)
+    if config.data.order == "window" and sharded is None:
         raise ValueError(
-            f"data.order=window walks through tar shards or zips, but data.source={config.data.source} has "
-            "none: give data.order=global, or write shards with `dino-vit pack`"
+            "data.order=window walks through tar shards, zips or remote Parquet files, but "
+            f"data.source={config.data.source} has none: give data.order=global, or write shards with "
+            "`dino-vit pack`"
         )
     sampler = Sampler(
         length=len(source),
@@ -133,7 +141,7 @@ def build_loader(
         world_size=world_size,
         accumulate=config.optim.accumulate,
         weights=weights,
-        shards=archives[1] if archives and config.data.order == "window" else None,
+        shards=sharded[1] if sharded and config.data.order == "window" else None,
         window=config.data.window,
     )
     return Loader(
@@ -142,7 +150,7 @@ def build_loader(
         sampler=sampler,
         pixels=build_pixels(config),
         in_step=True,
-        prefetch=build_prefetch(config, archives, sampler) if archives else None,
+        prefetch=build_prefetch(config, sharded, sampler) if sharded else None,
         augment=build_augment(config) if config.data.photometry == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
@@ -152,16 +160,15 @@ def build_loader(
 
 
 def build_prefetch(
-    config: PretrainConfig, archives: tuple[ArchiveSource, NDArray[np.int32]], sampler: Sampler
+    config: PretrainConfig, sharded: tuple[ShardedSource, NDArray[np.int32]], sampler: Sampler
 ) -> Prefetch | None:
     """Let the source read from copies of its shards, if they help; one process of a host makes them."""
-    (source, shards), limit = archives, config.data.cache_gb * 1e9
-    ranges = source.ranges
-    ranges.copies = copies = ShardCopies(copies_folder(config.data.cache), ranges.paths, ranges.stamps)
-    sizes = np.sort(ranges.stamps[:, 0])[::-1]
-    if not limit or not ranges.is_remote or (sampler.shards is None and sizes.sum() > limit):
+    (source, shards), limit = sharded, config.data.cache_gb * 1e9
+    source.copies = replace(source.copies, folder=copies_folder(config.data.cache))
+    sizes = np.sort(source.copies.sizes)[::-1]
+    if not limit or not source.ranges.is_remote or (sampler.shards is None and sizes.sum() > limit):
         return None
-    _check_room(config, copies, sizes)
+    _check_room(config, source.copies, sizes)
     if local_rank() > 0:
         return None
     # Half a window beyond what loader processes read ahead: a run that is stopped has fetched little in vain.
@@ -169,7 +176,7 @@ def build_prefetch(
     ahead = sampler.span // 2 + ceil(passes / sampler.accumulate) * sampler.batch_size
     if sampler.shards is None:
         ahead = 2 * sampler.length
-    return Prefetch(ShardCache(copies, ranges, limit), ShardUses(sampler, shards).next, ahead)
+    return Prefetch(ShardCache(source, limit), ShardUses(sampler, shards).next, ahead)
 
 
 def _check_room(config: PretrainConfig, copies: ShardCopies, sizes: NDArray[np.int64]) -> None:

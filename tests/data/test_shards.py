@@ -5,12 +5,13 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dino_vit.data import shards as module
-from dino_vit.data.shards import DamagedShard, Prefetch, ShardCache, ShardCopies
+from dino_vit.data.shards import DamagedShard, Prefetch, ShardCache
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, SourceLost
 from dino_vit.data.sources.open import open_source
@@ -39,9 +40,8 @@ def server(folder):
 def opened(url, copies, *, limit=1e9):
     """Open the shards below a URL and return the source and a cache of them."""
     source = open_source(f"{url}/{{000..{COUNT - 1:03d}}}.tar")
-    ranges = source.ranges
-    ranges.copies = ShardCopies(copies, ranges.paths, ranges.stamps)
-    return source, ShardCache(ranges.copies, ranges, limit)
+    source.copies = replace(source.copies, folder=copies)
+    return source, ShardCache(source, limit)
 
 
 def content(copies, shard):

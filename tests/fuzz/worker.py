@@ -24,7 +24,12 @@ SECONDS, BYTES = 5.0, 2**30
 MAKING = 60.0  # seconds, as the first input of a kind may train a network
 server = multiprocessing.get_context("forkserver")
 # What takes seconds to import is there before an input is tried.
-IMPORTED = ["tests.fuzz.worker", "dino_vit.data.sources.tables", "matplotlib.figure", "sklearn.manifold"]
+IMPORTED = [
+    "tests.fuzz.worker",
+    "dino_vit.data.sources.tables.parquet",
+    "matplotlib.figure",
+    "sklearn.manifold",
+]
 server.set_forkserver_preload(IMPORTED)
 
 

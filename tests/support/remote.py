@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 from dino_vit.data.sources.open import SyntheticSource
@@ -49,9 +51,9 @@ class Server(ThreadingHTTPServer):
         with self.lock:
             return "500" if self.down else self.faults.pop() if self.faults else ""
 
-    def requested(self, suffix: str = ".tar") -> set[str]:
-        """Return the names of the files of which something was requested."""
-        return {one.name for one in self.requests if one.ranged and one.name.endswith(suffix)}
+    def requested(self) -> set[str]:
+        """Return the names of the shards of which something was requested."""
+        return {one.name for one in self.requests if one.ranged and one.name.endswith((".tar", ".parquet"))}
 
 
 @contextmanager
@@ -156,19 +158,30 @@ def s3_environ(url: str) -> dict[str, str]:
     return {**keys, "AWS_ENDPOINT_URL": url, "FSSPEC_S3_ENDPOINT_URL": url}
 
 
-def write_shards(folder: Path, shards: int = 8, images: int = 16) -> None:
-    """Write generated textures as tar shards, with their digests."""
+def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = ".tar") -> None:
+    """Write generated textures as tar shards or Parquet files, with their digests."""
     folder.mkdir(parents=True, exist_ok=True)
     source, sums = SyntheticSource(length=shards * images), ""
     for shard in range(shards):
-        path = folder / f"{shard:03d}.tar"
-        with tarfile.open(path, "w") as tar:
-            for index in range(shard * images, (shard + 1) * images):
-                file = io.BytesIO()
-                Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
-                info = tarfile.TarInfo(f"{index:06d}.png")
-                info.size = file.tell()
-                file.seek(0)
-                tar.addfile(info, file)
+        path, pictures = folder / f"{shard:03d}{suffix}", {}
+        for index in range(shard * images, (shard + 1) * images):
+            file = io.BytesIO()
+            Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
+            pictures[f"{index:06d}.png"] = file.getvalue()
+        (write_tar if suffix == ".tar" else write_parquet)(path, pictures)
         sums += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
     (folder / "SHA256SUMS").write_text(sums)
+
+
+def write_tar(path: Path, pictures: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in pictures.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:
+    """Write a Parquet file as Hugging Face lays it out, of row groups of five images."""
+    images = [{"bytes": data, "path": name} for name, data in pictures.items()]
+    pq.write_table(pa.table({"image": images}), path, row_group_size=5)

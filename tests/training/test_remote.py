@@ -48,8 +48,8 @@ def assert_equal(output, expected):
         assert torch.equal(found[name], tensor), name
 
 
-def settings_of(url, tmp_path, **settings):
-    source = f"{url}/{{000..{COUNT - 1:03d}}}.tar"
+def settings_of(url, tmp_path, suffix=".tar", **settings):
+    source = f"{url}/{{000..{COUNT - 1:03d}}}{suffix}"
     return {**SETTINGS, "data.source": source, "data.cache": tmp_path / "copies", **settings}
 
 
@@ -86,6 +86,23 @@ def test_a_server_that_stays_away_ends_a_run_that_goes_on_when_it_is_back(folder
     assert_equal(tmp_path / "run", expected)
 
 
+def test_parquet_is_learned_from_alike_and_goes_on_after_a_kill(folder, expected, tmp_path):
+    write_shards(tmp_path / "tables", COUNT, IMAGES, ".parquet")
+    with serving(tmp_path / "tables", latency=0.01) as server:
+        server.faults = ["500", "cut", "short", "long"] * 5
+        settings = settings_of(server.url, tmp_path, ".parquet")
+        run = Run(tmp_path / "run", settings)
+        run.wait_until(lambda: "step 22/50" in run.said)
+        run.send(signal.SIGKILL)
+        run.wait()
+        again = Run(tmp_path / "run", settings)
+        assert again.wait() == 0, again.said
+    assert "data.order=window: of 16 remote shards, 2 at a time are mixed" in run.said
+    assert not server.faults
+    assert len(list((tmp_path / "copies").glob("*.shard"))) > COUNT / 2
+    assert_equal(tmp_path / "run", expected)
+
+
 def test_a_killed_run_that_resumes_fetches_only_what_it_needs_from_there(folder, expected, tmp_path):
     with serving(folder) as server:
         run = Run(tmp_path / "run", settings_of(server.url, tmp_path))
@@ -119,11 +136,13 @@ def size_of(folder, name):
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_copies_and_end_together(folder, tmp_path):
+@pytest.mark.parametrize("suffix", [".tar", ".parquet"])
+def test_two_processes_share_the_copies_and_end_together(folder, tmp_path, suffix):
+    write_shards(tmp_path / "served", COUNT, IMAGES, suffix)
     local = {**SETTINGS, "data.source": folder / "*.tar", "data.order": "window"}
     run_in_two(tmp_path / "local", {**local, "data.batch_size": BATCH // 2})
-    with serving(folder) as server:
-        settings = settings_of(server.url, tmp_path, **{"data.batch_size": BATCH // 2})
+    with serving(tmp_path / "served") as server:
+        settings = settings_of(server.url, tmp_path, suffix, **{"data.batch_size": BATCH // 2})
         started = pair(tmp_path / "run", settings, torchrun_environs(), before=impatient)
         started[0].wait_until(lambda: "step 12/50" in started[0].said)
         server.down = True
@@ -153,7 +172,7 @@ def test_shards_on_s3_are_learned_from_alike(folder, expected, tmp_path):
             {"data.cache_gb": 1e-4},
             "data.window=2 mixes shards of .* GB at a time, more than data.cache_gb=0.0001",
         ),
-        ({"data.source": "synthetic:64", "data.order": "window"}, "walks through tar shards or zips"),
+        ({"data.source": "synthetic:64", "data.order": "window"}, "walks through tar shards, zips or remote"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_way_out(folder, tmp_path, settings, message):

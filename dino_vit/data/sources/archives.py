@@ -11,16 +11,15 @@ from collections.abc import Iterable, Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import number_labels, parse_json
-from dino_vit.data.shards import ShardCopies, copies_folder
-from dino_vit.data.sources.files import Ranges, in_threads, open_file
-from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
-from dino_vit.data.sources.source import Source, Subset, is_image
+from dino_vit.data.shards import ShardedSource
+from dino_vit.data.sources.files import in_threads, open_file
+from dino_vit.data.sources.index import Draft, WriteImages, open_index
+from dino_vit.data.sources.source import is_image
 
 LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .json
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
@@ -45,7 +44,7 @@ class Member(NamedTuple):
     label: object = None
 
 
-class ArchiveSource(IndexedSource):
+class ArchiveSource(ShardedSource):
     """Images in archives of one kind. Their names are never used as paths.
 
     Labels are those in the archive, or else the first-level folders of the names. If several archives contain
@@ -54,24 +53,19 @@ class ArchiveSource(IndexedSource):
 
     def __init__(self, suffix: str, spec: str, files: Sequence[str]) -> None:
         self._suffix, self._spec, self._files = suffix, spec, list(files)
-        super().__init__(open_index(suffix[1:], spec, self._build, self._files))
-        copies = ShardCopies(copies_folder(), self._files, self.index.stamps)
-        self.ranges = Ranges(self._files, self.index.stamps, copies)
+        super().__init__(open_index(suffix[1:], spec, self._build, self._files), self._files)
 
     def read(self, index: int) -> bytes:
         item = {name: int(column[index]) for name, column in self.index.columns.items()}
-        data = self.ranges.read(item["file"], item["start"], item["stored"])
+        place = item["file"], item["start"], item["stored"]
+        copied = self.copies.read(*place) if self.ranges.is_remote else None
+        data = self.ranges.read(*place) if copied is None else copied
         if item["method"] != zipfile.ZIP_STORED:
             check_ratio(item["stored"], item["size"])
             data = _decompress(data, item["method"], item["size"])
         if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
             raise OSError("its checksum does not match the archive's")
         return data
-
-    @property
-    def shards(self) -> NDArray[np.int32]:
-        """Return the file of each image."""
-        return self.index.columns["file"].astype(np.int32, copy=False)
 
     def reduced_to(self) -> list[int]:
         """Return the shorter sides to which larger images were reduced when the shards were packed."""
@@ -104,14 +98,6 @@ class ArchiveSource(IndexedSource):
             labels=None if labels.count(None) == len(labels) else number_labels(labels),
             columns={"file": file, **columns},
         )
-
-
-def archives_of(source: Source) -> tuple[ArchiveSource, NDArray[np.int32]] | None:
-    """Return the archives that a source reads its images from, and the file of each image."""
-    if isinstance(source, Subset):
-        found = archives_of(source.source)
-        return found and (found[0], found[1][np.asarray(source.indices)])
-    return (source, source.shards) if isinstance(source, ArchiveSource) else None
 
 
 def check_ratio(stored: int, size: int, what: str = "it") -> None:

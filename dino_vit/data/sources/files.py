@@ -27,6 +27,7 @@ R = TypeVar("R")
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 PATIENCE = 180  # seconds for which a remote range is requested again before the run ends
+MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 ANSWER = 30  # seconds within which a server must answer a request
 # What file systems call the version of a file.
 VERSIONS = (
@@ -107,22 +108,21 @@ def read_file(path: str) -> bytes:
     return remotely(path, lambda system, inner: system.cat_file(inner))
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a file for random access."""
+def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
+    """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):
         return open(path, "rb", opener=_open_regular)
-    return BufferedReader(_RemoteFile(path), 8 * 2**20)
+    size = patiently(lambda: remote_info(path), path).get("size")
+    if size is None:
+        raise OSError(f"{path} has no known size, so it cannot be read at random")
+    return BufferedReader(RemoteFile(path, int(size)), buffer)
 
 
-class _RemoteFile(RawIOBase):
+class RemoteFile(RawIOBase):
     """A remote file for random access, read by requests that are made again if they fail."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.position = url, 0
-        size = patiently(lambda: remote_info(url), url).get("size")
-        if size is None:
-            raise OSError(f"{url} has no known size, so it cannot be read at random")
-        self.length = int(size)
+    def __init__(self, url: str, length: int) -> None:
+        self.url, self.length, self.position = url, length, 0
 
     def readable(self) -> bool:
         return True
@@ -136,9 +136,13 @@ class _RemoteFile(RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         size = max(0, min(len(buffer), self.length - self.position))
-        if size:
-            buffer[:size] = patiently(lambda: request(self.url, self.position, size), self.url)
-        self.position += size
+        end = self.position + size
+
+        def part(start: int) -> bytes:
+            return patiently(lambda: request(self.url, start, min(MOST_REQUESTED, end - start)), self.url)
+
+        buffer[:size] = b"".join(in_threads(part, range(self.position, end, MOST_REQUESTED)))
+        self.position = end
         return size
 
 
@@ -241,18 +245,11 @@ def stamp_of(info: dict[str, Any]) -> tuple[int, int, int]:
     return info.get("size") or 0, zlib.crc32(str(info["version"]).encode()), 0
 
 
-class Copies(Protocol):
-    """Local copies of remote files."""
-
-    def read(self, file: int, start: int, size: int) -> bytes | None:
-        """Return a range of a file, or None if there is no copy."""
-
-
 class Ranges:
     """Read ranges of bytes of files, from several threads and processes at once."""
 
-    def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64], copies: Copies | None = None) -> None:
-        self.paths, self.stamps, self.copies = paths, stamps, copies
+    def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64]) -> None:
+        self.paths, self.stamps = paths, stamps
         self.is_remote = any(map(is_url, paths))
         self._open = lru_cache(OPEN_FILES)(_Descriptor)
         self._unchanged: set[int] = set()  # remote files that this process has checked
@@ -263,8 +260,7 @@ class Ranges:
         if start + size > length > 0:  # before so much memory is taken; 0: a server did not tell
             raise OSError(f"{path} is truncated")
         if is_url(path):
-            copy = self.copies and self.copies.read(file, start, size)
-            return copy or patiently(lambda: self.request(file, start, size), path)
+            return patiently(lambda: self.request(file, start, size), path)
         return check_length(self._open(path, length, version).read(start, size), size, path)
 
     def request(self, file: int, start: int, size: int) -> bytes:
@@ -282,7 +278,7 @@ class Ranges:
         return info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ranges, (self.paths, self.stamps, self.copies)
+        return Ranges, (self.paths, self.stamps)
 
 
 def request(url: str, start: int, size: int) -> bytes:

@@ -65,7 +65,7 @@ def _open(spec: str) -> Source:
         found = find(spec)
         return found if isinstance(found, CustomSource) else CustomSource(found)
     if kind == "hf" and not os.path.exists(spec):
-        from dino_vit.data.sources.tables import HubSource  # imports Parquet, which takes a moment
+        from dino_vit.data.sources.tables.hub import HubSource  # imports Parquet, which takes a moment
 
         return HubSource(rest)
     spec = plain(spec)
@@ -131,9 +131,9 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     if suffix in ARCHIVES:
         return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.sources.tables import ParquetSource  # as above
+        from dino_vit.data.sources.tables.remote import open_parquet  # as above
 
-        return ParquetSource(spec, files)
+        return open_parquet(spec, files)
     if len(files) > 1:
         raise ValueError(
             f"{spec!r} matches {len(files)} {suffix} files. A pattern may match images, "

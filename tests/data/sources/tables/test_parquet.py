@@ -122,7 +122,7 @@ def test_memory_that_runs_out_is_not_called_damage(tmp_path):
     program = f"""
 import re, resource
 from pathlib import Path
-import dino_vit.data.sources.tables
+import dino_vit.data.sources.tables.parquet
 from dino_vit.data.sources.open import open_source
 taken = int(re.search(r"VmData:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (taken + 40_000_000,) * 2)

@@ -1,0 +1,1 @@
+"""Images in tables: Parquet files, and datasets of the Hugging Face hub."""

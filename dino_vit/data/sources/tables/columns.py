@@ -1,0 +1,164 @@
+"""Which columns of a table hold images, names and labels, and what they hold."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dino_vit.core import log
+from dino_vit.core.text import brief
+from dino_vit.data.labels import Labels, number_labels
+from dino_vit.data.sources.index import Draft
+
+IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
+LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
+NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
+BINARY = (pa.binary(), pa.large_binary())
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Which columns of a table hold the images, their names and their labels."""
+
+    image: str
+    nested: bool  # bytes and path in one column, as in Hugging Face datasets
+    name: str | None
+    label: str | None
+    classes: tuple[str, ...] | None  # of integer labels
+
+    @property
+    def leaf(self) -> str:
+        """Return what Parquet calls the column of the images' bytes."""
+        return f"{self.image}.bytes" if self.nested else self.image
+
+    @property
+    def described(self) -> list[str]:
+        """Return what Parquet calls the columns of names and labels."""
+        paths = [f"{self.image}.path"] if self.nested else []
+        return [*paths, *(name for name in (self.name, self.label) if name is not None)]
+
+
+def image_bytes(images: pa.Array) -> pa.Array:
+    """Return the bytes of a column of images."""
+    if pa.types.is_struct(images.type):
+        images = pc.struct_field(images, "bytes")
+    return images.cast(pa.large_binary())
+
+
+@dataclass
+class Rows:
+    """Names, labels and sizes of the images in the rows of tables."""
+
+    names: list[bytes | None] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, batch: pa.RecordBatch, columns: TableColumns) -> pa.Array:
+        """Add rows, and return their images."""
+        self.describe(batch, columns)
+        images = image_bytes(batch.column(columns.image))
+        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
+        return images
+
+    def describe(self, batch: pa.RecordBatch, columns: TableColumns) -> None:
+        """Add the names and labels of rows."""
+        paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
+        labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
+        if columns.nested and columns.image in batch.schema.names:
+            images = batch.column(columns.image)
+            path = images.type.get_field_index("path")  # -1 if there are two
+            if path >= 0 and pa.types.is_string(images.type.field(path).type):
+                paths = pc.struct_field(images, [path])
+        self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
+        self.labels += labels.to_pylist()
+
+    def draft(self, columns: TableColumns, tables: Sequence[tuple[str, int]]) -> Draft:
+        """Return the draft of an index of tables, given by name and length.
+
+        The items are ordered by name if all rows have a name of their own.
+        """
+        names = [name for name in self.names if name is not None]
+        named = len(set(names)) == len(self.names)
+        if not named:
+            names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
+        return Draft(
+            names=names,
+            sizes=self.sizes,
+            labels=_number(columns, self.labels),
+            columns={"row": np.arange(len(names))},
+            by_name=named,
+        )
+
+
+def find_columns(path: str, schema: pa.Schema) -> TableColumns:
+    """Find the columns of images, names and labels, by Hugging Face's metadata or by what they are called."""
+    features = _features(schema)
+    types = {field.name: field.type for field in schema}
+    if len(types) < len(schema):
+        ((name, _),) = Counter(schema.names).most_common(1)
+        raise ValueError(f"{path} has several columns called {brief(name)}; rename them.")
+    usable = [name for name, type_ in types.items() if _is_image(type_)]
+    marked = [name for name in usable if features.get(name, {}).get("_type") == "Image"]
+    image = _pick_image(path, marked) or _pick_image(path, usable)
+    if image is None:
+        columns = brief(", ".join(f"{name} ({type_})" for name, type_ in types.items()), 400)
+        raise ValueError(
+            f"{path} has no column of images: none of {columns} is binary, or a struct with bytes in it."
+        )
+    label = next((name for name in LABEL_COLUMNS if name in types and name != image), None)
+    if label is None:
+        marked = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
+        label = marked[0] if len(marked) == 1 else None
+    classes = features.get(label, {}).get("names") if label else None
+    if not isinstance(classes, list) or not pa.types.is_integer(types[label]):
+        classes = None
+    name = next((name for name in NAME_COLUMNS if types.get(name) == pa.string()), None)
+    nested = pa.types.is_struct(types[image])
+    return TableColumns(image, nested, name, label, tuple(map(str, classes)) if classes else None)
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """Return what the Hugging Face libraries note of each column."""
+    noted = (schema.metadata or {}).get(b"huggingface")
+    try:
+        found = json.loads(noted)["info"]["features"] if noted else {}
+        return {name: feature for name, feature in found.items() if isinstance(feature, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # written by something else
+        return {}
+
+
+def _is_image(type_: pa.DataType) -> bool:
+    if pa.types.is_struct(type_) and type_.get_field_index("bytes") >= 0:
+        type_ = type_.field("bytes").type
+    return type_ in BINARY
+
+
+def _pick_image(path: str, names: list[str]) -> str | None:
+    if len(names) <= 1:
+        return names[0] if names else None
+    for name in IMAGE_COLUMNS:
+        if name in names:
+            others = [other for other in names if other != name]
+            log.info("%s: using images from column %s, not from %s", path, name, ", ".join(others))
+            return name
+    raise ValueError(
+        f"{path} has several columns of images: {brief(', '.join(names), 400)}. "
+        "Rename one of them to `image`."
+    )
+
+
+def _number(columns: TableColumns, values: list[Any]) -> Labels:
+    if columns.classes is None:
+        return number_labels(values)
+    count = len(columns.classes)
+    wrong = next((value for value in values if value is not None and not -1 <= value < count), None)
+    if wrong is not None:
+        raise ValueError(f"Column {columns.label} has label {wrong}, but only 0 to {count - 1} have names.")
+    numbers = [-1 if value is None else value for value in values]
+    return Labels(np.array(numbers, dtype=np.int32), list(columns.classes))
