@@ -17,7 +17,7 @@ from dino_vit.commands import Result
 from dino_vit.config import arguments, display
 from dino_vit.config.settings import Settings
 from dino_vit.core.native import separate_stderr, set_torch_environment
-from dino_vit.core.signals import Interruption
+from dino_vit.core.signals import REQUEUE, Interruption
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 
@@ -158,12 +158,17 @@ def _fail(error: Exception, args: argparse.Namespace) -> int:
     if args.traceback or not (lost or full or foreseen):
         traceback.print_exception(error)
         return _leave(1)
-    text = "another process of this run has ended; see its error message" if lost else str(error)
+    text, code = str(error), getattr(error, "exit_code", 2)
+    if lost and distributed and distributed.unanswered(error):
+        text, code = "another process of this run does not answer: it was stopped, or its machine", REQUEUE
+        text += ", a disk or the network failed; run the same command again (see run.peer_timeout)"
+    elif lost:
+        text, code = "another process of this run has ended; see its error message", 1
     if full:
         first = text.partition("\n")[0]
         text = f"out of memory: use a smaller batch, smaller images or a smaller network. {first}"
     print(printable_lines(f"dino-vit {args.command}: {text}"), file=sys.stderr)
-    return _leave(1 if lost else getattr(error, "exit_code", 2))
+    return _leave(code)
 
 
 def is_rank_0() -> bool:

@@ -330,9 +330,8 @@ class Run(Settings):
         None, "steps between checkpoints that are never deleted; null: none", resumable=True
     )
     trackers: tuple[str, ...] = setting(("tensorboard",), "Accelerate trackers", resumable=True)
-    max_nonfinite_steps: Count = setting(
-        5, "non-finite steps in a row after which the run ends", resumable=True
-    )
+    peer_timeout: Positive = setting(10.0, "minutes that a step waits for another process", resumable=True)
+    max_nonfinite_steps: Count = setting(5, "non-finite steps in a row that end the run", resumable=True)
     resume: Literal["same", "changed", "never"] = setting(
         "same", "resume in `output` with the same settings, with changed ones, or never", resumable=True
     )

@@ -1,7 +1,9 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
+import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Items = TypeVar("Items", bound=Sequence[Any])
+START = timedelta(minutes=30)  # for collectives until `limit_waits`: each host sets up at its own pace
 
 
 def world_size() -> int:
@@ -26,6 +29,19 @@ def end_processes() -> None:
     """Destroy the process group, if there is one."""
     if world_size() > 1:
         dist.destroy_process_group()
+
+
+def limit_waits(minutes: float) -> None:
+    """Have collectives fail from now on when another process has not answered for so long."""
+    if world_size() == 1:
+        return
+    # torch.distributed.set_timeout came after torch 2.10.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    limit = timedelta(minutes=minutes)
+    set_timeout(limit, _host_group())
+    # NCCL kills its process. The host group, for which every step waits, raises an error, so it comes first.
+    spare = timedelta(minutes=1) if dist.get_backend() == "nccl" else timedelta()
+    set_timeout(limit + spare, dist.group.WORLD)
 
 
 def local_world_size() -> int:
@@ -188,9 +204,14 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
 
 
 def lost_process(error: BaseException) -> bool:
-    """Return whether a collective failed because another process has ended."""
+    """Return whether a collective failed because another process has ended or does not answer."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     return world_size() > 1 and (from_gloo or isinstance(error, dist.DistError))
+
+
+def unanswered(error: BaseException) -> bool:
+    """Return whether a collective failed because another process does not answer within the limit."""
+    return lost_process(error) and re.search("timed? ?out", str(error).lower()) is not None
 
 
 @cache

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import end_processes, local_world_size
+from dino_vit.core.distributed import START, end_processes, local_world_size
 from dino_vit.core.native import keep_freed_memory
 from dino_vit.core.storage import utf8_path
 from dino_vit.core.text import printable
@@ -49,7 +49,10 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
         mixed_precision="no",  # autocast is explicit in the loop
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=START),
+        ],
     )
     if accelerator.num_processes < launched:
         raise ValueError(

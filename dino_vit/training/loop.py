@@ -14,7 +14,7 @@ from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.core.distributed import all_reduce_mean, any_process
+from dino_vit.core.distributed import all_reduce_mean, any_process, limit_waits
 from dino_vit.core.lock import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, synchronise
@@ -71,13 +71,15 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         reporter.log_baseline(state.evaluate_baseline())
         state.interval.restart()
     state.start_clock()
-    interruption.in_steps = True
+    interruption.in_steps, first = True, state.step
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stopped = interruption.asked or state.loader.lost_worker
             ends = any_process(stopped or state.unreadable.too_many)
+            if state.step == first + 1:  # the hosts are set up, and the networks compiled
+                limit_waits(state.config.run.peer_timeout)
             if ends:
                 state.unreadable.check(state.device)  # before a step with blank images is saved
             after_step(state, reporter)

@@ -11,6 +11,7 @@ from dino_vit.core.distributed import (
     lost_process,
     of_first_process,
     rank,
+    unanswered,
     world_size,
 )
 from dino_vit.method.centring import Center, sinkhorn_center
@@ -49,6 +50,8 @@ def _check_in_process(number, rendezvous, logits, of_one):
         assert of_first_process(7 + number) == 7
         assert lost_process(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"))
         assert not lost_process(FileNotFoundError("/data/gloomy does not exist"))
+        assert not unanswered(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"))
+        assert not unanswered(TimeoutError("the server timed out"))
         _check_gather(number)
         torch.manual_seed(0)
         _check_batch_norm(number)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.runs import (
     CPU,
     Run,
     arguments,
+    assert_same_end,
     before_step,
     kill_a_loader,
     limit_files,
@@ -28,6 +30,7 @@ from tests.support.runs import (
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
 ONE = {**SETTINGS, "data.batch_size": 16}
 TWO = {**SETTINGS, "data.batch_size": 8}
+LIMIT = {"run.peer_timeout": 0.05}  # 3 seconds
 LAUNCHERS = {
     "accelerate": ["accelerate.commands.launch", "--config_file", str(CPU), "--main_process_port"],
     "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
@@ -129,6 +132,38 @@ def test_a_process_that_is_killed_leaves_the_other_with_a_sentence(tmp_path):
     assert other.wait() == 1
     assert other.said.splitlines()[-1].startswith("dino-vit pretrain: another process of this run has ended")
     assert "Traceback" not in other.said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bit(tmp_path, victim):
+    """Stopped as by a machine that hangs, in a step after one with a checkpoint; it ends when it goes on."""
+    output, settings = tmp_path / "run", {**TWO, "run.checkpoint_every": 3}
+    stopped = partial(signal_before_step, 4, signal.SIGSTOP)
+    started = [
+        Run(output, {**settings, **LIMIT}, environ=environ, before=stopped if number == victim else None)
+        for number, environ in enumerate(torchrun_environs())
+    ]
+    other = started[1 - victim]
+    assert other.wait() == 75
+    last = other.said.splitlines()[-1]
+    assert last.startswith("dino-vit pretrain: another process of this run does not answer: it was stopped")
+    assert last.endswith("; run the same command again (see run.peer_timeout)")
+    started[victim].send(signal.SIGCONT)
+    assert started[victim].wait() == 1
+    assert steps(output) == [3]
+    run_in_two(output, settings)
+    run_in_two(tmp_path / "whole", settings)
+    assert_same_end(output, tmp_path / "whole", 10)
+
+
+def test_a_first_step_that_takes_long_is_waited_for(tmp_path):
+    """As with hosts that compile, or read their images, at different speeds."""
+    settings = {**TWO, **LIMIT, "budget.steps": 4, "optim.warmup_epochs": 0.5}
+    first, second = torchrun_environs()
+    slow = Run(
+        tmp_path / "run", settings, environ=first, before=partial(before_step, 0, partial(time.sleep, 5))
+    )
+    finish([slow, Run(tmp_path / "run", settings, environ=second)])
 
 
 def fail_with(text):
