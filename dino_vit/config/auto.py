@@ -176,7 +176,7 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
         reason = f"a small set needs more passes: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         epochs = choices.choose("budget.epochs", min(max(longer, 30), 800), reason)
         budget = budget.model_copy(update={"epochs": epochs})
-    steps = steps or budget.total_steps(images, global_batch)
+    steps = steps or max(1, budget.total_steps(images, global_batch))  # 0 is what `make_plan` refuses
     length = steps / max(1, images // global_batch)  # in epochs
     warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
     choices.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")

@@ -58,6 +58,13 @@ def test_the_reasons_name_the_number_of_steps_of_the_plan(images: int, given: li
     assert f"for a run of {steps:,}: " in choices["teacher.momentum"].reason
 
 
+@pytest.mark.parametrize("given", [["budget.epochs=1"], ["budget.epochs=null", "budget.images=1"]], ids=str)
+def test_a_run_without_a_single_step_is_left_to_the_plan_which_says_what_to_do(given: list[str]) -> None:
+    config, _ = auto("data.batch_size=64", *given, **CIFAR | {"images": 8, "global_batch": 64})
+    with pytest.raises(ValueError, match=r"8 images do not fill a global batch of 64.* at most 8"):
+        make_plan(config, 8, 1)
+
+
 def test_a_given_warm_up_of_the_temperature_is_kept() -> None:
     config, _ = auto("loss.warmup_teacher_temp_epochs=5", "loss.teacher_temp=0.07", **CIFAR)
     assert config.loss.teacher_temp == 0.07
