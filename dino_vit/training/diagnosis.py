@@ -1,4 +1,4 @@
-"""Tell from its readings whether a run has collapsed, how, and what to try."""
+"""Tell from its readings whether a run has collapsed, how, and what to try; or waits for images."""
 
 import math
 from collections.abc import Sequence
@@ -20,6 +20,8 @@ ZERO, MAXIMAL = 0.05, 0.95
 STUCK = 0.002
 # Scaling in float16 skips a step from time to time; a larger share of skipped steps is a problem.
 SKIPPED = 0.2
+# The share of its time that a run may wait for images before it gets advice.
+WAITING = 0.2
 
 
 @dataclass(frozen=True)
@@ -130,3 +132,13 @@ def _symptom(reading: Reading) -> Diagnosis | None:
     if patch_gap is None or patches < FEW_ROWS:
         return None
     return PATCHES_ALIKE if patch_gap < ALIKE * min(most, math.log(patches)) else None
+
+
+def begins_to_wait(readings: Sequence[Reading]) -> bool:
+    """Tell whether the last few readings are the first ones in a row of a run that waits for images.
+
+    The first reading of all does not count: in its time loader processes and compiled networks start.
+    """
+    waits = [reading.data_wait > WAITING for reading in readings[1:]]
+    ends = range(PATIENCE, len(waits) + 1)
+    return next((end for end in ends if all(waits[end - PATIENCE : end])), None) == len(waits)

@@ -12,6 +12,7 @@ from torch import Tensor
 from dino_vit.core.distributed import all_gather
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.views.loader import Batch
+from dino_vit.views.times import LoadTimes
 
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
@@ -36,10 +37,11 @@ class Interval:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.skipped_in_a_row = torch.zeros((), device=device)
+        self.loading = LoadTimes()  # of all batches since the start
         self.restart()
 
     def restart(self) -> None:
-        """Start a new interval; only the steps skipped in a row carry over."""
+        """Start a new interval; only the steps skipped in a row and `loading` carry over."""
         self.loss, self.finite, self.skipped, self.norm = torch.zeros(4, device=self.device).unbind()
         self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
 
@@ -48,6 +50,7 @@ class Interval:
         start = time.perf_counter()
         batch = next(batches)
         self.waited += time.perf_counter() - start
+        self.loading += batch.times
         return batch
 
     def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int) -> None:

@@ -20,6 +20,7 @@ from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import printable
+from dino_vit.training.diagnosis import PATIENCE, begins_to_wait
 from dino_vit.training.readings import (
     BASELINE,
     Baseline,
@@ -34,6 +35,7 @@ from dino_vit.training.readings import (
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import Circumstances, circumstances, diagnose, summarise
+from dino_vit.views.costs import advice_on_waiting
 
 NAMES = {
     "knn": "k-NN",
@@ -125,6 +127,8 @@ class Reporter:
         diagnosis = diagnose(self.readings, self._circumstances())
         self.readings[-1] = replace(reading, state=diagnosis.state)
         self.progress.show(reading, diagnosis)
+        if begins_to_wait(self.readings):
+            self.progress.notice(self._advice_on_waiting())
         try:
             append_record(self.metrics, self.readings[-1].to_record())
             self.state.accelerator.log(reading.scalars(), step=reading.step)
@@ -132,6 +136,18 @@ class Reporter:
             self.progress.notice(f"step {reading.step:,}: the reading could not be written. {error}")
         if self.on_reading:
             self.on_reading(self.readings[-1])
+
+    def _advice_on_waiting(self) -> str:
+        state, last = self.state, self.readings[-PATIENCE:]
+        advice = advice_on_waiting(
+            state.config,
+            state.interval.loading,
+            self.run.sizes,
+            workers=state.loader.workers,
+            cores=cores_of_a_process(state.accelerator.num_processes),
+        )
+        share = sum(reading.data_wait for reading in last) / len(last)
+        return f"step {state.step:,}: the run waits for images {share:.0%} of its time; {advice}"
 
     def saved(self, path: Path) -> None:
         """Note that a checkpoint is on the disk."""

@@ -55,6 +55,7 @@ class Completed(NamedTuple):
     choices: list[Choice]
     notes: list[str]  # on the images
     steps: int | None  # that fit into `budget.minutes`
+    sizes: list[tuple[int, int]]  # heights and widths of the inspected images
 
 
 def complete(config: PretrainConfig, facts: Facts) -> Completed:
@@ -106,7 +107,7 @@ def complete(config: PretrainConfig, facts: Facts) -> Completed:
     name = printable(config.data.source)
     if advice := advice_on_size(sizes, build_views(config), name, scaled_decoding=scaled):
         notes.append(advice)
-    return Completed(config, list(made.values()), notes, steps)
+    return Completed(config, list(made.values()), notes, steps, sizes)
 
 
 def _frozen_choices(config: PretrainConfig, frozen: TrainedTeacher) -> list[Choice]:

@@ -42,6 +42,7 @@ class ReadyRun(NamedTuple):
     choices: list[Choice]
     notes: list[str]
     resumed: Path | None  # the checkpoint that it resumes from
+    sizes: list[tuple[int, int]]  # heights and widths of some images
 
 
 def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | None = None) -> ReadyRun:
@@ -74,7 +75,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
         device=accelerator.device,
         measure=measure,
     )
-    config, choices, notes, steps = complete(config, facts)
+    config, choices, notes, steps, sizes = complete(config, facts)
     state = _build_state(config, facts, steps, accelerator, checkpoints, trained)
     if resumed:
         state.restore(resumed)
@@ -89,7 +90,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | 
     if splits := choose_splits(source):
         use = describe_use(source, splits, config.data.source)
         notes.append(f"{use}; the run learns from all of them, without labels")
-    return ReadyRun(state, choices, notes, resumed.path if resumed else None)
+    return ReadyRun(state, choices, notes, resumed.path if resumed else None, sizes)
 
 
 def _trained_backbone(config: PretrainConfig) -> Backbone | None:

@@ -32,6 +32,8 @@ from dino_vit.views.photometry import Augment, ViewPhotometry
 from dino_vit.views.preparation import Preparation
 from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
+MOST_WORKERS = 16  # more rarely help, but cost memory
+
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
     """Return the views of an image, global ones first."""
@@ -112,7 +114,7 @@ def choose_workers(config: PretrainConfig, processes: int) -> int:
     """Return the loader processes of each process: its share of the cores, less the one it needs itself."""
     if config.data.workers is not None:
         return config.data.workers
-    return min(cores_of_a_process(processes) - 1, 16)  # more than 16 rarely help, but cost memory
+    return min(cores_of_a_process(processes) - 1, MOST_WORKERS)
 
 
 def build_loader(

@@ -12,12 +12,15 @@ from torch import Tensor
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.progress import plural
 from dino_vit.core.runtime import synchronise
+from dino_vit.core.text import printable
 from dino_vit.data.images.reducing import reduced_size
+from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.source import Source
-from dino_vit.views.build import build_augment, build_pixels, build_views
+from dino_vit.views.build import MOST_WORKERS, build_augment, build_pixels, build_views
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
+from dino_vit.views.times import LoadTimes
 
 TIMED_IMAGES, TIMED_ROUNDS = 8, 3
 # The workers must be this much faster than the device, to which uint8 views are a quarter of the transfer.
@@ -56,6 +59,46 @@ def advice_on_size(
         f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"
     )
     return text if scaled_decoding else f"{text}, data.scaled_decoding=true about {1 / SCALED:.0f} times"
+
+
+def advice_on_waiting(
+    config: PretrainConfig,
+    times: LoadTimes,
+    sizes: Sequence[tuple[int, int]],
+    *,
+    workers: int,
+    cores: int,
+) -> str:
+    """Return what a run that waits for images takes for one, and what to do about the longest part.
+
+    `sizes` are heights and widths of some images, `cores` those of this process and its workers.
+    """
+    seconds = {name: getattr(times, name) / times.images for name in ("read", "decode", "cut", "colour")}
+    if not times.colour:
+        del seconds["colour"]
+    longest = max(seconds, key=lambda name: seconds[name])
+    source, scaled = printable(config.data.source), config.data.scaled_decoding
+    large = None
+    if longest in ("decode", "cut"):
+        large = advice_on_size(sizes, build_views(config), source, scaled_decoding=scaled)
+    # Processes that wait for a disk or a network leave their cores to others.
+    more = min(2 * cores if longest == "read" else cores - 1, MOST_WORKERS)
+    remedies = [f"data.workers={more}"] if more > workers else []
+    if longest == "colour":
+        remedies.append("data.photometry=device")
+    elif longest == "read" and is_url(config.data.source):
+        remedies.append("a copy of the images on a local disk, as data.cache_gb makes of shards")
+    elif longest == "read":
+        remedies.append(f"a faster disk, or shards instead of many files (`dino-vit pack {source} packed`)")
+    elif not large:
+        remedies.append("more cores" if longest == "decode" else "more cores, or a lower views.local_count")
+    *most, last = [f"{1000 * value:.3g} ms to {name}" for name, value in seconds.items()]
+    who = plural(workers, "loader process", "loader processes") if workers else "this process alone"
+    return (
+        f"an image takes {', '.join(most)} and {last}, by {who} on {plural(cores, 'core')}."
+        + (f" Try {', or '.join(remedies)}." if remedies else "")
+        + (f" {large[0].upper()}{large[1:]}." if large else "")
+    )
 
 
 def faster_photometry(costs: Costs, workers: int) -> tuple[Literal["worker", "device"], str]:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count, islice
 from math import ceil
@@ -31,7 +31,7 @@ from dino_vit.core.distributed import local_world_size
 from dino_vit.core.native import separate_stderr
 from dino_vit.core.signals import REQUEUE
 from dino_vit.core.sizes import Size
-from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
@@ -42,6 +42,7 @@ from dino_vit.views.geometry import Cut, View, crop_views, draw_tries, interleav
 from dino_vit.views.masks import Masking
 from dino_vit.views.photometry import draw_photometry
 from dino_vit.views.sampler import BatchSpec, Sampler
+from dino_vit.views.times import LoadTimes
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 PREFETCH = 2  # batches that each loader process makes ahead
@@ -61,6 +62,7 @@ class Batch:
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
     failure: Exception | None = None  # why images are blank, so that the run must end
+    times: LoadTimes = field(default_factory=LoadTimes)
 
     def pin_memory(self) -> "Batch":
         """Return a copy in pinned memory (the DataLoader calls this)."""
@@ -264,6 +266,7 @@ class _Steps(Dataset[Batch | ValueError]):
     def _batch(self, spec: BatchSpec) -> Batch:
         unreadable: list[UnreadableImage] = []
         failure: Exception | None = None
+        times = LoadTimes(images=len(spec.samples))
         channels, dtype = self.pixels.channels, self.pixels.dtype
         views = {
             size: torch.empty((len(indices), len(spec.samples), channels, *size), dtype=dtype)
@@ -276,30 +279,35 @@ class _Steps(Dataset[Batch | ValueError]):
             image, cut = self.pixels.blank(), Cut(self.views, tries[position])
             try:
                 if not isinstance(failure, SourceLost):  # which took minutes to find out
-                    read[position], image, cut = self._read(sample, tries[position], unreadable)
+                    read[position], image, cut = self._read(sample, tries[position], unreadable, times)
             except (ValueError, SourceLost) as error:
                 failure = error
-            image, boxes = interleave(image), cut.boxes(image)
-            for size, indices in self.by_size.items():
-                interpolation = self.views[indices[0]].interpolation
-                out = views[size][:, position]
-                crop_views(image, boxes[indices], size, interpolation=interpolation, out=out)
+            with times.measure("cut"):
+                image, boxes = interleave(image), cut.boxes(image)
+                for size, indices in self.by_size.items():
+                    interpolation = self.views[indices[0]].interpolation
+                    out = views[size][:, position]
+                    crop_views(image, boxes[indices], size, interpolation=interpolation, out=out)
         rows = draw_photometry([view.photometry for view in self.views], **keys)
         flat = {size: of_size.flatten(0, 1) for size, of_size in views.items()}
         photometry = {
             size: torch.from_numpy(rearrange(rows[:, indices], "b v f -> (v b) f"))
             for size, indices in self.by_size.items()
         }
+        if self.augment is not None:
+            with times.measure("colour"):
+                flat, photometry = {s: self.augment(flat[s], photometry[s]) for s in flat}, {}
         return Batch(
             epoch=spec.epoch,
             step=spec.step,
             samples=torch.from_numpy(spec.samples),
             read=read,
-            views=flat if self.augment is None else {s: self.augment(flat[s], photometry[s]) for s in flat},
-            photometry=photometry if self.augment is None else {},
+            views=flat,
+            photometry=photometry,
             unreadable=tuple(unreadable),
             failure=failure,
             masks=self._masks(spec),
+            times=times,
         )
 
     def _masks(self, spec: BatchSpec) -> Masks | None:
@@ -308,14 +316,22 @@ class _Steps(Dataset[Batch | ValueError]):
         return self.masking.draw(spec.epoch, spec.step, spec.first, len(spec.samples))
 
     def _read(
-        self, sample: int, tries: NDArray[np.float64], unreadable: list[UnreadableImage]
+        self,
+        sample: int,
+        tries: NDArray[np.float64],
+        unreadable: list[UnreadableImage],
+        times: LoadTimes,
     ) -> tuple[int, Tensor, Cut]:
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
             cut = Cut(self.views, tries)
             reduction = cut.reduction if self.scaled_decoding else None
             try:
-                return index, read_image(self.source, index, self.pixels, reduction), cut
+                with times.measure("read"):
+                    item = read_item(self.source, index)
+                with times.measure("decode"):
+                    image = decode_item(item, self.source.name(index), self.pixels, reduction)
+                return index, image, cut
             except UnreadableImage as error:
                 unreadable.append(error)
         raise ValueError(

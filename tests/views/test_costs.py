@@ -10,11 +10,13 @@ from dino_vit.views.costs import (
     OVERHEAD,
     Costs,
     advice_on_size,
+    advice_on_waiting,
     faster_photometry,
     measure_costs,
     repeat_images,
 )
 from dino_vit.views.geometry import View
+from dino_vit.views.times import LoadTimes
 
 CPU = torch.device("cpu")
 SMALL = ["model.patch_size=8", "views.global_size=32", "views.local_size=16"]
@@ -60,3 +62,40 @@ def test_images_far_larger_than_their_views_get_advice():
     assert "makes them about 8 times faster" in scaled
     assert "scaled_decoding" not in scaled
     assert advice_on_size([(375, 500)] * 3, views, "photos", scaled_decoding=False) is None
+
+
+LARGE, USUAL = [(3000, 4000)] * 3, [(375, 500)] * 3
+FAST = {"read": 0.4, "decode": 0.5, "cut": 0.6}  # seconds for 100 images
+
+
+@pytest.mark.parametrize(
+    ("seconds", "source", "sizes", "advice"),
+    [
+        ({"read": 9.0}, "photos", USUAL, "data.workers=8, or a faster disk, or shards instead of many"),
+        ({"read": 9.0}, "s3://photos", USUAL, "data.workers=8, or a copy of the images on a local disk"),
+        ({"decode": 9.0}, "photos", USUAL, "more cores."),
+        ({"cut": 9.0}, "photos", USUAL, "more cores, or a lower views.local_count."),
+        ({"colour": 9.0}, "photos", LARGE, "data.photometry=device."),
+    ],
+)
+def test_advice_on_waiting_is_about_what_takes_longest(seconds, source, sizes, advice):
+    config = load(PretrainConfig, None, [f"data.source={source}"])
+    times = LoadTimes(images=100, **{**FAST, **seconds})
+    found = advice_on_waiting(config, times, sizes, workers=3, cores=4)
+    name = next(iter(seconds))
+    assert f"90 ms to {name}" in found
+    assert all(f"{10 * FAST[other]:.3g} ms to {other}" in found for other in FAST.keys() - {name})
+    assert "by 3 loader processes on 4 cores. " in found
+    assert f"Try {advice}" in found
+
+
+@pytest.mark.parametrize("longest", ["decode", "cut"])
+def test_large_images_that_a_run_waits_for_should_be_packed(longest):
+    config = load(PretrainConfig, None, ["data.source=photos"])
+    times = LoadTimes(images=100, **{**FAST, longest: 9.0})
+    busy = advice_on_waiting(config, times, LARGE, workers=3, cores=4)
+    assert ". Images of 3000 × 4000 pixels" in busy
+    assert "`dino-vit pack photos packed size=" in busy
+    assert "Try" not in busy
+    idle = advice_on_waiting(config, times, LARGE, workers=0, cores=4)
+    assert "by this process alone on 4 cores. Try data.workers=3. Images of 3000" in idle

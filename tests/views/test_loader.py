@@ -10,7 +10,7 @@ import torch
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import FolderSource, SyntheticSource
-from dino_vit.views import loader
+from dino_vit.views import loader, times
 from dino_vit.views.geometry import View, crop_views
 from dino_vit.views.loader import SHARED, Loader, WorkerLost
 from dino_vit.views.photometry import Augment
@@ -135,6 +135,29 @@ def test_a_batch_is_what_its_parts_say():
 def test_workers_change_nothing(workers):
     alone = take(9)  # into the second epoch
     assert all(map(same, alone, take(9, workers=workers)))
+
+
+@pytest.mark.parametrize("augment", [None, AUGMENT])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_says_how_long_its_images_took(workers, augment):
+    (batch,) = take(1, workers=workers, augment=augment)
+    took = batch.times
+    assert took.images == 8
+    assert min(took.read, took.decode, took.cut) > 0
+    assert (took.colour > 0) == (augment is not None)
+    twice = took + took
+    assert (twice.images, twice.read, twice.cut) == (16, 2 * took.read, 2 * took.cut)
+
+
+def test_the_time_of_an_image_that_cannot_be_read_counts(monkeypatch):
+    clock = iter([1.0, 3.0, 10.0, 15.0])
+    monkeypatch.setattr(times.time, "perf_counter", lambda: next(clock))
+    found = times.LoadTimes()
+    with found.measure("read"):
+        pass
+    with pytest.raises(ValueError, match="damaged"), found.measure("read"):
+        raise ValueError("damaged")
+    assert found == times.LoadTimes(read=7.0)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")

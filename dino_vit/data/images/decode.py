@@ -46,9 +46,22 @@ def read_image(
     source: Source, index: int, pixels: Pixels = RGB, reduction: formats.Reduction | None = None
 ) -> Tensor:
     """Return item `index` of a source, decoded and converted to `pixels`; JPEG may be reduced."""
-    name = source.name(index)
+    return decode_item(read_item(source, index), source.name(index), pixels, reduction)
+
+
+def read_item(source: Source, index: int) -> bytes | Tensor:
+    """Return item `index` of a source as it is stored."""
     try:
-        item = source.read(index)
+        return source.read(index)
+    except (OSError, ValueError) as error:
+        raise unreadable(source.name(index), error) from error
+
+
+def decode_item(
+    item: bytes | Tensor, name: str, pixels: Pixels = RGB, reduction: formats.Reduction | None = None
+) -> Tensor:
+    """Return an item of a source, decoded and converted to `pixels`; JPEG may be reduced."""
+    try:
         if not isinstance(item, Tensor):
             alpha, most = pixels.keeps_alpha, pixels.max_pixels
             item = decode(item, name, alpha=alpha, max_pixels=most, reduction=reduction)
