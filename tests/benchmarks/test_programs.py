@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    checkpoint,
     cifar10,
     compiled,
     end_to_end,
@@ -288,3 +289,12 @@ def test_pairs_from_one_shard_are_as_many_as_the_window_has_shards() -> None:
     assert shares["window of 4 shards"] == pytest.approx([25] * 3, rel=0.15)
     assert shares["window of 16 shards"] == pytest.approx([100 / 16] * 3, rel=0.15)
     assert shares["global"] == pytest.approx([1] * 3, rel=0.3)
+
+
+def test_a_checkpoint_is_written_both_ways() -> None:
+    own = tuple(f"{name}={value}" for name, value in SETTINGS.items() if name.startswith(("model.", "head.")))
+    settings = (*checkpoint.SETTINGS, "model.arch=null", *own)
+    (table,) = checkpoint.run(repeats=1, threads=1, settings=settings)
+    (row,) = table.rows
+    assert row.speed.keys() == {"by a thread", "in the loop"}
+    assert min(row.speed.values()) > 0
