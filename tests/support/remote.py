@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -138,6 +139,7 @@ def s3_bucket(folder: Path) -> Iterator[str]:
         yield url
     finally:
         server.stop()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # the next server has another address
 
 
 def s3_client(url: str) -> Any:
