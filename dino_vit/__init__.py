@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         linear,
         pack,
         pretrain,
+        propagate,
         report,
         search,
     )
@@ -48,6 +49,7 @@ __all__ = [
     "load_backbone",
     "pack",
     "pretrain",
+    "propagate",
     "report",
     "save_backbone",
     "search",

@@ -87,6 +87,11 @@ COMMANDS = {
     "attention": Command(
         "draw the attention of the CLS token to the patches", "commands.maps.attention:AttentionConfig"
     ),
+    "propagate": Command(
+        "follow the objects of a video's first frame through the others",
+        "commands.maps.propagate:PropagateConfig",
+        examples=("propagate clip.mp4 mask=first.png weights=runs/pretrain",),
+    ),
     "embed": Command(
         "write the embeddings of images to a file",
         "commands.embeddings.embed:EmbedConfig",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dino_vit.commands.inspect_data import SourceFacts
     from dino_vit.commands.maps.attention import AttentionMaps
     from dino_vit.commands.maps.dense import DenseResult
+    from dino_vit.commands.maps.propagate import PropagateResult
     from dino_vit.commands.pack import PackResult
     from dino_vit.commands.report import ReportFile
     from dino_vit.commands.weights import ExportResult, WeightsFacts
@@ -121,6 +122,13 @@ def attention(
 ) -> AttentionMaps:
     """Draw the self-attention maps of images."""
     return _call("attention", config, settings, verbose, source=source)
+
+
+def propagate(
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
+) -> PropagateResult:
+    """Follow the objects of a video's first frame through the others, by the patches of the frames."""
+    return _call("propagate", config, settings, verbose, source=source)
 
 
 def embed(

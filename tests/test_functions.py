@@ -149,6 +149,12 @@ def test_files_are_returned_by_their_paths(run, photos, tmp_path):
     maps = dino_vit.attention(photos, weights=run.folder, output=tmp_path / "maps", count=3, verbose=False)
     assert [np.load(path).shape for path in maps.maps.values()] == [(2, 4, 4)] * 3
     assert all(path.exists() for path in maps.sheets)
+    Image.fromarray(np.eye(32, dtype=np.uint8)).save(tmp_path / "first.png")
+    followed = dino_vit.propagate(
+        photos, mask=tmp_path / "first.png", weights=run.folder, output=tmp_path, size=32, verbose=False
+    )
+    assert sum(path.suffix == ".png" for path in (followed.folder / "photos").iterdir()) == 24
+    assert (followed.mean, followed.figures) == (None, {"photos": {}})
     packed = dino_vit.pack(photos, tmp_path / "packed", verbose=False)
     assert packed.images == 24
     assert dino_vit.inspect_data(tmp_path / "packed", verbose=False).facts["images"] == 24

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from dino_vit import VisionTransformer, export_backbone
 from dino_vit.cli import main
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.eval.video.files import writing_video
 from tests.support.documents import README, ROOT, blocks, commands
 from tests.support.images import write_synthetic
+from tests.support.moving_scenes import moving_scene
 from tests.support.runs import TINY
 
 OWN = {"data.source", "data.batch_size", "run.eval_every", "optim.warmup_epochs"}
@@ -32,6 +35,7 @@ SMALLER = {
     "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
     "report": ["images=20"],
     "compare": ["measures=[knn, dense]"],
+    "propagate": ["size=48"],
 }
 WALKED = [parts for parts in commands(README) if parts[0] not in ("make", "sbatch")]
 
@@ -46,6 +50,11 @@ def place(tmp_path_factory):
         with Image.open(folder / "photos" / name) as picture:
             picture.convert("L").point(lambda value: value // 128).save(folder / "masks" / name)
     shutil.copy(folder / "photos" / "sky" / "0.png", folder / "query.jpg")
+    pictures, masks = moving_scene(4, height=48, width=64)
+    with writing_video(folder / "clip.mp4", Fraction(10)) as write:
+        for picture in pictures:
+            write(torch.from_numpy(picture).permute(2, 0, 1))
+    Image.fromarray(masks[0]).save(folder / "first.png")
     published = VisionTransformer(image_size=32, patch_size=8, width=192, depth=1, heads=3)
     export_backbone(published, folder / "dino_deitsmall16_pretrain.pth", "reference")
     return folder

@@ -37,12 +37,12 @@ from dino_vit.eval.maps.attention import (
     with_attention,
 )
 from dino_vit.eval.maps.pictures import Panel, resize, write_png, write_sheet
+from dino_vit.eval.video.files import VideoFile, is_video, writing_video
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.preparation import Preparation, preparation_of
 from dino_vit.weights import load_backbone
 
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -92,7 +92,7 @@ def run(config: AttentionConfig) -> AttentionMaps:
     model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
     heads = chosen_heads(config, model)
     folder, block = Path(config.output), config.block % model.depth
-    if Path(config.source).suffix.lower() in VIDEO_SUFFIXES and Path(config.source).is_file():
+    if is_video(config.source):
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
         frames = draw_video(model, heads, target, config) if rank() == 0 else 0
         text = f"{target}: {plural(frames, 'frame')} beside the attention of block {block}"
@@ -235,37 +235,12 @@ def file_stems(names: Iterable[str]) -> list[str]:
 
 def draw_video(model: VisionTransformer, heads: Sequence[int], target: Path, config: AttentionConfig) -> int:
     """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
-    try:
-        import av
-    except ImportError:
-        raise ValueError("to draw a video, install PyAV: pip install 'dino-vit[video]'") from None
-    preparation, frames, stream = preparation_of(model), 0, None
+    preparation, video, frames = preparation_of(model), VideoFile(config.source), 0
     config = config.model_copy(update={"rollout": False, "pca": False})
-    try:
-        with (
-            replacing(target) as partial,
-            av.open(config.source) as reader,
-            av.open(str(partial), "w", format="mp4") as writer,
-        ):
-            for frame in reader.decode(video=0):
-                pixels = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
-                maps = compute_maps(model, preparation, pixels, config)
-                overlay = pictures.overlay(maps.picture, maps.heads[heads].mean(0), model.patch_size)
-                picture = pictures.side_by_side([maps.picture, overlay])
-                if stream is None:
-                    rate = reader.streams.video[0].average_rate or 25
-                    stream = writer.add_stream("libx264", rate=rate, options={"crf": "18"})
-                    # H.264 needs even sizes: an odd one loses its last row or column.
-                    stream.height, stream.width = (side // 2 * 2 for side in picture.shape[-2:])
-                    stream.pix_fmt = "yuv420p"
-                even = rearrange(picture[:, : stream.height, : stream.width], "c y x -> y x c")
-                encoded = av.VideoFrame.from_ndarray(even.contiguous().numpy(), format="rgb24")
-                writer.mux(stream.encode(encoded))
-                frames += 1
-            if stream is None:
-                raise ValueError(f"{config.source} has no frames")
-            writer.mux(stream.encode(None))
-    except av.FFmpegError as error:
-        message = f"{config.source} cannot be read as a video, or {target} cannot be written: {error}"
-        raise ValueError(message) from error
+    with writing_video(target, video.rate) as write:
+        for frame in video:
+            maps = compute_maps(model, preparation, frame, config)
+            overlay = pictures.overlay(maps.picture, maps.heads[heads].mean(0), model.patch_size)
+            write(pictures.side_by_side([maps.picture, overlay]))
+            frames += 1
     return frames

@@ -3,15 +3,18 @@
 import io
 import os
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural
+from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import is_folder, plain, read_file
 from dino_vit.data.sources.open import open_source
@@ -52,7 +55,7 @@ class FilesWithMasks(Subset):
         """Return the class of every pixel, uint8 (H, W); `IGNORED` where there is none."""
         name = self._masks.name(index)
         try:
-            values, size = _read_indexed(self._masks.read(index)), _size(self.read(index))
+            values, size = _read_indexed(self._masks.read(index))[0], _size(self.read(index))
         except Exception as error:  # Pillow raises anything on damaged files
             raise UnreadableImage(name, f"the mask cannot be read: {error}") from error
         if size is not None and values.shape != size:
@@ -112,8 +115,37 @@ def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-def _read_indexed(data: bytes | Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """Return the values of a file's only channel, (H, W), without the colours of a palette."""
+class Mask(NamedTuple):
+    """The values of a mask's pixels, and the colours of the values."""
+
+    values: Tensor  # uint8 (H, W)
+    palette: Tensor  # uint8 (256, 3)
+
+
+def read_mask(name: str, data: bytes | Tensor) -> Mask:
+    """Read a PNG file with a palette, or a grey one, which gets the colours of PASCAL VOC and DAVIS."""
+    try:
+        values, colours = _read_indexed(data)
+    except Exception as error:  # Pillow raises anything on damaged files
+        raise ValueError(f"{name}: the mask cannot be read: {error}") from error
+    palette = np.zeros((256, 3), np.uint8)
+    for bit, channel in np.ndindex(8, 3):  # each colour takes every third bit of the value, the lowest first
+        palette[:, channel] |= (np.arange(256) >> 3 * bit + channel & 1).astype(np.uint8) << 7 - bit
+    if colours is not None:
+        palette[: len(colours) // 3] = np.reshape(colours, (-1, 3))
+    return Mask(torch.from_numpy(values), torch.from_numpy(palette))
+
+
+def write_mask(mask: Mask, path: Path) -> None:
+    """Write a mask as a PNG file with a palette."""
+    image = Image.fromarray(mask.values.numpy())
+    image.putpalette(mask.palette.flatten().tolist())
+    with replacing(path) as partial:
+        image.save(partial, "PNG")
+
+
+def _read_indexed(data: bytes | Tensor) -> tuple[NDArray[np.uint8], list[int] | None]:
+    """Return the values (H, W) of a file's only channel, and its palette: red, green, blue, red, ..."""
     if isinstance(data, Tensor):
         raise ValueError("masks are files of images, not arrays")
     with Image.open(io.BytesIO(data)) as file:
@@ -122,7 +154,7 @@ def _read_indexed(data: bytes | Tensor) -> np.ndarray[tuple[int, int], np.dtype[
             raise ValueError(
                 f"it must be a PNG with a palette, or grey with 8 bits, but is {file.format} {file.mode}"
             )
-        return np.asarray(file).astype(np.uint8)
+        return np.asarray(file).astype(np.uint8), file.getpalette()
 
 
 def _size(item: bytes | Tensor) -> tuple[int, int] | None:

@@ -59,9 +59,7 @@ class FrozenBackbone:
 
     def describe_weights(self) -> dict[str, Any]:
         """Return where the weights come from, for a results file."""
-        known = self.model.provenance
-        assert known is not None, "load_backbone sets the provenance"
-        return {name: getattr(known, name) for name in ("source", "sha256", "network", "step")}
+        return describe_weights(self.model)
 
     def extraction(self, source: Source, spec: FeatureSpec) -> Extraction:
         """Return what computes features of a source with the settings of the config."""
@@ -93,6 +91,13 @@ class FrozenBackbone:
             dtype=dtype,
             title=title,
         )
+
+
+def describe_weights(model: Backbone) -> dict[str, Any]:
+    """Return where the weights of a loaded backbone come from, for a results file."""
+    known = model.provenance
+    assert known is not None, "load_backbone sets the provenance"
+    return {name: getattr(known, name) for name in ("source", "sha256", "network", "step")}
 
 
 def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:

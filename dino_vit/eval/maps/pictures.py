@@ -89,9 +89,13 @@ def colour_classes(classes: Tensor, picture: Tensor) -> Tensor:
 
     palette = torch.from_numpy(colormaps["tab20"](range(20), bytes=True)[:, :3].copy())
     order = torch.cat([torch.arange(0, 20, 2), torch.arange(1, 20, 2)])  # strong colours first
-    colours = rearrange(palette[order][classes.long() % 20], "y x c -> c y x")
-    blended = (0.4 * picture + 0.6 * colours).round().to(torch.uint8)
-    return torch.where(classes == 255, picture, blended)
+    return blend(palette[order][classes.long() % 20], picture, classes != 255)
+
+
+def blend(colours: Tensor, picture: Tensor, where: Tensor) -> Tensor:
+    """Lay colours (H, W, 3) over a picture where a mask (H, W) says so."""
+    blended = 0.4 * picture + 0.6 * rearrange(colours, "y x c -> c y x")
+    return torch.where(where, blended.round().to(torch.uint8), picture)
 
 
 def side_by_side(pictures: Iterable[Tensor]) -> Tensor:
