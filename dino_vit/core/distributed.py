@@ -1,5 +1,6 @@
 """Collectives that do nothing without a process group; no other module uses torch.distributed."""
 
+import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -206,7 +207,8 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
 def lost_process(error: BaseException) -> bool:
     """Return whether a collective failed because another process has ended or does not answer."""
     from_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    return world_size() > 1 and (from_gloo or isinstance(error, dist.DistError))
+    together = max(world_size(), int(os.environ.get("WORLD_SIZE", "1"))) > 1  # not joined yet, or joined
+    return together and (from_gloo or isinstance(error, dist.DistError))
 
 
 def unanswered(error: BaseException) -> bool:

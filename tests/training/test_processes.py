@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from tests.support.runs import (
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
 ONE = {**SETTINGS, "data.batch_size": 16}
 TWO = {**SETTINGS, "data.batch_size": 8}
+# Otherwise processes that are started again find the addresses of those before in torchrun's store.
+RESTARTING = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LIMIT = {"run.peer_timeout": 0.05}  # 3 seconds
 LAUNCHERS = {
     "accelerate": ["accelerate.commands.launch", "--config_file", str(CPU), "--main_process_port"],
@@ -154,6 +157,36 @@ def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bi
     run_in_two(output, settings)
     run_in_two(tmp_path / "whole", settings)
     assert_same_end(output, tmp_path / "whole", 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_brings_a_run_back_whose_process_was_killed(tmp_path, rank):
+    """Bit for bit, and with nobody's help."""
+    output, settings = tmp_path / "run", {**TWO, "budget.steps": 300, "run.checkpoint_every": 50}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "-m", "dino_vit", *arguments(output, settings)]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(command, env={**os.environ, **RESTARTING}, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not steps(output):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(child_of_rank(launcher.pid, rank), signal.SIGKILL)
+        assert launcher.wait(120) == 0, (tmp_path / "log").read_text()
+    finally:
+        launcher.terminate()  # which ends its processes
+        launcher.wait()
+    assert "resuming after step" in (tmp_path / "log").read_text()
+    run_in_two(tmp_path / "whole", settings)
+    assert_same_end(output, tmp_path / "whole", 300)
+
+
+def child_of_rank(launcher, rank):
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    given = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    return int(next(pid for pid in children if f"RANK={rank}".encode() in given[pid]))
 
 
 def test_a_first_step_that_takes_long_is_waited_for(tmp_path):

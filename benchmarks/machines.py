@@ -1,0 +1,132 @@
+"""Two machines: network namespaces of this one with a link between them, and how a run is started there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from benchmarks.processes import LAUNCH
+from benchmarks.soak import ROOT
+
+# The second: torchrun would hand processes that it starts again the addresses of those before, in its store.
+VARIABLES = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class Machine:
+    """A network namespace, where one side of a run is started."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, f"dino-faults-{os.getpid()}-{number}"
+        self.link, self.address = f"dino-{os.getpid() % 10_000}-{number}", f"10.231.77.{number + 1}"
+
+    def start(self, command: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+        """Start one side of a run, with a host name and a view of the file system of its own."""
+        self.log = log
+        inside = ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount", "--propagation", "private"]
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command]
+        variables = {**os.environ, **VARIABLES, "GLOO_SOCKET_IFNAME": self.link, **environ}
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*inside, *named], cwd=ROOT, env=variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL
+            )
+
+    def pids(self) -> list[int]:
+        """Return its processes: the launcher, the run and its loader processes."""
+        return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill_process(self) -> None:
+        """Kill the process of the run, as the system does when memory runs out, and not its launcher."""
+        oldest = min(
+            pid for pid in self.pids() if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+        )
+        os.kill(oldest, signal.SIGKILL)
+
+    def mount(self, *options: str) -> None:
+        """Mount something that only this machine sees."""
+        _do("nsenter", "--target", str(self.process.pid), "--mount", "mount", *options)
+
+    def cut(self, state: str = "down") -> None:
+        """Take its end of the link down, or up."""
+        _ip("-n", self.name, "link", "set", self.link, state)
+
+    @property
+    def sentence(self) -> str:
+        """Return the last that the run said of its end."""
+        lines = [line for line in self.log.read_text().splitlines() if line.startswith("dino-vit pretrain: ")]
+        return lines[-1].removeprefix("dino-vit pretrain: ") if lines else "nothing"
+
+
+def _do(*command: str) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _ip(*arguments: str) -> str:
+    return _do("ip", *arguments)
+
+
+@contextmanager
+def two_machines() -> Iterator[list[Machine]]:
+    """Make two namespaces with a link between them; end what runs there in the end."""
+    machines = [Machine(number) for number in range(2)]
+    made: list[Machine] = []
+    try:
+        for machine in machines:
+            _ip("netns", "add", machine.name)
+            made.append(machine)
+        first, second = machines
+        _ip("-n", first.name, "link", "add", first.link, "type", "veth", "peer", second.link)
+        _ip("-n", first.name, "link", "set", second.link, "netns", second.name)
+        for machine in machines:
+            _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", machine.link)
+            _ip("-n", machine.name, "link", "set", "lo", "up")
+            machine.cut("up")
+        yield machines
+    finally:
+        for machine in made:
+            machine.send(signal.SIGKILL)
+            _ip("netns", "delete", machine.name)
+
+
+def accelerate(number: int) -> list[str]:
+    """Return how `accelerate launch` starts one side."""
+    where = [
+        "--machine_rank",
+        str(number),
+        "--main_process_ip",
+        "10.231.77.1",
+        "--main_process_port",
+        "29500",
+    ]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH)]
+    return [*launcher, "--num_machines", "2", "--num_processes", "2", *where]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+
+
+def torchrun(number: int) -> list[str]:
+    """Return how torchrun starts one side."""
+    return [*TORCHRUN, "--node-rank", str(number), "--master-addr", "10.231.77.1", "--master-port", "29500"]
+
+
+def restarting(number: int) -> list[str]:
+    """Return how torchrun starts one side, and again when it fails."""
+    # The host of the rendezvous, and its address, would follow from names, which mean nothing here.
+    host = f"is_host={str(number == 0).lower()}"
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.231.77.1:29500", "--rdzv-conf", host]
+    where += ["--local-addr", f"10.231.77.{number + 1}"]
+    return [*TORCHRUN, *where, "--rdzv-id", "run", "--max-restarts", "3"]
