@@ -28,6 +28,15 @@ def test_a_single_process_needs_no_group():
     assert all_gather(tensor) is tensor
 
 
+def test_a_process_that_finds_no_other_is_lost_before_there_is_a_group(monkeypatch):
+    refused = RuntimeError("Gloo connectFullMesh failed with timed out connecting: Connection refused")
+    assert not lost_process(refused)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert lost_process(refused)
+    assert unanswered(refused)
+    assert not unanswered(dist.DistNetworkError("Connection reset by peer"))
+
+
 def test_two_processes_agree(tmp_path):
     logits = torch.randn(8, 5)
     features = logits.clone().requires_grad_()
