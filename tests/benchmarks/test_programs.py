@@ -26,7 +26,7 @@ from benchmarks import (
     soak,
     sources,
 )
-from benchmarks.input import Photos
+from benchmarks.input import Photos, packed_table
 from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure, usual_cases
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
@@ -298,3 +298,9 @@ def test_a_checkpoint_is_written_both_ways() -> None:
     (row,) = table.rows
     assert row.speed.keys() == {"by a thread", "in the loop"}
     assert min(row.speed.values()) > 0
+
+
+def test_photos_are_packed_smaller() -> None:
+    table = packed_table(repeats=1, images=2, width=1200)
+    assert [row.name for row in table.rows] == ["size=448", "size=640"]
+    assert all(row.speed.keys() == {"packed", "photos"} for row in table.rows)
