@@ -7,11 +7,8 @@ cut and photometry as training runs them: one process, interleaved repeats. `pyt
 import io
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -21,10 +18,8 @@ from torch.nn import functional as F
 from torchvision import transforms
 
 from benchmarks.measure import Table, arguments, compare, report
-from dino_vit import pack
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import decode
-from dino_vit.data.sources.open import open_source
 from dino_vit.views.build import build_augment, build_views
 from dino_vit.views.geometry import choose_boxes, draw_tries
 from dino_vit.views.loader import Batch, Loader
@@ -111,7 +106,7 @@ def run(*, repeats: int, threads: int, images: int = 16) -> list[Table]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_table(repeats, images), _growth(repeats, images), _large(repeats), packed_table(repeats)]
+        return [_table(repeats, images), _growth(repeats, images)]
     finally:
         torch.set_num_threads(before)
 
@@ -161,53 +156,6 @@ def _table(repeats: int, images: int) -> Table:
         f"{images} JPEGs of 500 × 375 pixels and {size:.0f} KiB; 2 views of 224 and 8 of 96 pixels from each."
     )
     return Table("Input, CPU, one thread", "images a second", rows, note)
-
-
-def _large(repeats: int) -> Table:
-    """Measure photos of several sizes, decoded no larger than their views need it, and as they are."""
-    views, rows = build_views(PretrainConfig()), []
-    for width in (500, 1600, 4000):
-        photos = Photos(4, width)
-        sampler = Sampler(length=4, batch_size=4, seed=0)
-        work: dict[str, Callable[[], object]] = {
-            name: partial(
-                next, Loader(source=photos, views=views, sampler=sampler, scaled_decoding=scaled).batches()
-            )
-            for name, scaled in (("as small as the views allow", True), ("as they are", False))
-        }
-        rows.append(compare(f"{width} × {width * 3 // 4} pixels", work, items=4, repeats=repeats))
-    note = "Decoding and cutting of JPEGs; 2 views of 224 and 8 of 96 pixels from each."
-    return Table("Large photos, CPU, one thread", "images a second", rows, note)
-
-
-def packed_table(repeats: int, images: int = 12, width: int = 4000) -> Table:
-    """Measure large photos as they are, and packed with `size=`."""
-    views, rows, notes = build_views(PretrainConfig()), [], []
-    with TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "photos"
-        folder.mkdir()
-        for number, data in enumerate(Photos(images, width).files):
-            (folder / f"{number}.jpg").write_bytes(data)
-        for side in (448, 640):
-            packed = folder.with_name(str(side))
-            began = time.perf_counter()
-            pack(folder, packed, size=side, verbose=False)
-            seconds = time.perf_counter() - began
-            sampler = Sampler(length=images, batch_size=images, seed=0)
-            work: dict[str, Callable[[], object]] = {}
-            for name, source in (("packed", packed), ("photos", folder)):
-                opened = open_source(str(source))
-                loader = Loader(source=opened, views=views, sampler=sampler, scaled_decoding=True)
-                work[name] = partial(next, loader.batches())
-            rows.append(compare(f"size={side}", work, items=images, repeats=repeats))
-            before, after = (sum(path.stat().st_size for path in of.iterdir()) for of in (folder, packed))
-            notes.append(
-                f"size={side} takes {1000 * seconds / images:.0f} ms a photo once, and leaves "
-                f"{after / images / 1024:.0f} KiB of {before / images / 1024:,.0f}."
-            )
-    note = "A worker's share, with JPEG decoded as small as the views allow. " + " ".join(notes)
-    title = f"Photos of {width} × {width * 3 // 4} pixels, packed with `size=`, CPU, one thread"
-    return Table(title, "images a second", rows, note)
 
 
 def _growth(repeats: int, images: int) -> Table:

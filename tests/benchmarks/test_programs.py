@@ -26,7 +26,8 @@ from benchmarks import (
     soak,
     sources,
 )
-from benchmarks.input import Photos, packed_table
+from benchmarks.input import Photos
+from benchmarks.photos import packed_table
 from benchmarks.step import FIXED, Case, Ours, Reference, build_run, cases, measure, usual_cases
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
