@@ -63,13 +63,13 @@ def run(*, repeats: int, threads: int) -> list[Table]:
         {name: median(found[name] for found in of) for name in of[0]} for of in zip(*pairs, strict=True)
     )
     names = "weights shared", "weights in each"
-    speed = dict(zip(names, (1 / shared["seconds"], 1 / whole["seconds"]), strict=True))
+    speed = dict(zip(names, (60 / shared["seconds"], 60 / whole["seconds"]), strict=True))
     memory = dict(zip(names, (shared["memory"], whole["memory"]), strict=True))
     gain = median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs)
     share = shared["memory"] / whole["memory"]
     note = f"A process with a half of the weights takes {share:.2f} times the memory."
     row = Row("ViT-B/16, 1 image each", speed, gain, memory)
-    return [Table("Two processes of one thread, CPU, gloo", "steps a second", [row], note, ratio="speed")]
+    return [Table("Two processes of one thread, CPU, gloo", "steps a minute", [row], note, ratio="speed")]
 
 
 if __name__ == "__main__":
