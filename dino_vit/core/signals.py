@@ -4,12 +4,18 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 
 from dino_vit.core.native import write_to_stderr
 
+T = TypeVar("T")
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
+
+
+class Stopped(BaseException):  # what reads images handles every Exception
+    """A signal came in a wait that may take minutes."""
 
 
 class Interruption:
@@ -19,7 +25,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self.in_steps = False
+        self.in_steps, self.in_wait = False, False
 
     def __enter__(self) -> Self:
         # Only the main thread may ask for signals.
@@ -41,6 +47,20 @@ class Interruption:
             write_to_stderr(
                 b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n"
             )
+        if self.in_wait:
+            self.in_wait = False
+            raise Stopped
+
+    def wait(self, work: Callable[[], T]) -> T | None:
+        """Return what is waited for, which may take minutes, or None as soon as a signal asks to stop."""
+        try:
+            try:
+                self.in_wait = True
+                return None if self.asked else work()
+            finally:
+                self.in_wait = False
+        except Stopped:  # may come in any line above
+            return None
 
     @property
     def asked(self) -> bool:

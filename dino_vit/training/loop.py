@@ -74,7 +74,10 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     interruption.in_steps, first = True, state.step
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
-            take_step(state, batches)
+            batch = interruption.wait(lambda: state.interval.wait(batches))
+            if any_process(batch is None):  # before the step, which not all can take
+                return stop(state, reporter)
+            take_step(state, batches, batch)
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stopped = interruption.asked or state.loader.lost_worker
             ends = any_process(stopped or state.unreadable.too_many)
@@ -84,12 +87,17 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
                 state.unreadable.check(state.device)  # before a step with blank images is saved
             after_step(state, reporter)
             if ends and any_process(stopped):
-                save(state, reporter, wait=True)
-                reporter.stop()
-                return False
+                return stop(state, reporter)
         save(state, reporter, last=True)
     reporter.finish()
     return True
+
+
+def stop(state: TrainingState, reporter: Reporter) -> bool:
+    """Save a run that is not finished."""
+    save(state, reporter, wait=True)
+    reporter.stop()
+    return False
 
 
 def seconds_per_step(config: PretrainConfig) -> float:
@@ -111,8 +119,8 @@ def seconds_per_step(config: PretrainConfig) -> float:
         return float(all_reduce_mean(seconds))
 
 
-def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
-    """Take one optimiser step, and update the teacher."""
+def take_step(state: TrainingState, batches: Iterator[Batch], first: Batch | None = None) -> None:
+    """Take one optimiser step, and update the teacher; the first batch may have been taken already."""
     config, student = state.config, state.student
     # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
     rank = state.accelerator.process_index
@@ -125,7 +133,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     before = snapshot(buffers)
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
-        batch = state.interval.wait(batches)
+        batch = first if first is not None and micro == 0 else state.interval.wait(batches)
         state.unreadable.count(batch)
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 

@@ -46,6 +46,7 @@ from dino_vit.views.times import LoadTimes
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 PREFETCH = 2  # batches that each loader process makes ahead
+STUCK = 2  # seconds after which a loader process that does not end is killed
 SHARED = Path("/dev/shm")  # the shared memory of Linux, which a container often limits to 64 MB
 
 
@@ -147,7 +148,10 @@ class Loader:
         finally:
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 stops.set()
+                stuck = threading.Timer(STUCK, _kill, (batches._workers,))
+                stuck.start()
                 batches._shutdown_workers()
+                stuck.cancel()
 
     def _next(self, batches: Any, position: int, taken: int) -> Batch | ValueError:
         """Return the next batch, from a loader process as long as all of them live."""
@@ -201,6 +205,12 @@ def _how_one_ended(workers: Sequence[BaseProcess]) -> str | None:
             code = worker.exitcode or 0
             return f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return None
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    """End loader processes that wait for a server that does not answer."""
+    for worker in workers:
+        worker.kill()
 
 
 def _init_worker(stops: Event, number: int) -> None:

@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -81,6 +82,31 @@ def test_a_server_that_stays_away_ends_a_run_that_goes_on_when_it_is_back(folder
         assert "run the same command again" in run.said
         assert "Traceback" not in run.said
         server.down = False
+        again = Run(tmp_path / "run", settings)
+        assert again.wait() == 0, again.said
+    assert_equal(tmp_path / "run", expected)
+
+
+def says_nothing(run):
+    said = run.said
+    time.sleep(1.5)
+    return run.said == said
+
+
+@pytest.mark.parametrize("outage", ["errors", "silence"])
+def test_a_run_that_waits_for_a_server_stops_when_asked_to(folder, expected, tmp_path, outage):
+    with serving(folder) as server:
+        settings = settings_of(server.url, tmp_path, **{"data.cache_gb": 0, "run.checkpoint_every": 100})
+        run = Run(tmp_path / "run", settings)
+        run.wait_until(lambda: "step 12/50" in run.said)
+        server.down, server.latency = outage == "errors", 1000 * (outage == "silence")
+        run.wait_until(lambda: says_nothing(run))  # as the batches are used up that were ready
+        run.send(signal.SIGTERM)
+        assert run.wait(60) == 75, run.said
+        step = Checkpoints(tmp_path / "run", keep_every=None).newest().step
+        assert f"saved at step {step}; run the same command to resume" in run.said
+        assert f"step {step + 1}/50" not in run.said
+        server.down, server.latency = False, 0
         again = Run(tmp_path / "run", settings)
         assert again.wait() == 0, again.said
     assert_equal(tmp_path / "run", expected)
