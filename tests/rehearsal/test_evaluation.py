@@ -12,6 +12,7 @@ from dino_vit.eval import neighbours
 from dino_vit.eval.classification import linear
 from dino_vit.eval.classification.knn import weighted_knn
 from dino_vit.eval.features.extraction import Extraction, FeatureSpec, in_batches
+from dino_vit.eval.video.propagation import Propagation, classes_of_pixels, patch_labels
 from dino_vit.views.photometry import Augment, Column
 from dino_vit.views.preparation import Preparation
 
@@ -64,6 +65,16 @@ def test_votes_are_counted_on_the_device():
         assert ranked[20].shape == (100, 5)
         # Beside those of the search, the number of different labels is a shape.
         assert rehearsal.waits.total() == 9 + 1
+
+
+def test_the_patches_of_a_frame_are_labelled_without_a_wait():
+    with Rehearsal() as rehearsal:
+        features, mask = torch.randn(3, 20, 18, 16, device=CUDA), torch.zeros(160, 144, device=CUDA)
+        labels = patch_labels(mask, torch.arange(3, device=CUDA), (20, 18))
+        tracker = Propagation(features[0], labels)
+        found = [classes_of_pixels(tracker.label(one), (160, 144), (90, 70)) for one in features[1:]]
+        assert {(one.shape, one.device) for one in found} == {((90, 70), CUDA)}
+        assert rehearsal.waits.total() == 0
 
 
 @pytest.mark.parametrize("device", [CUDA, torch.device("cpu")])

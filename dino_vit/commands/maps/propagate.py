@@ -136,7 +136,10 @@ def follow(clip: Clip, name: str, describe: Describer, config: PropagateConfig) 
     def draw(mask: Tensor, picture: Tensor) -> Tensor:
         return blend(palette[mask.long()], picture, torch.isin(mask, objects))
 
-    with progress(name, len(stems) if stems else None) as advance, _video(folder, name, clip) as show:
+    with (
+        progress(f"frames of {name}", len(stems) if stems else None) as advance,
+        _video(folder, name, clip) as show,
+    ):
         for frame, found in label_frames(clip, values, describe, config):
             stem = stems[frames] if stems else clip.name_of(frames)
             write_mask(Mask(found, palette), folder / name / f"{stem}.png")

@@ -42,7 +42,9 @@ def propagate_labels(
         tile, around = _slices(y, x), _slices(near_y, near_x)
         keys = torch.cat([source[around].flatten(0, 1) for source in sources])
         values = torch.cat([label[:, *around].flatten(1) for label in labels], dim=1)  # (C, keys)
-        in_rows, in_columns = (_within(*one, radius).to(target.device) for one in ((y, near_y), (x, near_x)))
+        in_rows, in_columns = (
+            _within(part, near, radius, target.device) for part, near in ((y, near_y), (x, near_x))
+        )
         allowed = (in_rows[:, None, :, None] & in_columns[None, :, None, :]).flatten(2).flatten(0, 1)
         parts, size = [], max(1, SIMILARITIES // len(keys))
         queries = target[tile].flatten(0, 1)
@@ -67,8 +69,9 @@ def _slices(y: range, x: range) -> tuple[slice, slice]:
     return slice(y.start, y.stop), slice(x.start, x.stop)
 
 
-def _within(part: range, near: range, radius: int) -> Tensor:
-    return (torch.tensor(part)[:, None] - torch.tensor(near)).abs() <= radius
+def _within(part: range, near: range, radius: int, device: torch.device) -> Tensor:
+    ours, theirs = (torch.arange(one.start, one.stop, device=device) for one in (part, near))
+    return (ours[:, None] - theirs).abs() <= radius
 
 
 class Propagation:

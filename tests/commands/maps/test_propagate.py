@@ -1,4 +1,5 @@
 import json
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,10 @@ from PIL import Image
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.cli import main
+from dino_vit.commands.maps import propagate
+from dino_vit.commands.maps.propagate import Excerpt
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.maps.pictures import Panel
 from dino_vit.eval.video.clips import in_order
 from dino_vit.eval.video.files import writing_video
 from dino_vit.eval.video.overlap import measures
@@ -134,6 +138,48 @@ def test_ignored_pixels_are_of_no_class_and_not_judged(scene, weights, tmp_path)
         one, true = (read(folder / f"{number:05}.png")[0] for folder in (tmp_path / "o/frames", known))
         expected = measures(*map(torch.from_numpy, (one * (true != 9), true)), torch.tensor([1]))[0, 0]
         assert j == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_without_pyav_there_is_no_video(scene, weights, tmp_path, monkeypatch, caplog, capsys):
+    caplog.set_level("INFO", "dino_vit")
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert main(arguments(scene, weights, tmp_path / "out")) == 0
+    assert "no video of the masks is written, which takes PyAV: pip install" in caplog.text
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "frames",
+        "frames.sheet.png",
+        "propagate.json",
+    }
+    assert "overlay.mp4" not in capsys.readouterr().out
+    (tmp_path / "clip.mp4").write_bytes(b"")
+    argv = ["propagate", str(tmp_path / "clip.mp4"), *arguments(scene, weights, tmp_path / "none")[2:]]
+    assert main(argv) == 2
+    assert "to read or write a video, install PyAV" in capsys.readouterr().err
+
+
+def test_an_object_smaller_than_a_patch_is_named(scene, weights, tmp_path, caplog):
+    mask = read(scene / "masks/00000.png")[0]
+    mask[0, 0] = 7
+    Image.fromarray(mask).save(tmp_path / "first.png")
+    argv = [*arguments(scene, weights, tmp_path / "out"), f"mask={tmp_path}/first.png"]
+    assert main(argv) == 0
+    assert "the value 7 covers the centre of no patch and is lost; try a larger size" in caplog.text
+    assert set(np.unique(read(tmp_path / "out/frames/00001.png")[0])) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("frames", [3, 8, 9, 100])
+def test_a_sheet_has_up_to_eight_frames_from_all_over(frames, monkeypatch):
+    excerpt, written = Excerpt(), []
+    monkeypatch.setattr(propagate, "write_sheet", lambda rows, path, names: written.append(rows))
+    for number in range(frames):
+        excerpt.add([Panel(torch.zeros(3, 8, 8, dtype=torch.uint8), str(number))])
+    excerpt.write(None)
+    ((row,),) = written
+    numbers = [int(panel.caption) for panel in row]
+    assert len(numbers) == min(frames, 8)
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 0
+    assert max(np.diff([*numbers, frames])) <= -(-frames // 3)
 
 
 def test_frames_come_in_the_order_of_their_numbers(tmp_path):

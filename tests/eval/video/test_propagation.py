@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.measure import CLEAR_REFS, peak_memory
 from dino_vit.eval.video import propagation
 from dino_vit.eval.video.propagation import (
     Propagation,
@@ -12,6 +13,7 @@ from dino_vit.eval.video.propagation import (
     patch_labels,
     propagate_labels,
 )
+from tests.support.allocation import build_propagation
 
 
 def features(frames, height, width, channels=6, seed=0):
@@ -78,6 +80,12 @@ def test_the_first_frame_stays_and_the_last_few_go_on():
     alone.label(frames[1])
     expected = naive_labels(frames[2], [frames[0]], [first], **how)
     torch.testing.assert_close(alone.label(frames[2]), expected)
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of a process is read from Linux's /proc")
+def test_large_frames_need_little_memory():
+    # 80 × 80 patches in two frames: the similarities of all, 6400 × 12800 in float32, are 312 MiB.
+    assert peak_memory(build_propagation, 80) < 130
 
 
 def test_labels_of_patches_are_those_of_their_centres():
