@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from dino_vit.functions import (
         attention,
         compare,
+        copies,
         demo,
         dense,
         duplicates,
@@ -35,6 +36,7 @@ __all__ = [
     "WeightsError",
     "attention",
     "compare",
+    "copies",
     "demo",
     "dense",
     "duplicates",

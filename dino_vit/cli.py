@@ -107,6 +107,14 @@ COMMANDS = {
         "commands.embeddings.duplicates:DuplicatesConfig",
         examples=("duplicates photos.parquet threshold=0.97 output=duplicates.csv",),
     ),
+    "copies": Command(
+        "find the originals of copies, and which change of a photo hides it",
+        "commands.embeddings.copies:CopiesConfig",
+        examples=(
+            "copies photos weights=runs/pretrain",
+            "copies originals=photos queries=copies distractors=others weights=runs/pretrain",
+        ),
+    ),
     "inspect-weights": Command(
         "show what is in a weights file or run folder",
         "commands.weights:InspectWeightsConfig",

@@ -30,13 +30,15 @@ from dino_vit.core import log
 from dino_vit.core.native import set_torch_environment
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
-SOURCES, MODULE = ("source", "train", "data.source"), "photometry.module"  # settings that take objects too
+SOURCES = "source", "train", "data.source", "originals", "queries", "distractors"  # these take objects too
+MODULE = "photometry.module"  # and this
 OF_WEIGHTS = "inspect-weights", "export"  # commands whose source is no images
 
 if TYPE_CHECKING:
     from dino_vit.commands.classification import Classification
     from dino_vit.commands.compare import ComparisonResult
     from dino_vit.commands.demo import DemoResult
+    from dino_vit.commands.embeddings.copies import CopiesResult
     from dino_vit.commands.embeddings.duplicates import DuplicatesResult
     from dino_vit.commands.embeddings.embed import EmbeddingFile
     from dino_vit.commands.embeddings.search import SearchResult
@@ -155,6 +157,13 @@ def duplicates(
 ) -> DuplicatesResult:
     """List embedded images that are nearly the same."""
     return _call("duplicates", config, settings, verbose, embeddings=embeddings)
+
+
+def copies(
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
+) -> CopiesResult:
+    """Find the originals of copies, own ones or made of photos, by the features of a frozen backbone."""
+    return _call("copies", config, settings, verbose, source=source)
 
 
 def inspect_data(

@@ -140,6 +140,10 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert near.images == [str(image)]
     assert near.nearest[0][0].name == found.names[3]
     assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
+    copied = dino_vit.copies(
+        photos, weights=run.folder, cache=tmp_path, kinds=["mirror"], examples=0, verbose=False
+    )
+    assert copied.kinds["mirror"][1].recall_at_1.images == 24
     same = dino_vit.duplicates(found.path, threshold=0.999999, verbose=False)
     assert same.total >= len(same.pairs)
     assert all(pair.cosine >= 0.99999 for pair in same.pairs)

@@ -37,11 +37,16 @@ class BackboneConfig(Settings):
     positional: ClassVar = ("source",)
 
 
-class EvaluationConfig(BackboneConfig):
+class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
-    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
+
+
+class EvaluationConfig(CachedConfig):
+    """Evaluate a frozen backbone on the features of images that may have labels."""
+
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class FrozenBackbone:
         title: str = "features",
     ) -> StoredFeatures:
         """Return the features of a source or of some of its images; all processes must call it."""
-        cache = self.config.cache if isinstance(self.config, EvaluationConfig) else None
+        cache = self.config.cache if isinstance(self.config, CachedConfig) else None
         return stored_features(
             self.extraction(source, spec),
             folder=Path(cache) if cache else cache_folder() / "features",
