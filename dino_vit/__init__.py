@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         pretrain,
         propagate,
         report,
+        retrieval,
         search,
     )
     from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
@@ -53,6 +54,7 @@ __all__ = [
     "pretrain",
     "propagate",
     "report",
+    "retrieval",
     "save_backbone",
     "search",
     "vit_base",

@@ -115,6 +115,14 @@ COMMANDS = {
             "copies originals=photos queries=copies distractors=others weights=runs/pretrain",
         ),
     ),
+    "retrieval": Command(
+        "judge how early images of the same class are found",
+        "commands.embeddings.retrieval:RetrievalConfig",
+        examples=(
+            "retrieval photos weights=runs/pretrain",
+            "retrieval photos queries=others weights=runs/pretrain tokens=gem whitening=photos",
+        ),
+    ),
     "inspect-weights": Command(
         "show what is in a weights file or run folder",
         "commands.weights:InspectWeightsConfig",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dino_vit.commands.embeddings.copies import CopiesResult
     from dino_vit.commands.embeddings.duplicates import DuplicatesResult
     from dino_vit.commands.embeddings.embed import EmbeddingFile
+    from dino_vit.commands.embeddings.retrieval import RetrievalResult
     from dino_vit.commands.embeddings.search import SearchResult
     from dino_vit.commands.inspect_data import SourceFacts
     from dino_vit.commands.maps.attention import AttentionMaps
@@ -164,6 +165,13 @@ def copies(
 ) -> CopiesResult:
     """Find the originals of copies, own ones or made of photos, by the features of a frozen backbone."""
     return _call("copies", config, settings, verbose, source=source)
+
+
+def retrieval(
+    source: object = None, *, config: Config = None, verbose: bool = True, **settings: Any
+) -> RetrievalResult:
+    """Rank images by their similarity to queries; the figures say how early those of the same class come."""
+    return _call("retrieval", config, settings, verbose, source=source)
 
 
 def inspect_data(

@@ -98,6 +98,14 @@ def blend(colours: Tensor, picture: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, blended.round().to(torch.uint8), picture)
 
 
+def frame(picture: Tensor, colour: tuple[int, int, int]) -> Tensor:
+    """Return a picture with a border of a colour, a twentieth of its longer side wide."""
+    width = max(1, max(picture.shape[-2:]) // 20)
+    framed = F.pad(picture, (width,) * 4)
+    inside = F.pad(torch.ones(picture.shape[-2:], dtype=torch.bool), (width,) * 4)
+    return torch.where(inside, framed, torch.tensor(colour, dtype=torch.uint8)[:, None, None])
+
+
 def side_by_side(pictures: Iterable[Tensor]) -> Tensor:
     """Join pictures of one height with white gaps between them."""
     first, *others = pictures
