@@ -1,0 +1,105 @@
+"""Revisited Oxford and Paris (Radenović et al., 2018): ground truth and difficulties.
+
+Each query has easy, hard and junk images. Easy: the hard ones are junk too; medium: easy and hard ones are
+relevant; hard: the easy ones are junk too. All other images are wrong.
+"""
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.eval.retrieval.ranking import Judgement
+
+DIFFICULTIES = {"easy": ("easy", "hard"), "medium": ("easy+hard", ""), "hard": ("hard", "easy")}
+# What arrays and numbers of NumPy are made of, by the names of its versions; the last two make bytes.
+_ALLOWED = {
+    *(
+        (f"numpy.{core}.{module}", name)
+        for core in ("core", "_core")
+        for module, name in (
+            ("multiarray", "_reconstruct"),
+            ("multiarray", "scalar"),
+            ("numeric", "_frombuffer"),
+        )
+    ),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+    ("__builtin__", "bytes"),
+}
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+class Query(NamedTuple):
+    """A query: a box of an image, and which images show the same building how clearly."""
+
+    name: str
+    box: Box
+    easy: NDArray[np.int64]
+    hard: NDArray[np.int64]
+    junk: NDArray[np.int64]
+
+
+class GroundTruth(NamedTuple):
+    """The names of the images, without a suffix, and the queries."""
+
+    images: list[str]
+    queries: list[Query]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is neither a number nor a list")
+        return super().find_class(module, name)
+
+
+def read_ground_truth(path: Path) -> GroundTruth:
+    """Read gnd_roxford5k.pkl or gnd_rparis6k.pkl; a pickle that could run anything is refused."""
+    try:
+        with path.open("rb") as file:
+            found = _PlainUnpickler(file, encoding="latin1").load()
+        images = [str(name) for name in found["imlist"]]
+        queries = [
+            _query(str(name), one, len(images))
+            for name, one in zip(found["qimlist"], found["gnd"], strict=True)
+        ]
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"{path} is no ground truth of Revisited Oxford or Paris: {error}") from error
+    return GroundTruth(images, queries)
+
+
+def _query(name: str, one: dict[str, Any], images: int) -> Query:
+    left, top, right, bottom = (float(side) for side in one["bbx"])
+    if not (left < right and top < bottom):
+        raise ValueError(f"the box of {name} is empty")
+    lists = [np.asarray(one[kind], dtype=np.int64).ravel() for kind in ("easy", "hard", "junk")]
+    if any(len(rows) and not 0 <= rows.min() <= rows.max() < images for rows in lists):
+        raise ValueError(f"{name} has images that are not listed")
+    return Query(name, (left, top, right, bottom), *lists)
+
+
+def judge_difficulty(queries: Sequence[Query], images: int, difficulty: str) -> Judgement:
+    """Judge the listed images of queries by the rules of a difficulty."""
+    relevant_lists, junk_lists = DIFFICULTIES[difficulty]
+
+    def judge(rows: slice) -> tuple[Tensor, Tensor]:
+        relevant = torch.zeros(len(queries[rows]), images, dtype=torch.bool)
+        junk = torch.zeros_like(relevant)
+        for number, query in enumerate(queries[rows]):
+            lists = {"easy": query.easy, "hard": query.hard}
+            junk[number, query.junk] = True
+            for kind, of_kind in lists.items():
+                relevant[number, of_kind] |= kind in relevant_lists
+                junk[number, of_kind] |= kind in junk_lists
+        return relevant & ~junk, junk
+
+    return judge
