@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from dino_vit.commands import Result, format_table
 from dino_vit.commands.classification import knn, linear
+from dino_vit.commands.embeddings import copies, retrieval
 from dino_vit.commands.maps import dense
 from dino_vit.config.settings import NonEmpty, Problem, Settings, setting
 from dino_vit.core import log
@@ -31,12 +32,15 @@ from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
 from dino_vit.weights.names import is_name
 
-Measure = Literal["knn", "linear", "dense"]
-MEASURES: tuple[Measure, ...] = ("knn", "linear", "dense")
+Measure = Literal["knn", "linear", "retrieval", "dense", "copies"]
+OF_MASKS: tuple[Measure, ...] = ("dense",)
+OF_LABELS: tuple[Measure, ...] = ("knn", "linear", "retrieval")
 CONFIGS: dict[Measure, type[Settings]] = {
     "knn": knn.KnnConfig,
     "linear": linear.LinearConfig,
+    "retrieval": retrieval.RetrievalConfig,
     "dense": dense.DenseConfig,
+    "copies": copies.CopiesConfig,
 }
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
@@ -49,7 +53,9 @@ class CompareConfig(SupervisedConfig, EvaluationConfig):
     weights: NonEmpty[str] = Field(  # type: ignore[assignment]  # several, where the other commands take one
         description="run folders or weights files, two or more"
     )
-    measures: tuple[Measure, ...] = setting((), "what to measure; empty: all that the labels and masks allow")
+    measures: tuple[Measure, ...] = setting(
+        (), "what to measure; empty: what labels and masks allow, without both how well copies are found"
+    )
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
     output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
@@ -135,7 +141,7 @@ def _choose_measures(config: CompareConfig) -> tuple[Source, list[Measure], list
     labels = {source.label(index) for index in range(len(source))} - {None}
     if len(labels) < 2:
         advice = "sort them into a folder for each class, or give labels=FILE"
-        reasons["knn"] = reasons["linear"] = f"the images need labels of two classes or more: {advice}"
+        reasons |= dict.fromkeys(OF_LABELS, f"the images need labels of two classes or more: {advice}")
     try:
         open_masks(config.source, config.masks)
     except ValueError as error:
@@ -145,11 +151,14 @@ def _choose_measures(config: CompareConfig) -> tuple[Source, list[Measure], list
             raise ValueError(f"measures={measure}: {reasons[measure]}")
     if config.masks and "dense" in reasons:
         raise ValueError(reasons["dense"])
-    possible = list(config.measures) or [measure for measure in MEASURES if measure not in reasons]
-    notes = (
-        [] if possible else [f"{measure} was not measured: {reason}" for measure, reason in reasons.items()]
+    possible = list(config.measures) or [one for one in (*OF_LABELS, *OF_MASKS) if one not in reasons]
+    if possible:
+        return source, possible, []
+    return (
+        source,
+        ["copies"],
+        [f"{measure} was not measured: {reason}" for measure, reason in reasons.items()],
     )
-    return source, possible, notes
 
 
 def _write_untrained(config: CompareConfig, path: Path) -> Path:
@@ -173,6 +182,14 @@ def _measure(
     values = {**_shared(config, CONFIGS[measure]), "weights": weights, "output": str(path)}
     if measure == "dense":
         return dense.run(dense.DenseConfig(**values, pictures=0)).measured
+    if measure == "retrieval":
+        of_queries = retrieval.run(retrieval.RetrievalConfig(**values, pictures=0)).measured
+        return [replace(one, title="retrieval mAP") for one in of_queries if one.title == "mAP"]
+    if measure == "copies" and not config.measures and found.pixels.channels not in (1, 3):
+        return []  # copies are RGB images
+    if measure == "copies":
+        of_photos = copies.run(copies.CopiesConfig(**values, examples=0)).measured
+        return [of_photos] if of_photos else []
     if measure == "knn":
         result, title = knn.run(knn.KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
     else:

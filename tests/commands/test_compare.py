@@ -32,7 +32,7 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
     found = dino_vit.compare(
         "synthetic:60:16", weights=paths, output=tmp_path / "out", cache=tmp_path, **SETTINGS
     )
-    assert list(found.figures) == ["k-NN top-1", "linear top-1"]
+    assert list(found.figures) == ["k-NN top-1", "linear top-1", "retrieval mAP"]
     names = list(found.ranks)
     for name, path in zip(names, paths, strict=True):
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
@@ -40,9 +40,11 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
         assert found.figures["k-NN top-1"][name].percent == pytest.approx(knn.top1.percent)
         linear = dino_vit.linear("synthetic:60:16", select="train", **shared)
         assert found.figures["linear top-1"][name].percent == pytest.approx(linear.top1.percent)
+        retrieval = dino_vit.retrieval("synthetic:60:16", **shared)
+        assert found.figures["retrieval mAP"][name] == retrieval.mean_ap
         assert 1 <= found.ranks[name] <= 32
     assert json.loads(found.path.read_text()) == found.details
-    assert len(found.pairs) == 2 * 3
+    assert len(found.pairs) == 3 * 3
     page = ParsedPage(found.page.read_text())
     assert found.verdict in page.text
     assert all(name in page.text for name in names)
@@ -95,14 +97,18 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
     assert not torch.equal(untrained.state_dict()["cls_token"], known.state_dict()["cls_token"])
 
 
-def test_without_labels_the_rank_is_all_there_is(tmp_path, others):
+def test_without_labels_it_is_measured_how_well_copies_are_found(tmp_path, others):
     for index in range(4):
         write_synthetic(tmp_path / "photos" / f"{index}.png", index)
     found = dino_vit.compare(tmp_path / "photos", weights=others, output=tmp_path / "out", **SETTINGS)
-    assert not found.figures
-    assert "no labels" in found.verdict
+    assert list(found.figures) == ["copies found"]
     assert "labels=FILE" in str(found)
-    assert all(rank > 1 for rank in found.ranks.values())
+    of_copies = dino_vit.copies(
+        tmp_path / "photos", weights=others[0], fit="crop", output=tmp_path / "one.json", **SETTINGS
+    )
+    right = [figures.recall_at_1 for of in of_copies.kinds.values() for figures in of.values()]
+    percent = 100 * sum(one.correct for one in right) / sum(one.images for one in right)
+    assert found.figures["copies found"]["a.safetensors"].percent == pytest.approx(percent)
 
 
 def test_images_that_cannot_be_read_are_left_out(tmp_path, others, capsys):
@@ -127,6 +133,8 @@ def test_images_of_other_channels_are_shown_too(tmp_path):
         output=tmp_path / "out",
         **SETTINGS,
     )
+    assert not found.figures
+    assert "no labels" in found.verdict
     pictures = [value for tag, name, value in ParsedPage(found.page.read_text()).attributes if name == "src"]
     assert len(pictures) == 4 * (1 + 2 * 2)
     assert all(np.ptp(picture_of(uri)) > 0 for uri in pictures)  # none is an empty frame

@@ -17,7 +17,7 @@ from dino_vit.data.images.pixels import RGB
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset, spread
 from dino_vit.eval.accuracy import Accuracy, results_path, write_results
-from dino_vit.eval.confidence import Interval
+from dino_vit.eval.confidence import Interval, Measured, measured_share
 from dino_vit.eval.disturbances.copies import COPY_KINDS, Kind, copies
 from dino_vit.eval.disturbances.source import Disturbance, DisturbedSource
 from dino_vit.eval.features.extraction import FeatureSpec
@@ -71,6 +71,7 @@ class CopiesResult(Result):
 
     figures: CopyFigures  # of own queries; of photos those of the photos themselves
     kinds: dict[str, dict[float, CopyFigures]]  # by kind and strength; empty for own queries
+    measured: Measured | None = field(repr=False)  # the share of its copies by which each photo is found
     path: Path  # of the JSON file
     plot: Path | None  # of the figures by kind and strength
     sheet: Path | None  # of examples
@@ -147,6 +148,7 @@ def _of_queries(config: CopiesConfig, frozen: FrozenBackbone, path: Path) -> Cop
     return CopiesResult(
         figures=figures,
         kinds={},
+        measured=None,
         path=path,
         plot=None,
         sheet=sheet,
@@ -175,6 +177,7 @@ def _of_photos(config: CopiesConfig, frozen: FrozenBackbone, path: Path) -> Copi
         recognised[copied.indices] = search.found.cpu().numpy()
         found[disturbance.kind][disturbance.strength] = recognised
         kinds[disturbance.kind][disturbance.strength] = copy_figures(search)
+    shares = np.mean([one for of_kind in found.values() for one in of_kind.values()], axis=0)
     plot, sheet = (path.with_name(f"{path.stem}{end}.png") for end in ("", "-examples"))
     details = {
         **_details(config, frozen, bank),
@@ -202,6 +205,7 @@ def _of_photos(config: CopiesConfig, frozen: FrozenBackbone, path: Path) -> Copi
     return CopiesResult(
         figures=unchanged,
         kinds=kinds,
+        measured=measured_share("copies found", sample.indices, torch.from_numpy(shares)),
         path=path,
         plot=plot,
         sheet=sheet if config.examples else None,
