@@ -132,6 +132,10 @@ def follow(clip: Clip, name: str, describe: Describer, config: PropagateConfig) 
     values, palette, folder = values_of(clip.mask, config), clip.mask.palette, Path(config.output)
     objects, excerpt, rows, frames = values[values != BACKGROUND], Excerpt(), [torch.zeros(0, 5)], 0
     stems = file_stems(clip.names) if clip.names else None
+    if (folder / name).resolve() in [one.resolve() for one in clip.folders]:
+        raise ValueError(
+            f"the masks would go to {folder / name}, among the frames or masks given: set another output"
+        )
 
     def draw(mask: Tensor, picture: Tensor) -> Tensor:
         return blend(palette[mask.long()], picture, torch.isin(mask, objects))
@@ -297,7 +301,7 @@ def _table(found: Mapping[str, Mapping[int, Figures]], mean: Figures, interval: 
         (objects,) = found.values()
         rows = {f"object {value}": one for value, one in objects.items()}
     else:
-        rows = {name: mean_over_objects(list(objects.values())) for name, objects in found.items()}
+        rows = {name: mean_over_objects(list(objects.values())) for name, objects in found.items() if objects}
     rows["mean over objects"] = mean
     header = ["%", "J&F", "J mean", "recall", "decay", "F mean", "recall", "decay", "first mask"]
     cells = [

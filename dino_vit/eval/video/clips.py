@@ -31,6 +31,7 @@ class Clip:
     rate: Fraction
     mask: Mask  # of the first frame
     truth: Mapping[str, Callable[[], Mask]]  # of the frames to judge, by name without suffix
+    folders: Sequence[Path]  # of the frames and masks, which must not be written to
     published: bool = False  # whether frames get the size that they have in the published code
 
     def name_of(self, number: int) -> str:
@@ -59,12 +60,13 @@ def open_clips(
 
 def _open(spec: str, mask: str, truth: str | None, pixels: Pixels) -> Clip:
     first = read_mask(mask, read_file(plain(mask)))
-    if is_video(spec):
+    folders = [Path(plain(spec)), Path(plain(mask)).parent, *([Path(plain(truth))] if truth else [])]
+    if is_video(plain(spec)):
         video = VideoFile(plain(spec))
         known = _truth(truth) if truth else {}
         if truth and not any(re.fullmatch(r"\d{5,}", name) for name in known):
             raise ValueError(f"{truth} has no masks of {spec}: name them by frame, from 00000.png on")
-        return Clip(map(pixels.conform, video), None, video.rate, first, known)
+        return Clip(map(pixels.conform, video), None, video.rate, first, known, folders)
     source = open_source(spec)
     order = in_order(source)
     names = [source.name(index) for index in order]
@@ -72,21 +74,21 @@ def _open(spec: str, mask: str, truth: str | None, pixels: Pixels) -> Clip:
     if truth and not any(_stem(name) in known for name in names[1:]):
         example = f"there is no {_stem(names[-1])}.png, for example"
         raise ValueError(f"no frame of {spec} but the first has a mask in {truth}: {example}")
-    return Clip(_frames(source, order, pixels), names, RATE, first, known)
+    return Clip(_frames(source, order, pixels), names, RATE, first, known, folders)
 
 
 def _open_davis(root: Path, name: str, pixels: Pixels) -> Clip:
     """Open a video of DAVIS, which judges all frames but the first and the last."""
-    source = open_source(str(root / "JPEGImages/480p" / name))
-    masks = _truth(str(root / "Annotations/480p" / name))
+    folders = [root / kind / "480p" / name for kind in ("JPEGImages", "Annotations")]
+    source, masks = open_source(str(folders[0])), _truth(str(folders[1]))
     order = in_order(source)
     names = [source.name(index) for index in order]
     stems = [_stem(one) for one in names]
     if missing := [stem for stem in stems if stem not in masks]:
-        raise ValueError(f"{root / 'Annotations/480p' / name} has no {missing[0]}.png")
+        raise ValueError(f"{folders[1]} has no {missing[0]}.png")
     judged = {stem: masks[stem] for stem in stems[1:-1]}
     first = masks[stems[0]]()
-    return Clip(_frames(source, order, pixels), names, RATE, first, judged, published=True)
+    return Clip(_frames(source, order, pixels), names, RATE, first, judged, folders, published=True)
 
 
 def in_order(source: Source) -> list[int]:

@@ -212,6 +212,7 @@ def test_mistakes_are_explained(scene, weights, tmp_path, capsys):
         ([f"source={one}"], f"{one} has 1 frame, which leaves none to label"),
         ([f"source={mixed}"], "has 40 × 30 pixels, the mask of the first frame 128 × 96"),
         (["source=nowhere"], "nowhere"),
+        ([f"output={scene}"], f"would go to {scene}/frames, among the frames or masks given"),
         (["neighbours=3"], "did you mean k?"),
     ):
         given = dict(setting.split("=", 1) for setting in settings)
