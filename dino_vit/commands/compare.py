@@ -152,13 +152,8 @@ def _choose_measures(config: CompareConfig) -> tuple[Source, list[Measure], list
     if config.masks and "dense" in reasons:
         raise ValueError(reasons["dense"])
     possible = list(config.measures) or [one for one in (*OF_LABELS, *OF_MASKS) if one not in reasons]
-    if possible:
-        return source, possible, []
-    return (
-        source,
-        ["copies"],
-        [f"{measure} was not measured: {reason}" for measure, reason in reasons.items()],
-    )
+    notes = [f"{measure} was not measured: {reason}" for measure, reason in reasons.items()]
+    return (source, possible, []) if possible else (source, ["copies"], notes)
 
 
 def _write_untrained(config: CompareConfig, path: Path) -> Path:

@@ -205,7 +205,7 @@ def _of_photos(config: CopiesConfig, frozen: FrozenBackbone, path: Path) -> Copi
     return CopiesResult(
         figures=unchanged,
         kinds=kinds,
-        measured=measured_share("copies found", sample.indices, torch.from_numpy(shares)),
+        measured=measured_share("copies found", stored.indices[rows], torch.from_numpy(shares)),
         path=path,
         plot=plot,
         sheet=sheet if config.examples else None,
