@@ -5,7 +5,8 @@
 The machines are two network namespaces of this one (root on Linux, `ip` of iproute2) with an address and a
 launcher each; they share the disk. A run over both is hurt in the middle, ends, and is started again by the
 same command, or by torchrun itself. In the end its readings and all tensors of its last checkpoint must be
-those of a run that nothing happened to, bit for bit. The clock is moved by libfaketime (`--faketime`).
+those of a run that nothing happened to, bit for bit. Clocks are not moved,
+since a namespace has none of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.io import write_png
 
 from benchmarks.machines import Machine, accelerate, restarting, torchrun, two_machines
@@ -28,7 +28,6 @@ from benchmarks.soak import ROOT, compared
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.training.readings import READING, Reading, read_records
 
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 LIMIT = 12.0  # seconds of run.peer_timeout
 STEPS, EVERY, HURT = 240, 40, 100  # of a run, between checkpoints, and when something happens
 PATIENCE = 120.0  # seconds until a run that neither goes on nor ends is a failure
@@ -58,8 +57,6 @@ class Trial:
     folder: Path
     images: Path
     launcher: Launcher
-    environ: Mapping[str, str] = field(default_factory=dict)  # of the first machine
-    settings: Sequence[str] = ()
 
     @property
     def output(self) -> Path:
@@ -68,11 +65,10 @@ class Trial:
     def start(self) -> None:
         """Start both sides by the same command, or go on."""
         self.folder.mkdir(exist_ok=True)
-        settings = [*SETTINGS, *self.settings, f"data.source={self.images}", f"output={self.output}"]
+        settings = [*SETTINGS, f"data.source={self.images}", f"output={self.output}"]
         for machine in self.machines:
             command = [*self.launcher(machine.number), str(ROOT / "launch" / "pretrain.py"), *settings]
-            environ = {} if machine.number else self.environ
-            machine.start(command, self.folder / f"{machine.number}.log", environ)
+            machine.start(command, self.folder / f"{machine.number}.log")
 
     @property
     def step(self) -> int:
@@ -141,19 +137,18 @@ def nothing() -> None:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.set_defaults(repeats=0)
-    parser.add_argument("--faketime", type=Path, default=FAKETIME, help="libfaketimeMT.so.1 (%(default)s)")
     options = parser.parse_args()
     options.repeats = 0  # each is done once
     with TemporaryDirectory() as folder:
         try:
             with two_machines() as machines:
-                tables = all_trials(machines, Path(folder), options.faketime)
+                tables = all_trials(machines, Path(folder))
         except OSError as error:
             sys.exit(f"two machines cannot be made here, which takes root on Linux and iproute2: {error}")
     report(tables, options)
 
 
-def all_trials(machines: list[Machine], folder: Path, faketime: Path) -> list[Table]:
+def all_trials(machines: list[Machine], folder: Path) -> list[Table]:
     """Run a whole run, then those to which something happens."""
     images = folder / "images"
     images.mkdir()
@@ -163,7 +158,7 @@ def all_trials(machines: list[Machine], folder: Path, faketime: Path) -> list[Ta
     whole.start()
     whole.finish(whole.output)
     tried = Trials(machines, folder, images, whole.output)
-    return [tried.restarting(), tried.ending(), tried.unharmed(faketime)]
+    return [tried.restarting(), tried.ending()]
 
 
 @dataclass
@@ -234,36 +229,6 @@ class Trials:
         self.machines[1].cut()
         time.sleep(2 * LIMIT)
         self.machines[1].cut("up")
-
-    def unharmed(self, faketime: Path) -> Table:
-        """Move the clock of the first machine by a day, and by two days back."""
-        title = "The clock of a machine jumps by a day, and by two days back"
-        if not faketime.exists():
-            return Table(title, "", [], f"Not done: there is no {faketime} (libfaketime).")
-        clock = self.folder / "clock"
-        clock.write_text("+0")
-        trial = self.trial("clock", torchrun)
-        trial.environ = {
-            "LD_PRELOAD": str(faketime),
-            "FAKETIME_TIMESTAMP_FILE": str(clock),
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "NO_FAKE_STAT": "1",
-        }
-        trial.settings = ["run.trackers=[tensorboard]"]  # which notes the time
-        trial.hurt(lambda: clock.write_text("+1d"))
-        trial.wait(lambda: trial.step >= HURT + EVERY)
-        clock.write_text("-1d")
-        said = trial.finish(self.whole)
-        days = (max(times := noted_times(trial.output)) - min(times)) / 86_400
-        return Table(title, "", [], f"The run goes on, over {days:.1f} days as it notes them. {said}")
-
-
-def noted_times(output: Path) -> list[float]:
-    """Return the times of the readings in TensorBoard's files."""
-    (folder,) = {path.parent for path in output.rglob("events.out.tfevents.*")}
-    events = EventAccumulator(str(folder)).Reload()
-    return [event.wall_time for tag in events.Tags()["scalars"] for event in events.Scalars(tag)]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,12 +24,12 @@ class Machine:
         self.number, self.name = number, f"dino-faults-{os.getpid()}-{number}"
         self.link, self.address = f"dino-{os.getpid() % 10_000}-{number}", f"10.231.77.{number + 1}"
 
-    def start(self, command: Sequence[str], log: Path, environ: Mapping[str, str]) -> None:
+    def start(self, command: Sequence[str], log: Path) -> None:
         """Start one side of a run, with a host name and a view of the file system of its own."""
         self.log = log
         inside = ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount", "--propagation", "private"]
         named = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command]
-        variables = {**os.environ, **VARIABLES, "GLOO_SOCKET_IFNAME": self.link, **environ}
+        variables = {**os.environ, **VARIABLES, "GLOO_SOCKET_IFNAME": self.link}
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [*inside, *named], cwd=ROOT, env=variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL
