@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from base64 import b64decode
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -191,10 +192,8 @@ class ShardCache:
     def _wrong_digest(self, url: str, info: Mapping[str, Any], number: int) -> str:
         """Return the digest of a file if it is not the one that is stated, and otherwise nothing."""
         stated, name = self._stated_sum(url), "sha256"
-        if not stated and url.startswith(("s3://", "s3a://")):
-            stated, name = str(info.get("ETag", "")).strip('"'), "md5"
-            if not re.fullmatch("[0-9a-f]{32}", stated):  # of an upload in parts
-                return ""
+        if not stated:
+            stated, name = _stated_md5(url, info), "md5"
         if not stated:
             return ""
         with open(number, "rb", closefd=False) as file:
@@ -288,6 +287,14 @@ class Prefetch:
             if self.cache.copy(shard):
                 return True
         return False
+
+
+def _stated_md5(url: str, info: Mapping[str, Any]) -> str:
+    """Return the digest that an object store tells, or nothing, as of most uploads in parts."""
+    if url.startswith(("gs://", "gcs://")):
+        return b64decode(info.get("md5Hash") or "").hex()
+    found = str(info.get("ETag", "")).strip('"') if url.startswith(("s3://", "s3a://")) else ""
+    return found if re.fullmatch("[0-9a-f]{32}", found) else ""
 
 
 def _read_sums(folder: str) -> dict[str, str]:

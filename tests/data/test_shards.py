@@ -16,7 +16,8 @@ from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, SourceLost
 from dino_vit.data.sources.open import open_source
 from tests.support import runs
-from tests.support.remote import put_object, s3_bucket, s3_environ, serving, write_shards
+from tests.support.processes import free_port
+from tests.support.remote import gcs_bucket, put_object, s3_bucket, s3_environ, serving, write_shards
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp: pip install 'dino-vit[remote]'")
 
@@ -226,12 +227,8 @@ def bucket(folder, monkeypatch):
         yield url
 
 
-def test_shards_are_copied_from_s3_and_verified_by_their_etags(bucket, folder, tmp_path, monkeypatch):
-    source = open_source("s3://shards/*.tar")
-    assert [source.read(index) for index in (0, 100)] == [
-        open_source(str(folder / "*.tar")).read(index) for index in (0, 100)
-    ]
-    _, cache = opened("s3://shards", tmp_path / "copies")
+def copied_after_damage(cache, shard, monkeypatch):
+    """Copy a shard whose first part comes damaged, and tell whether it was requested twice."""
     received, request = [], files.request
 
     def damaged(url, start, size):
@@ -239,10 +236,42 @@ def test_shards_are_copied_from_s3_and_verified_by_their_etags(bucket, folder, t
         received.append(start)
         return data if len(received) > 1 else bytes(len(data))
 
-    monkeypatch.setattr(files, "request", damaged)
-    assert cache.copy(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "request", damaged)
+        assert cache.copy(shard)
+    return len(received) == len(set(received)) * 2
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".parquet"])
+def test_shards_are_copied_from_googles_storage_and_verified_by_their_digests(tmp_path, monkeypatch, suffix):
+    pytest.importorskip("gcp_storage_emulator", reason="a server for tests: pip install gcp-storage-emulator")
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # looks for credentials
+    pytest.importorskip("gcsfs", reason="fsspec reads gs:// with gcsfs: pip install 'dino-vit[gcs]'")
+    port = free_port()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+    write_shards(tmp_path / "shards", 3, IMAGES, suffix)
+    (tmp_path / "shards" / "SHA256SUMS").unlink()
+    local = open_source(str(tmp_path / "shards" / f"*{suffix}"))
+    with gcs_bucket(tmp_path / "shards", int(port)) as put:
+        source = open_source(f"gs://shards/*{suffix}")
+        source.copies = replace(source.copies, folder=tmp_path / "copies")
+        assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
+        cache = ShardCache(source, 1e9)
+        assert copied_after_damage(cache, 1, monkeypatch)
+        put(f"002{suffix}", bytes(int(source.ranges.stamps[2, 0])))
+        with pytest.raises(ChangedFile):
+            cache.copy(2)
+    assert source.read(IMAGES) == local.read(IMAGES)
+
+
+def test_shards_are_copied_from_s3_and_verified_by_their_etags(bucket, folder, tmp_path, monkeypatch):
+    source = open_source("s3://shards/*.tar")
+    assert [source.read(index) for index in (0, 100)] == [
+        open_source(str(folder / "*.tar")).read(index) for index in (0, 100)
+    ]
+    _, cache = opened("s3://shards", tmp_path / "copies")
+    assert copied_after_damage(cache, 3, monkeypatch)
     assert content(cache.copies, 3) == (folder / "003.tar").read_bytes()
-    assert len(received) == len(set(received)) * 2
     put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
     with pytest.raises(ChangedFile):
         cache.copy(4)

@@ -1,11 +1,11 @@
-"""Servers that shards are read from: HTTP with ranges and faults on demand, and S3 as moto speaks it."""
+"""Servers that shards are read from: HTTP with ranges and faults on demand, S3, and Google's storage."""
 
 import hashlib
 import io
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -158,6 +158,23 @@ def s3_environ(url: str) -> dict[str, str]:
     """Return the variables with which s3fs finds a server."""
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     return {**keys, "AWS_ENDPOINT_URL": url, "FSSPEC_S3_ENDPOINT_URL": url}
+
+
+@contextmanager
+def gcs_bucket(folder: Path, port: int) -> Iterator[Callable[[str, bytes], object]]:
+    """Serve the files of a folder as a bucket of Google Cloud Storage, and yield what replaces an object."""
+    from gcp_storage_emulator.server import create_server
+    from gcsfs import GCSFileSystem
+
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="shards")
+    server.start()
+    try:
+        system = GCSFileSystem()
+        for path in sorted(folder.iterdir()):
+            system.pipe_file(f"shards/{path.name}", path.read_bytes())
+        yield lambda name, data: system.pipe_file(f"shards/{name}", data)
+    finally:
+        server.stop()
 
 
 def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = ".tar") -> None:
