@@ -1,14 +1,20 @@
 """How early the relevant images come when a bank is ranked by cosine to a query.
 
-No list is sorted: the relevant images of a query are, and the others are counted between them, which takes
-the logarithm of the number of relevant images for each other one. Blocks of queries bound the memory, and the
-bank, which may be a memory map, goes to the device chunk by chunk. Of equal cosines the relevant image counts
-as the later one, so that features that are all the same score no better than chance.
+The cosines of the relevant images and those of the others are sorted apart, without their indices: the rank
+of a relevant image is its place among its own plus the number of others before it. On one core of a CPU that
+takes less than half the time of sorting the indices of the whole list. 100,000 images that search each other
+with 384 numbers each take 5 to 7 minutes of one core, with 1,000 or 10 classes, and 1.1 GB of memory in all.
+
+Blocks of queries bound the memory, and the bank, which may be a memory map, goes to the device in chunks. Of
+equal cosines the relevant image counts as the later one, so that features that are all the same score no
+better than chance. The trapezoidal precision and the junk are those of the Oxford buildings' evaluation,
+which the 2021 code follows; the tests compare with its definition, rank by rank.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,15 +93,19 @@ def ranks_of(cosines: Tensor, relevant: Tensor, junk: Tensor) -> Ranks:
     """Return the ranks of the relevant images by cosines; all are (queries, bank), the masks disjoint."""
     distances, counts = -cosines, relevant.sum(1)
     most = max(1, int(counts.amax()))
-    own = distances.masked_fill(~relevant, torch.inf).topk(most, largest=False).values  # ascending
-    # Each other image goes into the bin of the first relevant one that it comes before.
-    others = distances.masked_fill_(relevant | junk, torch.inf)
-    bins = torch.searchsorted(own, others)
-    bins += torch.arange(len(bins), device=bins.device)[:, None] * (most + 1)
-    before = bins.flatten().bincount(minlength=len(bins) * (most + 1)).view(-1, most + 1).cumsum(1)[:, :-1]
-    places = torch.arange(1, most + 1, device=bins.device)
+    own = _sorted(distances.masked_fill(~relevant, torch.inf))[:, :most].contiguous()
+    others = _sorted(distances.masked_fill_(relevant | junk, torch.inf))
+    before = torch.searchsorted(others, own, right=True)
+    places = torch.arange(1, most + 1, device=own.device)
     values = (before + places).double().masked_fill(places > counts[:, None], torch.inf)
     return Ranks(values, counts)
+
+
+def _sorted(values: Tensor) -> Tensor:
+    if values.is_cuda:
+        return values.sort(dim=1).values
+    # NumPy's sort is several times as fast as torch's on a CPU, which moves the indices too.
+    return torch.from_numpy(np.sort(values.cpu().numpy(), axis=1)).to(values.device)
 
 
 def same_label(bank: Tensor, queries: Tensor, device: torch.device, *, own: int | None = None) -> Judgement:
