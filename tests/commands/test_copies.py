@@ -39,7 +39,10 @@ def own(folders, weights, *more):
 
 
 def test_own_copies_are_found_among_distractors(folders, weights):
-    said = command(folders / "log", *own(folders, weights, f"distractors={folders / 'others'}"))
+    said = command(
+        folders / "log",
+        *own(folders, weights, f"distractors={folders / 'others'}", "whitening=synthetic:scenes:40:24"),
+    )
     found = json.loads((folders / "copies.json").read_text())
     assert "5 copies and 1 query without an original, searched for among 15 images" in said
     assert (found["searched"], found["distractors"], found["queries"]) == (15, 5, 6)

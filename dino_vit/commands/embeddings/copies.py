@@ -24,9 +24,11 @@ from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import CachedConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.features.store import StoredFeatures
 from dino_vit.eval.maps.pictures import Panel, thumbnail, write_sheet
-from dino_vit.eval.retrieval.copies import CopyFigures, Search, copy_figures, search_originals
+from dino_vit.eval.neighbours import unit
+from dino_vit.eval.retrieval.copies import CopyFigures, Search, Transform, copy_figures, search_originals
 from dino_vit.eval.retrieval.pairs import true_pairs
 from dino_vit.eval.retrieval.pictures import draw_copies
+from dino_vit.eval.retrieval.whitening import Whitening
 from dino_vit.views.preparation import Fit
 
 
@@ -38,6 +40,7 @@ class CopiesConfig(CachedConfig):
     queries: str | None = setting(None, "copies of some of originals, and possibly other images")
     pairs: str | None = setting(None, "CSV of query,original by name; null: a copy is named as its original")
     distractors: str | None = setting(None, "further images to search among")
+    whitening: str | None = setting(None, "images to learn a whitening of features from; null: none")
     kinds: NonEmpty[Kind] = setting(get_args(Kind), "kinds of copies to make, each at several strengths")
     sample: Dimension = setting(200, "photos of source to make copies of, at most; all are searched")
     seed: Seed = setting(0, "of what is random in copies")
@@ -86,6 +89,10 @@ class _Bank:
         self.sources = [open_source(one) for one in (originals, config.distractors) if one]
         titles = ("features of the originals", "features of the distractors")
         self.features = [self.of(source, title) for source, title in zip(self.sources, titles, strict=False)]
+        self.transform: Transform = unit
+        if config.whitening:
+            learned = self.of(open_source(config.whitening), "features for the whitening")
+            self.transform = Whitening.learn(learned.values, frozen.device)
         known = self.features[0].indices
         self.row = dict(zip(known.tolist(), range(len(known)), strict=True))  # by index in the originals
 
@@ -100,7 +107,8 @@ class _Bank:
         """Search for the originals of queries; `pairs` are rows of queries and of the bank."""
         true = torch.tensor(sorted(set(pairs)))
         banks = [one.values for one in self.features]
-        return search_originals(torch.as_tensor(queries), banks, true, self.frozen.device)
+        device = self.frozen.device
+        return search_originals(torch.as_tensor(queries), banks, true, device, self.transform)
 
     def panel(self, row: int, caption: str = "{}") -> Panel:
         """Return the picture of a row; {} in the caption is its name."""

@@ -6,7 +6,7 @@ that are at least as similar are counted, block by block. Pairs whose cosines di
 ties, and of ties the true pair counts as the last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from dino_vit.core.distributed import all_gather, share
 from dino_vit.eval.accuracy import Accuracy, accuracy
 from dino_vit.eval.confidence import Interval, measured_share, with_confidence
 from dino_vit.eval.neighbours import Matrix, unit
+
+Transform = Callable[[Tensor], Tensor]
 
 _TIE = 1e-6
 _PRECISION = 0.9
@@ -52,14 +54,20 @@ class Search(NamedTuple):
 
 
 def search_originals(
-    queries: Tensor, originals: Sequence[Matrix], pairs: Tensor, device: torch.device
+    queries: Tensor,
+    originals: Sequence[Matrix],
+    pairs: Tensor,
+    device: torch.device,
+    transform: Transform = unit,
 ) -> Search:
     """Search for queries (q, D) among the rows of all matrices; each process takes a share of the queries.
 
-    `pairs` (p, 2) are the true ones, a row each of a query and an original. All processes must call it.
+    `pairs` (p, 2) are the true ones, a row each of a query and an original; `transform` makes features of
+    length 1, such as a whitening. All processes must call it.
     """
     pairs = pairs[pairs[:, 0].argsort(stable=True)].to(device)
-    cosines = torch.cat([_true_cosines(queries, originals, some) for some in torch.split(pairs, _QUERIES)])
+    parts = torch.split(pairs, _QUERIES)
+    cosines = torch.cat([_true_cosines(queries, originals, some, transform) for some in parts])
     levels = cosines.sort().values - _TIE
     some_levels = torch.linspace(0, len(levels) - 1, min(_LEVELS, len(levels)), device=device).round().long()
     level = torch.searchsorted(levels, cosines - _TIE)  # of each pair
@@ -72,7 +80,9 @@ def search_originals(
         rows = range(start, min(start + size, mine.stop))
         inside = (pairs[:, 0] >= rows.start) & (pairs[:, 0] < rows.stop)
         true = pairs[inside] - pairs.new_tensor([start, 0])
-        both, best = _count(unit(queries[rows.start : rows.stop].to(device)), originals, true, levels)
+        of_rows = transform(queries[rows.start : rows.stop].to(device))
+        chunks = _chunks(originals, max(1, _COUNTS // len(rows)), device, transform)
+        both, best = _count(of_rows, chunks, true, levels)
         nearest.append(best)
         own.append(both[true[:, 0], level[inside]])
         counts.append(both[:, some_levels])
@@ -86,7 +96,9 @@ def search_originals(
     )
 
 
-def _true_cosines(queries: Tensor, originals: Sequence[Matrix], pairs: Tensor) -> Tensor:
+def _true_cosines(
+    queries: Tensor, originals: Sequence[Matrix], pairs: Tensor, transform: Transform
+) -> Tensor:
     found = torch.empty(len(pairs), queries.shape[1], device=pairs.device)
     start = 0
     for bank in originals:
@@ -94,18 +106,18 @@ def _true_cosines(queries: Tensor, originals: Sequence[Matrix], pairs: Tensor) -
         rows = (pairs[inside, 1] - start).cpu()
         found[inside] = torch.as_tensor(bank[rows], dtype=torch.float32).to(pairs.device)
         start += len(bank)
-    return (unit(queries[pairs[:, 0].cpu()].to(pairs.device)) * unit(found)).sum(1)
+    return (transform(queries[pairs[:, 0].cpu()].to(pairs.device)) * transform(found)).sum(1)
 
 
 def _count(
-    queries: Tensor, originals: Sequence[Matrix], pairs: Tensor, levels: Tensor
+    queries: Tensor, originals: Iterable[tuple[int, Tensor]], pairs: Tensor, levels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return how many pairs, true ones and all, reach each level, and the nearest original of each query."""
     counts = torch.zeros(2, len(queries), len(levels) + 1, dtype=torch.long, device=queries.device)
     cosines = torch.full((len(queries),), -torch.inf, device=queries.device)
     nearest = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
     rows = torch.arange(len(queries), device=queries.device)[:, None]
-    for start, chunk in _chunks(originals, max(1, _COUNTS // len(queries)), queries.device):
+    for start, chunk in originals:
         scores = queries @ chunk.T
         query, original = pairs[(pairs[:, 1] >= start) & (pairs[:, 1] < start + len(chunk))].unbind(1)
         # The same products are counted as true and among all: others differ in the last bits.
@@ -118,12 +130,14 @@ def _count(
     return rearrange(at_least, "kind query level -> query level kind"), nearest
 
 
-def _chunks(originals: Sequence[Matrix], size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Yield unit rows of all matrices, with the number of those before them."""
+def _chunks(
+    originals: Sequence[Matrix], size: int, device: torch.device, transform: Transform
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield transformed rows of all matrices, with the number of those before them."""
     before = 0
     for bank in originals:
         for start in range(0, len(bank), size):
-            yield before + start, unit(torch.as_tensor(bank[start : start + size], device=device))
+            yield before + start, transform(torch.as_tensor(bank[start : start + size], device=device))
         before += len(bank)
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dino_vit.eval.neighbours import unit
 from dino_vit.eval.retrieval import copies
 from dino_vit.eval.retrieval.copies import copy_figures, search_originals
+from dino_vit.eval.retrieval.whitening import Whitening
 
 CPU = torch.device("cpu")
 
@@ -90,6 +92,22 @@ def test_features_that_are_all_the_same_find_nothing():
     _, found = judge(same, [same.numpy()], [(row, row) for row in range(5)])
     assert found.recall_at_1.percent == 0
     assert found.micro_ap.percent == pytest.approx(20)
+
+
+def test_whitening_finds_what_a_common_direction_hides():
+    generator = torch.Generator().manual_seed(0)
+    common = 20 * torch.randn(8, generator=generator)
+    noise, strangers, originals = (torch.randn(60, 8, generator=generator) for _ in range(3))
+    originals[:, 0] *= 30
+    queries = originals + 0.2 * noise * torch.tensor([150.0] + 7 * [1.0]) + common
+    pairs = torch.tensor([(row, row) for row in range(60)])
+    banks = [(originals + common).numpy()]
+    strangers[:, 0] *= 30
+    whitening = Whitening.learn(strangers + common, CPU)
+    plain, white = (search_originals(queries, banks, pairs, CPU, one) for one in (unit, whitening))
+    assert white.found.sum() > plain.found.sum() + 5
+    by_hand = search_originals(whitening(queries), [whitening(torch.as_tensor(banks[0])).numpy()], pairs, CPU)
+    assert torch.equal(by_hand.own, white.own)
 
 
 def test_the_interval_covers_more_true_pairs_than_levels(monkeypatch):
