@@ -144,6 +144,9 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
         photos, weights=run.folder, cache=tmp_path, kinds=["mirror"], examples=0, verbose=False
     )
     assert copied.kinds["mirror"][1].recall_at_1.images == 24
+    files = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[:4]]
+    own = dino_vit.copies(originals=files, queries=files[:2], weights=run, examples=0, verbose=False)
+    assert own.figures.recall_at_1.images == 2
     same = dino_vit.duplicates(found.path, threshold=0.999999, verbose=False)
     assert same.total >= len(same.pairs)
     assert all(pair.cosine >= 0.99999 for pair in same.pairs)

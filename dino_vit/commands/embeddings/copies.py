@@ -301,7 +301,7 @@ def _draw_queries(
     for place in found.long().argsort(stable=True)[:count].tolist():
         row, original = int(known[place]), int(search.pairs[(first == place).nonzero()[0, 0], 1])
         index, nearest = int(queries.indices[row]), int(search.nearest[row])
-        caption = f"{'found' if found[place] else 'missed'}: {{}}"
+        caption = f"{{}}: {'found' if found[place] else 'missed'}"
         picture = Panel(thumbnail(source, index, RGB), source.name(index))
         rows.append([picture, bank.panel(original), bank.panel(nearest, caption)])
     write_sheet(rows, path, titles=["query", "its original", "nearest image"])
