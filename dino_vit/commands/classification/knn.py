@@ -1,7 +1,6 @@
 """Evaluate a frozen backbone by weighted k-NN classification: top-1, top-5 and per class."""
 
 from collections.abc import Iterator, Sequence
-from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,8 @@ from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, Predictions
-from dino_vit.config.settings import Count, Few, NonEmpty, Positive, setting
+from dino_vit.commands.classification.robustness import draw_robustness, robustness_tables
+from dino_vit.config.settings import Count, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import progress
 from dino_vit.eval.accuracy import (
@@ -23,18 +23,24 @@ from dino_vit.eval.accuracy import (
 from dino_vit.eval.classification.datasets import (
     LabelledFeatures,
     LabelledSubset,
-    SupervisedConfig,
     labelled_features,
     sets_or_images,
 )
-from dino_vit.eval.classification.knn import few_shot_rows, weighted_knn
+from dino_vit.eval.classification.knn import weighted_knn
+from dino_vit.eval.classification.robustness import (
+    RobustnessConfig,
+    corrupted_rows,
+    corruption_results,
+    few_shot_banks,
+    few_shot_result,
+)
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.neighbours import Search
 
 _CLASSES_SHOWN = 20
 
 
-class KnnConfig(SupervisedConfig, EvaluationConfig):
+class KnnConfig(RobustnessConfig, EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     train: str | None = setting(
@@ -42,8 +48,6 @@ class KnnConfig(SupervisedConfig, EvaluationConfig):
     )
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting((), "also classify with a bank of only so many images per class")
-    repeats: Few = setting(5, "random banks for each number of shots")
     search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
     output: str | None = setting(
         None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
@@ -57,14 +61,15 @@ def run(config: KnnConfig) -> Classification:
     if isinstance(sets, LabelledSubset):  # each image is classified by the others
         name, bank_name, queries_name = "knn-leave-one-out", None, config.source
         bank = queries = labelled_features(frozen, sets)
+        asked = sets
         classes = tuple(sets.source.classes)
     else:
         name, bank_name, queries_name = "knn", sets.train_name, sets.val_name
         bank = labelled_features(frozen, sets.train, title="features of the bank")
         queries = labelled_features(frozen, sets.val, title="features of the query images")
-        classes = sets.classes
+        classes, asked = sets.classes, sets.val
     path = results_path(name, weights=config.weights, output=config.output)
-    ranked = _classify(config, frozen, bank, queries, config.k)
+    ranked = _classify(config, frozen, bank, queries, config.k, own=queries is bank)
     results: dict[str, Any] = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -76,11 +81,14 @@ def run(config: KnnConfig) -> Classification:
         ],
         "few_shot": list(_few_shot(config, frozen, bank, queries)),
     }
+    if config.corruptions:
+        results["corruptions"] = _corrupted(config, frozen, bank, queries, asked)
     if is_main_process():
         write_results(path, results)
+    drawn = draw_robustness(results, path)
     others = f"{results['bank']:,} of {bank_name}" if bank_name else "the others"
     title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
-    text = "\n\n".join([title, *_tables(config, results), str(path)])
+    text = "\n\n".join([title, *_tables(config, results), "\n".join(map(str, [path, *drawn]))])
     predictions = Predictions.of(ranked[config.k[0]], queries.targets, queries.indices, classes)
     return Classification.of(
         results["results"][0], predictions=predictions, path=path, details=results, text=text
@@ -94,8 +102,12 @@ def _classify(
     queries: LabelledFeatures,
     k: Sequence[int],
     title: str = "neighbours",
+    own: bool = False,
 ) -> dict[int, Tensor]:
-    """Return the best classes of all queries for each k; each process classifies a share of the queries."""
+    """Return the best classes of all queries for each k; each process classifies a share of the queries.
+
+    With `own`, query i is row i of the bank and does not find itself.
+    """
     mine = share(range(len(queries)))
     with progress(title, len(mine)) as advance:
         ranked = weighted_knn(
@@ -104,7 +116,7 @@ def _classify(
             queries.features[mine.start : mine.stop],
             k=k,
             temperature=config.temperature,
-            own=mine.start if queries is bank else None,
+            own=mine.start if own else None,
             search=config.search,
             device=frozen.device,
             progress=advance,
@@ -115,41 +127,47 @@ def _classify(
 def _few_shot(
     config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each number of shots and each k, the mean and deviation of the accuracies."""
-    targets = bank.targets.cpu().numpy()
-    for shots in config.shots:
+    """Yield, for each size of the bank and each k, the mean and deviation of the accuracies."""
+    for few, banks in few_shot_banks(config, bank):
         top1: dict[int, list[Accuracy]] = {}
-        for repeat in range(config.repeats):
-            rows = few_shot_rows(targets, bank.indices, shots=shots, seed=config.seed, repeat=repeat)
+        for repeat, rows in enumerate(banks):
             # Without `train` the queries are the images that were not chosen.
             asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
             if not len(asked):
-                raise ValueError(f"shots={shots} takes all {len(bank)} images and leaves none to classify")
-            title = f"neighbours, {shots} shots, {repeat + 1} of {config.repeats}"
+                raise ValueError(f"{few.given} takes all {len(bank)} images and leaves none to classify")
+            title = f"neighbours, {few}, {repeat + 1} of {config.repeats}"
             possible = sorted({min(k, len(rows)) for k in config.k})
             for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
                 top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
         for k, of_k in top1.items():
-            percents = [one.percent for one in of_k]
-            yield {
-                "shots": shots,
-                "k": k,
-                "mean": mean(percents),
-                "standard_deviation": stdev(percents) if len(percents) > 1 else None,
-                "top1": [one._asdict() for one in of_k],
-            }
+            yield few_shot_result(few, {"k": k}, of_k)
+
+
+def _corrupted(
+    config: KnnConfig,
+    frozen: FrozenBackbone,
+    bank: LabelledFeatures,
+    queries: LabelledFeatures,
+    images: LabelledSubset,
+) -> dict[str, Any]:
+    """Return the accuracies of the first k on corrupted query images; the bank stays clean."""
+    rows = corrupted_rows(config, queries)
+    own = queries is bank
+    if own:  # the corrupted images first, so that none is classified by itself
+        bank = bank[np.concatenate([rows, np.delete(np.arange(len(bank)), rows)])]
+
+    def right(asked: LabelledFeatures, title: str) -> Tensor:
+        ranked = _classify(config, frozen, bank, asked, config.k[:1], title, own)
+        return ranked[config.k[0]][:, 0] == asked.targets
+
+    return corruption_results(config, frozen, queries[rows], images, right)
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
     """Return the tables as texts: by k, by shots, and by class for the first k."""
     rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in results["results"]]
     tables = [f"{format_table(['k', 'top-1 %', 'top-5 %'], rows)}\n{describe_guess(results['results'][0])}"]
-    if results["few_shot"]:
-        rows = []
-        for one in results["few_shot"]:
-            deviation = "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}"
-            rows.append([str(one["shots"]), str(one["k"]), f"{one['mean']:.2f}", deviation])
-        tables.append(format_table(["shots", "k", "top-1 %", f"deviation of {config.repeats}"], rows))
+    tables += robustness_tables(config, results, "k")
     first = results["results"][0]
     classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])
     title = f"class, k={first['k']}" + (", the lowest" if len(classes) > _CLASSES_SHOWN else "")

@@ -4,16 +4,19 @@ The first two train on features that are computed once and cached: the CLS token
 mean patch token of the last block. Each head reads a contiguous range of these columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, Predictions
-from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Settings, setting
+from dino_vit.commands.classification.robustness import draw_robustness, robustness_tables
+from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.progress import progress
@@ -27,7 +30,7 @@ from dino_vit.eval.accuracy import (
 )
 from dino_vit.eval.classification.datasets import (
     LabelledFeatures,
-    SupervisedConfig,
+    LabelledSubset,
     hold_out,
     labelled_features,
     open_sets,
@@ -41,8 +44,16 @@ from dino_vit.eval.classification.linear import (
     count_correct,
     grid_steps,
     sweep,
+    sweep_each,
     top_classes,
     train_heads,
+)
+from dino_vit.eval.classification.robustness import (
+    RobustnessConfig,
+    corrupted_rows,
+    corruption_results,
+    few_shot_banks,
+    few_shot_result,
 )
 from dino_vit.eval.features.extraction import FeatureSpec
 from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
@@ -73,7 +84,7 @@ class Logistic(Settings):
     iterations: Count = setting(1000, "maximum iterations of L-BFGS for each C")
 
 
-class LinearConfig(SupervisedConfig, EvaluationConfig):
+class LinearConfig(RobustnessConfig, EvaluationConfig):
     """Train linear classifiers on a frozen backbone, and report their accuracy."""
 
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
@@ -86,6 +97,16 @@ class LinearConfig(SupervisedConfig, EvaluationConfig):
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
+
+    def contradictions(self) -> Iterator[Problem]:
+        if self.method != "logistic" and (self.shots or self.shares):
+            text = (
+                "few images are classified by logistic regression: set method=logistic for shots and shares"
+            )
+            yield Problem(text, ("method", "shots", "shares"))
+        if self.method == "dino2021" and self.corruptions:
+            text = "corruptions needs the cached features of method=grid or logistic, not dino2021"
+            yield Problem(text, ("method", "corruptions"))
 
 
 def run(config: LinearConfig) -> Classification:
@@ -105,7 +126,9 @@ def run(config: LinearConfig) -> Classification:
     if is_main_process():
         write_results(path, details)
     best = results.get("best", results)
-    text = f"{text}\n{path}"
+    tables = robustness_tables(config, results, "C")
+    drawn = draw_robustness(results, path)
+    text = "\n\n".join([text, *tables]) + "".join(f"\n{one}" for one in [path, *drawn])
     return Classification.of(best, predictions=predictions, path=path, details=details, text=text)
 
 
@@ -118,11 +141,8 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     cached = FeatureSpec(tokens="cls+mean" if with_mean else "cls", blocks=blocks)
     train = labelled_features(frozen, sets.train, cached, "training features")
     val = labelled_features(frozen, sets.val, cached, "evaluation features")
-    chosen_on = val
-    if config.select == "train":
-        train, chosen_on = hold_out(train, config.seed)
+    train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
     columns = [spec.columns_in(cached, frozen.model.width) for spec in inputs]
-    setting: str
     values: Sequence[float]
     if config.method == "grid":
         setting, values = "rate", config.grid.rates
@@ -143,7 +163,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     row, column = divmod(best, len(inputs))
     accuracies, predictions = _evaluate_head(heads[column], val, sets.classes, head=row)
     line = summary(accuracies, len(sets.classes))
-    results = {
+    results: dict[str, Any] = {
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
         "classes": len(sets.classes),
@@ -151,6 +171,12 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         "table": cells,
         "notes": notes,
     }
+    if config.method == "logistic":
+        few = _few_shot(config, train, [chosen_on, val], len(sets.classes), columns[0], frozen.device)
+        results["few_shot"] = list(few)
+    if config.corruptions:
+        classify = partial(top_classes, heads[column], head=row, k=1)
+        results["corruptions"] = _corrupted(config, frozen, classify, val, sets.val, cached)
     how_chosen = (
         f"chosen on {len(chosen_on):,} training images that no head was trained on: {chosen_by[best]}"
         if config.select == "train"
@@ -226,6 +252,46 @@ def _fit_logistic(
     unfinished = ", ".join(f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED)
     notes = [f"not at the optimum after {iterations:,} iterations: C = {unfinished}"] if unfinished else []
     return [LinearHeads(weight, bias, columns)], notes
+
+
+def _corrupted(
+    config: LinearConfig,
+    frozen: FrozenBackbone,
+    classify: Callable[[Tensor], Tensor],
+    val: LabelledFeatures,
+    images: LabelledSubset,
+    spec: FeatureSpec,
+) -> dict[str, Any]:
+    """Return the accuracies of a head on corrupted images."""
+
+    def right(asked: LabelledFeatures, _: str) -> Tensor:
+        best = classify(asked.features)[:, 0]
+        return best == asked.targets.to(best.device)
+
+    return corruption_results(config, frozen, val[corrupted_rows(config, val)], images, right, spec)
+
+
+def _few_shot(
+    config: LinearConfig,
+    train: LabelledFeatures,
+    judged: Sequence[LabelledFeatures],
+    classes: int,
+    columns: slice,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Yield the accuracies on the second of `judged`, for the C that is best on the first on average."""
+    cs, iterations = sorted(config.logistic.cs), config.logistic.iterations
+    sets = [(each.features[:, columns], each.targets) for each in judged]
+    for few, banks in few_shot_banks(config, train):
+        chosen = [train[rows] for rows in banks]
+        fit_on = [
+            (one.features[:, columns].to(device, torch.float32), one.targets.to(device)) for one in chosen
+        ]
+        title = f"Fitting logistic regressions, {few}"
+        correct = sweep_each(fit_on, sets, cs=cs, classes=classes, max_iterations=iterations, title=title)
+        best = int(correct[:, 0].sum(dim=0).argmax())
+        top1 = [accuracy(count, len(judged[1])) for count in correct[:, 1, best].tolist()]
+        yield few_shot_result(few, {"C": cs[best]}, top1)
 
 
 def _top1(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy]:

@@ -193,6 +193,31 @@ def sweep(
         yield LogisticFit(c, head, optimizer.state[scaled[0]]["n_iter"], slope)
 
 
+def sweep_each(
+    fit_on: Sequence[tuple[Tensor, Tensor]],
+    judged: Sequence[tuple[Tensor, Tensor]],
+    *,
+    cs: Sequence[float],
+    classes: int,
+    max_iterations: int,
+    title: str,
+) -> Tensor:
+    """Fit every C to each of some sets, and return how many images of `judged` are right: (sets, judged, C).
+
+    All are pairs of features and targets. The processes share the sets.
+    """
+    local, counts = share(fit_on), []
+    with progress(title, len(local)) as advance:
+        for features, targets in local:
+            fits = list(sweep(features, targets, cs=cs, classes=classes, max_iterations=max_iterations))
+            weight = torch.cat([fit.head.weight for fit in fits])
+            heads = LinearHeads(weight, torch.cat([fit.head.bias for fit in fits]))
+            counts.append(torch.stack([count_correct(heads, *each) for each in judged]))
+            advance(1)
+    none = fit_on[0][1].new_zeros(0, len(judged), len(cs))
+    return all_gather(torch.stack(counts) if counts else none)
+
+
 def _objective(
     scaled: Sequence[Tensor], features: Tensor, targets: Tensor, *, unit: Tensor, mean: Tensor, penalty: float
 ) -> Tensor:

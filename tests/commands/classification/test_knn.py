@@ -10,8 +10,11 @@ from PIL import Image
 import dino_vit.commands.classification.knn
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.classification.knn import few_shot_rows
+from dino_vit.eval.disturbances.corruptions import corruptions
+from dino_vit.eval.disturbances.source import DisturbedSource
 from dino_vit.eval.features.extraction import extract_features
 from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone
@@ -97,12 +100,13 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
 
 
 def test_two_processes_find_what_one_does(tmp_path, weights):
-    more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]")
+    more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]", "corruptions=[fog]")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
     argv = arguments(weights, "synthetic:51:16", tmp_path / "two.json", *more)
     first, second = command_in_two(tmp_path / "two", *argv)
     two = json.loads((tmp_path / "two.json").read_text())
-    assert (two["results"], two["few_shot"]) == (one["results"], one["few_shot"])
+    for key in ("results", "few_shot", "corruptions"):
+        assert two[key] == one[key]
     assert "top-1 %" in first
     assert "top-1 %" not in second, "only the first process speaks"
 
@@ -146,6 +150,8 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
         (two, ["k=[]"], "k = [] (command line): must be a list of 1 or more, each a whole number"),
         (two, ["bank=x"], "did you mean train?"),
         (two, ["search=fais"], "faiss"),
+        (two, ["corruptions=[rain]"], "gaussian_noise"),
+        (two, ["shares=[1.5]"], "shares"),
     ):
         assert main(arguments(weights, source, tmp_path / "none.json", *more)) == 2
         assert said in capsys.readouterr().err
@@ -165,3 +171,37 @@ def test_a_folder_with_splits_is_classified_by_its_train(tmp_path, weights):
     assert found["results"][0]["chance"] == pytest.approx(100 / 3)
     assert found["results"][0]["largest_class"] == {"name": "a", "percent": pytest.approx(100 / 3)}
     assert "always guessing a, the largest class, is right in 33.3 %, chance in 33.3 %" in said
+
+
+def test_corrupted_images_are_classified_by_clean_ones(tmp_path, weights):
+    """Alone, the set that is asked is also the bank: no image is found by itself."""
+    images = write_classes(tmp_path / "images", "abc", 8)
+    more = ("k=[5]", "shares=[0.25]", "corruptions=[contrast,jpeg]", "corrupted_images=10")
+    found, said = evaluate(weights, images, *more)
+    (few,) = found["few_shot"]
+    assert (few["shots"], few["share"]) == (2, 0.25)
+    corrupted = found["corruptions"]
+    assert corrupted["images"] == 10
+    assert list(corrupted["kinds"]) == ["contrast", "jpeg"]
+
+    bank, labels = features_of(weights, images)
+    model, source, asked = load_backbone(weights), open_source(str(images)), spread(24, 10)
+    preparation = preparation_of(model)
+    every = []
+    for each in corruptions(["contrast", "jpeg"]):
+        disturbed = DisturbedSource(source, each, seed=0, preparation=preparation)
+        values = extract_features(model, disturbed, asked, preparation=preparation, batch_size=128).values
+        right = 0
+        for feature, i in zip(torch.nn.functional.normalize(values.double()), asked, strict=True):
+            others = [row for row in range(24) if row != i]
+            near = [float(bank[row] @ feature) for row in others]
+            right += ranked_classes(near, [labels[row] for row in others], 5)[0] == labels[i]
+        every.append(right)
+    severities = [one for kind in corrupted["kinds"].values() for one in kind["severities"]]
+    assert [one["correct"] for one in severities] == every
+    assert corrupted["mean_error"]["percent"] == pytest.approx(100 - 10 * statistics.mean(every))
+    right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in asked]
+    assert corrupted["clean"]["correct"] == sum(right)
+    assert f"mean error {corrupted['mean_error']['percent']:.2f}" in said
+    with Image.open(tmp_path / "found.png") as plot:
+        assert plot.width > plot.height

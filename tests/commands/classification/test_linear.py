@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.eval.classification.datasets import LabelledFeatures, SupervisedConfig, hold_out, open_sets
+from dino_vit.eval.classification.knn import few_shot_rows
+from dino_vit.eval.classification.linear import sweep, top_classes
 from dino_vit.eval.features.extraction import FeatureSpec, extract_features
 from dino_vit.views.preparation import preparation_of
 from tests.support.images import write_classes
@@ -61,13 +63,13 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
     [
         FAST,
         [*FAST, "grid.rates=[0.1]"],  # fewer rates than processes
-        ["method=logistic", "logistic.cs=[1, 0.1, 10]", "select=train"],
+        ["method=logistic", "logistic.cs=[1, 0.1, 10]", "select=train", "shots=[2]", "repeats=3"],
     ],
 )
 def test_two_processes_find_what_one_does(weights, method):
     one, two = evaluate(weights, *method)[0], evaluate_in_two(weights, *method)
-    for key in ("best", "table", "images", "chosen_on"):
-        assert two[key] == one[key]
+    for key in ("best", "table", "images", "chosen_on", "few_shot"):
+        assert two.get(key) == one.get(key)
 
 
 def test_the_best_can_be_chosen_on_held_out_training_images(weights):
@@ -212,6 +214,8 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
         (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),
+        (two, ["shots=[1]"], "set method=logistic for shots and shares"),
+        (two, ["method=dino2021", "corruptions=true"], "method=grid or logistic, not dino2021"),
         (two, ["grid.rates=[]"], "grid.rates = [] (command line): must be a list of 1 or more"),
         (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),
         (two, [*published, f"dino2021.probe={head}"], "has 3 classes, but"),
@@ -225,3 +229,37 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
         assert said in capsys.readouterr().err
     assert not (tmp_path / "none.json").exists()
     assert not (tmp_path / "none.pth").exists()
+
+
+def test_few_images_fit_a_regression_and_corrupted_ones_are_classified_by_the_best(weights):
+    more = ["method=logistic", "logistic.cs=[0.1, 10]", "shots=[1, 200]", "shares=[0.2]", "repeats=2"]
+    found, said = evaluate(weights, *more, "corruptions=[contrast, snow]", "corrupted_images=8")
+    one, every, fifth = found["few_shot"]
+    assert [each["shots"] for each in found["few_shot"]] == [1, 200, 2]
+    assert (one["share"], fifth["share"]) == (None, 0.2)
+    assert every["C"] == found["best"]["C"]
+    assert [each["correct"] for each in every["top1"]] == [found["best"]["top1"]["correct"]] * 2
+    assert every["standard_deviation"] == 0
+    corrupted = found["corruptions"]
+    assert corrupted["images"] == corrupted["clean"]["images"] == 8
+    assert {len(each["severities"]) for each in corrupted["kinds"].values()} == {5}
+    assert "top-1 % at severity" in said
+    assert (weights.parent / "found.png").stat().st_size > 10_000
+
+    sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
+    train, val = (
+        extract_features(
+            model, each.images, range(len(each)), preparation=preparation_of(model), batch_size=96
+        ).values
+        for each in (sets.train, sets.val)
+    )
+    right = []
+    for repeat in range(2):
+        rows = few_shot_rows(sets.train.targets, sets.train.indices, shots=2, seed=0, repeat=repeat)
+        targets = torch.from_numpy(sets.train.targets[rows])
+        fits = sweep(train[torch.from_numpy(rows)], targets, cs=[0.1, 10], classes=10)
+        right.append(
+            [int((top_classes(fit.head, val)[:, 0].numpy() == sets.val.targets).sum()) for fit in fits]
+        )
+    best = max(sum(of_c) for of_c in zip(*right, strict=True))
+    assert sum(each["correct"] for each in fifth["top1"]) == best
