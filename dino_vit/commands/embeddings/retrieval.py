@@ -16,6 +16,7 @@ from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Count, Dimension, FewOrZero, NonEmpty, Problem, setting
 from dino_vit.core.distributed import all_gather, is_main_process, share
 from dino_vit.core.progress import plural, progress
+from dino_vit.core.sizes import height_width
 from dino_vit.data.images.pixels import RGB
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import results_path, write_results
@@ -27,6 +28,12 @@ from dino_vit.eval.maps.pictures import EMPTY, Panel, frame, shorten, thumbnail,
 from dino_vit.eval.neighbours import format_cosines, nearest
 from dino_vit.eval.retrieval.descriptors import descriptors, whitened
 from dino_vit.eval.retrieval.ranking import Ranks, rank_relevant, same_label
+from dino_vit.eval.retrieval.revisited import (
+    LONGEST,
+    find_ground_truth,
+    judge_as_published,
+    read_ground_truth,
+)
 from dino_vit.eval.retrieval.whitening import Whitening
 
 Scale = Annotated[float, Field(gt=0, le=4)]
@@ -91,6 +98,9 @@ class RetrievalResult(Result):
     precision: dict[int, Interval]  # by k: relevant images among the first k
     r_precision: Interval
     per_class: dict[str, float]  # mean average precision of the queries of each class, the lowest first
+    difficulties: dict[str, dict[str, Interval]] = field(
+        default_factory=dict
+    )  # of Oxford and Paris, by title
     measured: list[Measured] = field(repr=False)  # the figures with what each query contributes
     path: Path  # of the JSON file
     sheet: Path | None  # of queries with their first results
@@ -101,6 +111,8 @@ def run(config: RetrievalConfig) -> RetrievalResult:
     """Rank, write the JSON and a sheet of some queries."""
     frozen = frozen_backbone(config)
     path = results_path("retrieval", weights=config.weights, output=config.output)
+    if truth := find_ground_truth(config.source):
+        return _as_published(config, frozen, truth, path)
     bank, queries = _open(config, frozen)
     of_each = _judge(config, frozen, bank, queries)
     judged = ~of_each["mAP"].isnan()
@@ -138,6 +150,66 @@ def run(config: RetrievalConfig) -> RetrievalResult:
         sheet=sheet,
         details=details,
         text="\n\n".join([*_tables(config, details), written]),
+    )
+
+
+def _as_published(
+    config: RetrievalConfig, frozen: FrozenBackbone, truth: Path, path: Path
+) -> RetrievalResult:
+    """Judge a backbone on Revisited Oxford or Paris; the result's own figures are those of medium."""
+    for name in ("queries", "labels"):
+        if getattr(config, name):
+            raise ValueError(f"{name}: {truth} says which images are relevant; leave it out")
+    known = read_ground_truth(truth)
+    of_each = judge_as_published(
+        frozen,
+        known,
+        open_source(config.source),
+        longest=LONGEST if config.size is None else max(height_width(config.size)),
+        scales=config.scales,
+        spec=FeatureSpec(tokens=config.tokens),
+        learned_from=open_source(config.whitening) if config.whitening else None,
+        dimensions=config.dimensions,
+        k=config.k,
+    )
+    measured = []
+    for difficulty, figures in of_each.items():
+        for title, values in figures.items():
+            rows = np.flatnonzero(~values.isnan().numpy())
+            measured.append(measured_share(f"{difficulty} {title}", rows, values[rows]))
+    found = {one.title: one.interval for one in measured}
+    difficulties = {
+        difficulty: {title: found[f"{difficulty} {title}"] for title in figures}
+        for difficulty, figures in of_each.items()
+    }
+    details = {
+        "weights": frozen.describe_weights(),
+        "settings": config.model_dump(mode="json"),
+        "images": len(known.images),
+        "queries": len(known.queries),
+        "results": {
+            name: {title: one._asdict() for title, one in of.items()} for name, of in difficulties.items()
+        },
+    }
+    if is_main_process():
+        write_results(path, details)
+    medium = difficulties["medium"]
+    table = format_table(
+        ["%", *medium], [[name, *map(str, of.values())] for name, of in difficulties.items()]
+    )
+    queries = plural(len(known.queries), "query", "queries")
+    return RetrievalResult(
+        mean_ap=medium["mAP"],
+        recall={},
+        precision={k: medium[f"mP@{k}"] for k in config.k},
+        r_precision=medium["R-precision"],
+        per_class={},
+        difficulties=difficulties,
+        measured=measured,
+        path=path,
+        sheet=None,
+        details=details,
+        text=f"{queries} among {len(known.images):,} images, as published\n\n{table}\n\n{path}",
     )
 
 

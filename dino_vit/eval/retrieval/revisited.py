@@ -5,7 +5,8 @@ relevant; hard: the easy ones are junk too. All other images are wrong.
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.eval.retrieval.ranking import Judgement
+from dino_vit.data.sources.source import Source, Subset
+from dino_vit.eval.features.extraction import FeatureSpec
+from dino_vit.eval.features.frozen import FrozenBackbone
+from dino_vit.eval.retrieval.ranking import Judgement, Ranks, rank_relevant
+from dino_vit.eval.retrieval.whitening import Whitening
+from dino_vit.eval.retrieval.whole import Box, whole_features
 
+LONGEST = 512  # pixels of the longer side of an image, as published
 DIFFICULTIES = {"easy": ("easy", "hard"), "medium": ("easy+hard", ""), "hard": ("hard", "easy")}
 # What arrays and numbers of NumPy are made of, by the names of its versions; the last two make bytes.
 _ALLOWED = {
@@ -33,7 +40,6 @@ _ALLOWED = {
     ("_codecs", "encode"),
     ("__builtin__", "bytes"),
 }
-Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 class Query(NamedTuple):
@@ -87,6 +93,25 @@ def _query(name: str, one: dict[str, Any], images: int) -> Query:
     return Query(name, (left, top, right, bottom), *lists)
 
 
+def find_ground_truth(folder: str) -> Path | None:
+    """Return the ground truth in a folder, if there is one."""
+    found = sorted(Path(folder).glob("gnd_*.pkl")) if Path(folder).is_dir() else []
+    if len(found) > 1:
+        raise ValueError(f"{folder} has several ground truths: {' and '.join(path.name for path in found)}")
+    return found[0] if found else None
+
+
+def find_images(source: Source, names: Sequence[str], what: str) -> Subset:
+    """Return the images of a source that have these names, but for folder and suffix."""
+    places = {Path(source.name(index)).stem: index for index in range(len(source))}
+    if missing := [name for name in names if name not in places]:
+        raise ValueError(
+            f"{len(missing):,} of the {len(names):,} images that {what} lists are missing, "
+            f"such as {missing[0]}.jpg"
+        )
+    return Subset(source, [places[name] for name in names])
+
+
 def judge_difficulty(queries: Sequence[Query], images: int, difficulty: str) -> Judgement:
     """Judge the listed images of queries by the rules of a difficulty."""
     relevant_lists, junk_lists = DIFFICULTIES[difficulty]
@@ -103,3 +128,41 @@ def judge_difficulty(queries: Sequence[Query], images: int, difficulty: str) -> 
         return relevant & ~junk, junk
 
     return judge
+
+
+def judge_as_published(
+    frozen: FrozenBackbone,
+    known: GroundTruth,
+    source: Source,
+    *,
+    longest: int,
+    scales: Sequence[float],
+    spec: FeatureSpec,
+    learned_from: Source | None,
+    dimensions: int | None,
+    k: Sequence[int],
+) -> dict[str, dict[str, Tensor]]:
+    """Return the figures of each query by difficulty and title, NaN for queries without relevant images."""
+    how: dict[str, Any] = {"longest": longest, "scales": scales, "spec": spec}
+    boxes = [query.box for query in known.queries]
+    asked = find_images(source, [query.name for query in known.queries], "the ground truth")
+    images = find_images(source, known.images, "the ground truth")
+    queries = whole_features(frozen, asked, boxes, title="features of the queries", **how)
+    bank = whole_features(frozen, images, [None] * len(images), title="features", **how)
+    if learned_from is not None:
+        learned = whole_features(frozen, learned_from, [None] * len(learned_from), title="whitening", **how)
+        whitening = Whitening.learn(learned, frozen.device, dimensions)
+        queries, bank = whitening(queries), whitening(bank)
+    found: dict[str, dict[str, Tensor]] = {}
+    for difficulty in DIFFICULTIES:
+        judge = judge_difficulty(known.queries, len(known.images), difficulty)
+        ranked = [ranks for _, ranks in rank_relevant(bank, queries, judge, frozen.device)]
+        figures: dict[str, Callable[[Ranks], Tensor]] = {
+            "mAP": Ranks.trapezoidal_precision,
+            **{f"mP@{count}": partial(Ranks.precision_at_last, k=count) for count in k},
+            "R-precision": Ranks.r_precision,
+        }
+        found[difficulty] = {
+            title: torch.cat([figure(ranks) for ranks in ranked]).cpu() for title, figure in figures.items()
+        }
+    return found
