@@ -50,7 +50,7 @@ BATCH, BATCHES = 32, 6  # of a round
 MIXED, ROOMS = 100, 100  # shards and images in each, of which the mixture is counted
 TEXTURES, BANK, QUERIES = 4000, 2000, 1000
 TEXTURE_SHARD = 480_000  # bytes of about 100 textures
-STEPS, SEEDS = 200, 2
+STEPS, SEEDS = 800, 3
 SMALL = {
     "recipe": "auto",
     "data.batch_size": 64,
