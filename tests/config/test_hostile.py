@@ -16,7 +16,12 @@ VALUES = [
     *("&a [*a]", "*a", "[", "a\nb", "--- a\n--- b", "\x1b[31m", "\x00", "\ud800", "\t", "%YAML 9.9\n--- x"),
     *("a" * 10_000, "[" * 2000, "{a: " * 300, "[" + "1, " * 500 + "1]", "\u2028"),
 ]
-NEEDED = {"finetune": {"weights": "x"}, "export": {"format": "timm"}}
+NEEDED = {
+    "finetune": {"weights": "x"},
+    "export": {"format": "timm"},
+    "compare": {"untrained": "true"},
+    "copies": {"source": "x"},
+}
 CASES = [(command, key) for command in COMMANDS for key in settings_of(config_class(command))]
 CHOSEN = random.Random(0).sample([(*case, value) for case in CASES for value in VALUES], 600)
 
