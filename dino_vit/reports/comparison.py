@@ -80,7 +80,8 @@ def render(found: Comparison, title: str) -> str:
     }
     return fill(
         "comparison.html",
-        source=title,
+        kind="comparison",
+        title=title,
         found=found,
         verdict=verdict(found.standings),
         intervals=[_interval_chart(found, one) for one in found.figures],

@@ -53,6 +53,7 @@ def render(record: RunRecord, pictures: Pictures, *, live: bool = False, version
     return fill(
         "page.html",
         live=live,
+        kind="report",
         title=record.folder.resolve().name,
         folder=record.folder,
         now=now,
