@@ -63,13 +63,13 @@ def average_precision(order, relevant, junk):
     return total / len(relevant)
 
 
-def test_figures_are_those_of_the_definition(buildings, weights, tmp_path):
-    found = dino_vit.retrieval(
-        buildings, weights=weights, scales=[1, 0.5], output=tmp_path / "a.json", precision="no", verbose=False
-    )
+@pytest.mark.parametrize("boxes", [True, False])
+def test_figures_are_those_of_the_definition(buildings, weights, tmp_path, boxes):
+    settings = {"scales": [1, 0.5], "boxes": boxes, "output": tmp_path / "a.json", "precision": "no"}
+    found = dino_vit.retrieval(buildings, weights=weights, verbose=False, **settings)
     model = dino_vit.load_backbone(weights)
     bank = torch.stack([feature(model, buildings / "jpg" / f"{name}.png") for name in SIDES])
-    asked = [("a", BOX), ("c", (0, 0, 32, 32))]
+    asked = [("a", BOX if boxes else None), ("c", (0, 0, 32, 32))]
     queries = [feature(model, buildings / "jpg" / f"{name}.png", box) for name, box in asked]
     for difficulty, (wanted, ignored) in RULES.items():
         values = []
@@ -104,6 +104,8 @@ def test_what_does_not_fit_is_said(buildings, weights, tmp_path):
     settings = {"weights": weights, "output": tmp_path / "a.json", "verbose": False}
     with pytest.raises(ValueError, match=r"queries: .*gnd_rmini\.pkl says which images are relevant"):
         dino_vit.retrieval(buildings, queries=buildings / "jpg", **settings)
+    with pytest.raises(ValueError, match="boxes=false is for a folder with the ground truth"):
+        dino_vit.retrieval(buildings / "jpg", boxes=False, **settings)
     (buildings / "jpg" / "d.png").unlink()
     with pytest.raises(ValueError, match=r"1 of the 6 images .* are missing, such as d\.jpg"):
         dino_vit.retrieval(buildings, **settings)

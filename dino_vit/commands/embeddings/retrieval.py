@@ -55,6 +55,9 @@ class RetrievalConfig(EvaluationConfig):
     )
     whitening: str | None = setting(None, "images to learn a whitening of the features from; need no labels")
     dimensions: Dimension | None = setting(None, "dimensions that whitening keeps; null: all")
+    boxes: bool = setting(
+        True, "Oxford and Paris: cut queries to their boxes, which the code of 2021 does not"
+    )
     k: NonEmpty[Count] = setting((1, 5, 10), "numbers of first results for recall and precision")
     pictures: FewOrZero = setting(8, "queries to draw with their first results: half the worst, half typical")
     output: str | None = setting(
@@ -113,6 +116,8 @@ def run(config: RetrievalConfig) -> RetrievalResult:
     path = results_path("retrieval", weights=config.weights, output=config.output)
     if truth := find_ground_truth(config.source):
         return _as_published(config, frozen, truth, path)
+    if not config.boxes:
+        raise ValueError("boxes=false is for a folder with the ground truth of Oxford or Paris; leave it out")
     bank, queries = _open(config, frozen)
     of_each = _judge(config, frozen, bank, queries)
     judged = ~of_each["mAP"].isnan()
@@ -165,6 +170,7 @@ def _as_published(
         frozen,
         known,
         open_source(config.source),
+        cut=config.boxes,
         longest=LONGEST if config.size is None else max(height_width(config.size)),
         scales=config.scales,
         spec=FeatureSpec(tokens=config.tokens),

@@ -135,6 +135,7 @@ def judge_as_published(
     known: GroundTruth,
     source: Source,
     *,
+    cut: bool,
     longest: int,
     scales: Sequence[float],
     spec: FeatureSpec,
@@ -144,7 +145,7 @@ def judge_as_published(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the figures of each query by difficulty and title, NaN for queries without relevant images."""
     how: dict[str, Any] = {"longest": longest, "scales": scales, "spec": spec}
-    boxes = [query.box for query in known.queries]
+    boxes = [query.box if cut else None for query in known.queries]
     asked = find_images(source, [query.name for query in known.queries], "the ground truth")
     images = find_images(source, known.images, "the ground truth")
     queries = whole_features(frozen, asked, boxes, title="features of the queries", **how)
