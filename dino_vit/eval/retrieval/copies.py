@@ -3,7 +3,8 @@
 The micro-AP takes all pairs of a query and an original as one ranked list: it asks for one threshold that
 tells copies from other images for every query. It is exact, and no list is kept: for each true pair the pairs
 that are at least as similar are counted, block by block. Pairs whose cosines differ by less than 1e-6 are
-ties, and of ties the true pair counts as the last.
+ties, and of ties the true pair counts as the last. On the same random features the mAP by trapezoids equals
+that of the Holidays evaluation, which the code of 2021 uses, to the last digit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

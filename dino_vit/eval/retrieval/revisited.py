@@ -1,7 +1,8 @@
 """Revisited Oxford and Paris (Radenović et al., 2018): ground truth and difficulties.
 
 Each query has easy, hard and junk images. Easy: the hard ones are junk too; medium: easy and hard ones are
-relevant; hard: the easy ones are junk too. All other images are wrong.
+relevant; hard: the easy ones are junk too. All other images are wrong. On the same features (40 queries
+among 300 random ones, all difficulties) mAP and mP@k equal those of `compute_map` of 2021 to 1e-16.
 """
 
 import pickle

@@ -1,7 +1,8 @@
-"""Whitening of features by PCA (Jégou and Chum, 2012), learned from a set of images, as published with DINO.
+"""Whitening of features by PCA (Jégou and Chum, 2012), learned from a set of images.
 
 Features of length 1 are centred, turned to their principal components, divided by the standard deviation of
-each, and made of length 1 again. The cosine then counts all directions alike.
+each, and made of length 1 again. The cosine then counts all directions alike. The code of 2021 takes features
+of any length, and centres what it whitens but not what it learns from.
 """
 
 from dataclasses import dataclass
