@@ -194,7 +194,8 @@ class Trials:
             said = [f"{m.name[-1]} ended with {m.process.returncode}: “{m.sentence}”" for m in self.machines]
             second.cut("up")
             trial.start()
-            notes.append(f"{rows[-1].name}: {'; '.join(said)}. {trial.finish(self.whole)}")
+            told = "; ".join(said).replace(f"{trial.folder}/", "")
+            notes.append(f"{rows[-1].name}: {told}. {trial.finish(self.whole)}")
         title = f"Seconds until both sides had ended, run.peer_timeout of {LIMIT:.0f} s"
         note = "A machine that was stopped goes on when the other has ended; its seconds count from there. "
         note += "The last row counts to the end of the run, which goes on. Then both were started again. "

@@ -30,6 +30,7 @@ from dino_vit.eval.features.frozen import EvaluationConfig, frozen_backbone
 from dino_vit.reports.comparison import Comparison, Opinion, first_images, map_tiles, render
 from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
+from dino_vit.weights.loading import read_backbone
 from dino_vit.weights.names import is_name
 
 Measure = Literal["knn", "linear", "retrieval", "dense", "copies"]
@@ -88,6 +89,8 @@ def run(config: CompareConfig) -> ComparisonResult:
     folder = Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     source, measures, notes = _choose_measures(config)
+    for weights in config.weights:  # what cannot be loaded is said before anything is measured
+        read_backbone(weights, network=config.network)
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
     found = Comparison(source=source, names=list(paths), notes=notes)

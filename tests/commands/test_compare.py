@@ -165,6 +165,13 @@ def test_what_cannot_be_compared_is_said(tmp_path, settings, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_cannot_be_loaded_are_said_before_anything_is_measured(tmp_path, weights):
+    paths = [weights, tmp_path / "missing.safetensors"]
+    with pytest.raises(ValueError, match=r"missing\.safetensors does not exist"):
+        dino_vit.compare("synthetic:60:16", weights=paths, output=tmp_path / "out", **SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_are_short_and_differ():
     steps = ["runs/a/checkpoints/step-00000100.safetensors", "runs/a/checkpoints/step-00001200.safetensors"]
     assert names_of(steps) == ["a, step 100", "a, step 1,200"]
