@@ -254,5 +254,5 @@ def _table(found: Comparison) -> str:
         cells = [f"{of[name]}{marks[found.mark(title, name)]}" for title, of in found.intervals.items()]
         rows.append([name, *cells, f"{found.ranks[name]:.1f}"])
     table = format_table(["in %", *(f"{title} " for title in found.intervals), "effective rank"], rows)
-    legend = "* best, = on these images as good (p at least 0.05, image by image)"
+    legend = "* best, = on these images as good (image by image, p times the number of others at least 0.05)"
     return "\n".join([table, *([legend] if found.intervals else []), *found.notes])

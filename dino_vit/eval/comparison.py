@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dino_vit.eval.confidence import Difference, Measured, difference
 
-CHANCE = 0.05  # a difference that is more probable than this by chance says nothing
+CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
 
 Figures = Mapping[str, Mapping[str, Measured]]  # by title, then by the name of the backbone
 
@@ -41,16 +41,20 @@ def compare_pairs(figures: Figures) -> list[Pair]:
 
 
 def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, Standing]:
-    """Return who is best by each figure, and who is as good."""
+    """Return who is best by each figure, and who is as good.
+
+    The best is compared with all others, so each p is multiplied by their number (Bonferroni).
+    """
     found = {}
     for title, of in figures.items():
+        limit = CHANCE / max(1, len(of) - 1)
         best = max(of, key=lambda name: of[name].value)
         beside = {
             pair.other if pair.better == best else pair.better: pair.difference.p
             for pair in pairs
             if pair.figure == title and best in (pair.better, pair.other)
         }
-        found[title] = Standing(best, tuple(name for name in of if beside.get(name, 0) >= CHANCE))
+        found[title] = Standing(best, tuple(name for name in of if beside.get(name, 0) >= limit))
     return found
 
 

@@ -24,6 +24,14 @@ def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise(
     assert standings(found, pairs) == {"k-NN": Standing("b", ("c",))}
 
 
+def test_of_many_backbones_some_look_worse_by_chance():
+    lower = range(6, 60)  # six images fewer, none more: p = 0.03
+    for others in ({"b": lower}, {"b": lower, "c": lower}):
+        found = figures(a=range(60), **others)
+        tied = standings(found, compare_pairs(found))["k-NN"].tied
+        assert tied == (() if len(others) == 1 else ("b", "c"))
+
+
 def test_equal_backbones_are_tied():
     found = figures(a=range(40), b=range(40))
     assert standings(found, compare_pairs(found)) == {"k-NN": Standing("a", ("b",))}
