@@ -139,17 +139,21 @@ def test_the_batch_script_hands_arguments_and_places_to_every_task(start, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("code", "refused", "left_with", "requeued"),
+    ("code", "seconds", "refused", "left_with", "requeued"),
     [
-        (1, False, 1, False),
-        (2, False, 2, False),
-        (137, False, 137, False),
-        (75, False, 0, True),
-        (75, True, 75, True),
+        (1, 700, False, 1, False),
+        (2, 700, False, 2, False),
+        (137, 0, False, 137, False),
+        (137, 700, False, 0, True),
+        (137, 700, True, 137, True),
+        (75, 0, False, 0, True),
+        (75, 0, True, 75, True),
     ],
 )
-def test_only_a_saved_run_goes_back_into_the_queue(start, tmp_path, code, refused, left_with, requeued):
-    job = start(PROGRAM_CODE=str(code), REFUSE_REQUEUE=str(int(refused)))
+def test_what_is_saved_or_was_killed_later_goes_back_into_the_queue(
+    start, tmp_path, code, seconds, refused, left_with, requeued
+):
+    job = start(PROGRAM_CODE=str(code), REFUSE_REQUEUE=str(int(refused)), SECONDS=str(seconds))
     assert job.wait(30) == left_with
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
