@@ -5,8 +5,8 @@
 The machines are two network namespaces of this one (root on Linux, `ip` of iproute2) with an address and a
 launcher each; they share the disk. A run over both is hurt in the middle, ends, and is started again by the
 same command, or by torchrun itself. In the end its readings and all tensors of its last checkpoint must be
-those of a run that nothing happened to, bit for bit. Clocks are not moved,
-since a namespace has none of its own.
+those of a run that nothing happened to, bit for bit. A wall clock of its own comes from a
+small library in C, for which `cc` is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 from torchvision.io import write_png
 
-from benchmarks.machines import Machine, accelerate, restarting, torchrun, two_machines
+from benchmarks.machines import VARIABLES, Machine, accelerate, restarting, torchrun, two_machines
 from benchmarks.measure import Row, Table, arguments, report
 from benchmarks.soak import ROOT, compared
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -30,6 +30,7 @@ from dino_vit.training.readings import READING, Reading, read_records
 
 LIMIT = 12.0  # seconds of run.peer_timeout
 STEPS, EVERY, HURT = 240, 40, 100  # of a run, between checkpoints, and when something happens
+DAY = 86_400
 PATIENCE = 120.0  # seconds until a run that neither goes on nor ends is a failure
 IMAGES = 64
 SETTINGS = (
@@ -158,7 +159,7 @@ def all_trials(machines: list[Machine], folder: Path) -> list[Table]:
     whole.start()
     whole.finish(whole.output)
     tried = Trials(machines, folder, images, whole.output)
-    return [tried.restarting(), tried.ending()]
+    return [tried.restarting(), tried.jumping(), tried.ending()]
 
 
 @dataclass
@@ -224,6 +225,32 @@ class Trials:
             rows.append(Row(name, {"seconds": seconds}, seconds / LIMIT))
             notes.append(f"{name}: {trial.finish(self.whole)}")
         title = "Seconds until it is beyond where it was hurt, torchrun --rdzv-backend c10d --max-restarts 3"
+        return Table(title, "seconds", rows, " ".join(notes), ratio="seconds / limit")
+
+    def jumping(self) -> Table:
+        """Let the wall clock of one machine jump by a day."""
+        first, second = self.machines
+        rows, notes = [], []
+        for machine in self.machines:
+            machine.give_clock(self.folder)
+        for name, launcher, fault in (
+            ("1 a day ahead", accelerate, lambda: second.jump(DAY)),
+            ("0 a day behind", torchrun, lambda: first.jump(-DAY)),
+            ("1 a day ahead", restarting, lambda: second.jump(DAY)),
+            ("0 a day behind", restarting, lambda: first.jump(-DAY)),
+        ):
+            for machine in self.machines:
+                machine.jump(0)
+            trial = self.trial(name, launcher)
+            trial.hurt(fault)
+            if not all(machine.has_clock for machine in self.machines):
+                raise RuntimeError("the library that moves the clock was not loaded")
+            seconds = trial.wait(partial(trial.passed, trial.step))
+            rows.append(Row(f"{name}, {launcher.__name__}", {"seconds": seconds}, seconds / LIMIT))
+            notes.append(f"{rows[-1].name}: {trial.finish(self.whole)}")
+        for machine in self.machines:
+            machine.variables = dict(VARIABLES)
+        title = "Seconds until it goes on after the wall clock of one machine has jumped"
         return Table(title, "seconds", rows, " ".join(notes), ratio="seconds / limit")
 
     def cut_for_a_while(self) -> None:

@@ -23,13 +23,14 @@ class Machine:
     def __init__(self, number: int) -> None:
         self.number, self.name = number, f"dino-faults-{os.getpid()}-{number}"
         self.link, self.address = f"dino-{os.getpid() % 10_000}-{number}", f"10.231.77.{number + 1}"
+        self.variables = dict(VARIABLES)
 
     def start(self, command: Sequence[str], log: Path) -> None:
         """Start one side of a run, with a host name and a view of the file system of its own."""
         self.log = log
         inside = ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount", "--propagation", "private"]
         named = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command]
-        variables = {**os.environ, **VARIABLES, "GLOO_SOCKET_IFNAME": self.link}
+        variables = {**os.environ, **self.variables, "GLOO_SOCKET_IFNAME": self.link}
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [*inside, *named], cwd=ROOT, env=variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL
@@ -59,6 +60,22 @@ class Machine:
     def cut(self, state: str = "down") -> None:
         """Take its end of the link down, or up."""
         _ip("-n", self.name, "link", "set", self.link, state)
+
+    def give_clock(self, folder: Path) -> None:
+        """Give what is started next a wall clock of its own, by a library compiled into the folder."""
+        library, self.ahead = folder / "clock.so", folder / f"ahead-{self.number}"
+        _do("cc", "-shared", "-fPIC", "-o", str(library), str(ROOT / "benchmarks" / "clock.c"))
+        self.jump(0)
+        self.variables |= {"LD_PRELOAD": str(library), "CLOCK_AHEAD": str(self.ahead)}
+
+    def jump(self, seconds: int) -> None:
+        """Put its wall clock so many seconds ahead of the time, or behind it."""
+        self.ahead.write_text(str(seconds))
+
+    @property
+    def has_clock(self) -> bool:
+        """Tell whether what runs there has a wall clock of its own."""
+        return any("clock.so" in Path(f"/proc/{pid}/maps").read_text() for pid in self.pids())
 
     @property
     def sentence(self) -> str:

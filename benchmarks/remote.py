@@ -29,8 +29,7 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.shards import Prefetch, ShardCache
-from dino_vit.data.sources.archives import ArchiveSource
+from dino_vit.data.shards import Prefetch, ShardCache, ShardedSource
 from dino_vit.data.sources.open import Source, SyntheticSource, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.eval.features.extraction import extract_features
@@ -42,7 +41,7 @@ from dino_vit.views.build import build_preparation, build_views
 from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.sampler import Sampler, ShardUses
 from dino_vit.weights import load_backbone
-from tests.support.remote import Server
+from tests.support.remote import Server, write_parquet
 
 LATENCY = 0.05
 SHARDS, PHOTOS, WINDOW = 60, 100, 8  # photos of 500 × 375 pixels in a shard
@@ -50,7 +49,7 @@ BATCH, BATCHES = 32, 6  # of a round
 MIXED, ROOMS = 100, 100  # shards and images in each, of which the mixture is counted
 TEXTURES, BANK, QUERIES = 4000, 2000, 1000
 TEXTURE_SHARD = 480_000  # bytes of about 100 textures
-STEPS, SEEDS = 800, 3
+STEPS, SEEDS = 800, 8
 SMALL = {
     "recipe": "auto",
     "data.batch_size": 64,
@@ -89,27 +88,36 @@ def reading(folder: Path, repeats: int) -> list[Table]:
     photos = Photos(PHOTOS)
     size = sum(map(len, photos.files))
     repeated = Subset(photos, [number % PHOTOS for number in range(SHARDS * PHOTOS)])
-    pack(repeated, folder / "shards", shard_bytes=size, check=False)
-    with serving_apart(folder / "shards") as url:
-        local, _ = loader_of(str(folder / "shards" / "*.tar"))
-        copied, disk = loader_of(f"{url}/{{{paths(folder)}}}", folder / "copies")
-        requested, _ = loader_of(f"{url}/{{{paths(folder)}}}", folder / "none")
+    shards = folder / "shards"
+    pack(repeated, shards, shard_bytes=size, check=False)
+    pictures = {f"{number}.jpg": file for number, file in enumerate(photos.files)}
+    for number in range(SHARDS):
+        write_parquet(shards / f"{number:02d}.parquet", pictures)
+    with serving_apart(shards) as url:
+        local, _ = loader_of(f"{shards}/*.tar")
+        copied, disk = loader_of(f"{url}/{paths(shards, 'tar')}", folder / "copies")
+        requested, _ = loader_of(f"{url}/{paths(shards, 'tar')}", folder / "none")
+        tables, _ = loader_of(f"{url}/{paths(shards, 'parquet')}", folder / "unpacked")
         prefetch = copied.prefetch
         requested.prefetch = None
         assert prefetch is not None
         first = first_batch(copied)
         whole = first + window_complete(prefetch)
         warm = first_batch(copied)
-        ours, by_request = Reading(copied, disk), Reading(requested)
+        first_batch(tables)
+        tars, parquet, disks = Reading(copied, disk), Reading(tables), Reading(local)
+        by_request = Reading(requested)
         rows = []
-        for name, other in (("local disk", Reading(local)), ("a request for each image", by_request)):
-            ours.count = other.count = 1 if other is by_request else BATCHES  # it is slow
-            work = {"copies": ours, "other": other}
-            row = compare(f"beside {name}", work, items=BATCH * ours.count, repeats=repeats)
-            rows.append(row)
-            other.batches.close()
-        most = max(ours.seen) / 1e6
-        ours.batches.close()
+        for name, ours, other, count in (
+            ("tar, beside a local disk", tars, disks, BATCHES),
+            ("Parquet, beside tar on a local disk", parquet, disks, BATCHES),
+            ("tar, beside a request for each image", tars, by_request, 1),  # it is slow
+        ):
+            ours.count = other.count = count
+            rows.append(compare(name, {"copies": ours, "other": other}, items=BATCH * count, repeats=repeats))
+        most = max(tars.seen) / 1e6
+        for each in (tars, parquet, disks, by_request):
+            each.batches.close()
     late = f"{1000 * LATENCY:.0f} ms for each request"
     where = f"{late}, {SHARDS} shards of {size / 1e6:.1f} MB, window {WINDOW}"
     note = f"The folder of copies had {most:.1f} MB at most, of data.cache_gb = {disk.limit / 1e6:.1f} MB."
@@ -145,15 +153,15 @@ def _serve(folder: Path, address: Connection) -> None:
         server.serve_forever()
 
 
-def paths(folder: Path) -> str:
-    """Return the names of the shards, with commas between."""
-    return ",".join(sorted(path.name for path in (folder / "shards").glob("*.tar")))
+def paths(folder: Path, suffix: str) -> str:
+    """Return the names of the shards of a kind, as a pattern."""
+    return "{" + ",".join(sorted(path.name for path in folder.glob(f"*.{suffix}"))) + "}"
 
 
 def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, ShardCache]:
     """Return a loader in the window order and, where it reads remotely, the cache of its shards."""
     source = open_source(spec)
-    assert isinstance(source, ArchiveSource)
+    assert isinstance(source, ShardedSource)
     source.copies = replace_field(source.copies, folder=copies or Path())
     cache = ShardCache(source, float(np.sort(source.copies.sizes)[-2 * WINDOW :].sum()))
     shards = source.shards
