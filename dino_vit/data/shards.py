@@ -30,7 +30,6 @@ from dino_vit.data.sources.files import (
     ChangedFile,
     Ranges,
     SourceLost,
-    exists,
     patiently,
     read_file,
     read_range,
@@ -42,6 +41,7 @@ SUFFIX, PARTIAL = ".shard", ".partial"
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
+SUMS_PATIENCE = 10  # seconds for which it is requested again if it cannot be read
 RECENT = 600  # seconds for which a copy that another run uses is spared
 POLL = 0.2  # seconds between two looks at the position of the run
 # Write the copy of a shard, given by its path and its content, if that is not the shard itself.
@@ -299,9 +299,18 @@ def _stated_md5(url: str, info: Mapping[str, Any]) -> str:
 
 def _read_sums(folder: str) -> dict[str, str]:
     """Return the digests by name of the files in a remote folder, where they are stated."""
+    url = f"{folder}/{SUMS}"
+
+    def read() -> bytes:
+        with suppress(FileNotFoundError, PermissionError):  # object stores forbid what is not there
+            return read_file(url)
+        return b""
+
     try:
-        text = read_file(f"{folder}/{SUMS}").decode() if exists(f"{folder}/{SUMS}") else ""
-    except (OSError, UnicodeDecodeError):
+        text = patiently(read, url, patience=SUMS_PATIENCE).decode()
+    except (SourceLost, UnicodeDecodeError) as error:
+        reason = brief(error.__cause__ or error, 200)
+        log.warning("copies of shards are not verified by %s, which cannot be read (%s)", url, reason)
         return {}
     return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", text, re.MULTILINE)}
 

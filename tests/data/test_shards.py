@@ -117,6 +117,24 @@ def test_a_shard_that_does_not_have_its_digest_is_refused(server, folder, tmp_pa
     assert [path.name for path in (tmp_path / "copies").iterdir()] == [cache.copies.path(1).name]
 
 
+def test_digests_are_requested_again_and_missed_if_they_cannot_be_read(
+    server, folder, tmp_path, monkeypatch, caplog
+):
+    sums = (folder / "SHA256SUMS").read_text()
+    (folder / "SHA256SUMS").write_text(sums.replace(sums[:8], "0" * 8))
+    _, cache = opened(server.url, tmp_path / "copies")
+    server.statuses["SHA256SUMS"] = [503, 503]
+    with pytest.raises(DamagedShard):
+        cache.copy(0)
+    assert server.statuses == {"SHA256SUMS": []}
+    monkeypatch.setattr("dino_vit.data.shards.SUMS_PATIENCE", 0.5)
+    server.statuses["SHA256SUMS"] = [403] * 20
+    _, cache = opened(server.url, tmp_path / "copies")
+    assert cache.copy(0)
+    assert "not verified by" in caplog.text
+    assert "403" in caplog.text
+
+
 def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_path):
     source, cache = opened(server.url, tmp_path / "copies")
     sizes = source.ranges.stamps[:, 0]

@@ -42,6 +42,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[Request] = []
         self.faults: list[str] = []  # of the next requests for ranges: 500, cut, short, long or late
+        self.statuses: dict[str, list[int]] = {}  # of the next answers, by name
         self.down = False
         self.lock = threading.Lock()
 
@@ -94,8 +95,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(Request(self.command, name, start, end - start, ranged))
         fault = self.server.next_fault() if ranged and content else ""
         time.sleep(2 * (fault == "late"))
-        if fault == "500" or self.server.down or not path.is_file():
-            self.send_response(404 if not path.is_file() else 500)
+        status = self.server.statuses[name].pop() if self.server.statuses.get(name) else 0
+        if fault == "500" or self.server.down or status or not path.is_file():
+            self.send_response(status or (404 if not path.is_file() else 500))
             self.send_header("Content-Length", "0")
             self.end_headers()
             return

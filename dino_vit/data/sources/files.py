@@ -165,9 +165,10 @@ def remotely(url: str, work: Callable[[Any, str], R]) -> R:
         raise OSError(f"{url}: {error}") from error
 
 
-def patiently(work: Callable[[], R], path: str, stop: Stop | None = None) -> R:
-    """Read from a remote file, again and again if it fails, until `PATIENCE` is over or `stop` is set."""
-    end = time.monotonic() + PATIENCE
+def patiently(work: Callable[[], R], path: str, stop: Stop | None = None, patience: float | None = None) -> R:
+    """Read from a remote file, again and again if it fails, until `patience` is over or `stop` is set."""
+    patience = PATIENCE if patience is None else patience
+    end = time.monotonic() + patience
     for attempt in count():
         try:
             return work()
@@ -178,11 +179,11 @@ def patiently(work: Callable[[], R], path: str, stop: Stop | None = None) -> R:
             left = end - time.monotonic()
             if left <= 0:
                 raise SourceLost(
-                    f"{path} could not be read for {PATIENCE:g} seconds ({reason}). "
+                    f"{path} could not be read for {patience:g} seconds ({reason}). "
                     "When it can be reached again, run the same command again"
                 ) from error
-            if attempt == 5 and _last_warning[0] < end - 2 * PATIENCE:  # not from each thread
-                _last_warning[0] = end - PATIENCE
+            if attempt == 5 and _last_warning[0] < end - 2 * patience:  # not from each thread
+                _last_warning[0] = end - patience
                 log.warning("%s cannot be read (%s); trying for %.0f seconds more", path, reason, left)
             if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
                 raise SourceLost(f"{path} is no longer needed") from error
