@@ -33,7 +33,7 @@ def import_av() -> Any:
 
 
 class VideoFile:
-    """The frames of a video, as often as one asks for them."""
+    """The frames of a video, upright, as often as one asks for them."""
 
     def __init__(self, path: str) -> None:
         self.path, self._av = path, import_av()
@@ -45,7 +45,8 @@ class VideoFile:
     def __iter__(self) -> Iterator[Tensor]:
         with self._reading() as reader:
             for frame in reader.decode(video=0):
-                yield rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
+                picture = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
+                yield picture.rot90(frame.rotation // 90, (1, 2))  # as the phone was held
 
     @contextmanager
     def _reading(self) -> Iterator[Any]:
@@ -53,7 +54,7 @@ class VideoFile:
             with self._av.open(self.path) as reader:
                 yield reader
         except self._av.FFmpegError as error:
-            raise ValueError(f"{self.path} cannot be read as a video: {error}") from error
+            raise ValueError(f"{self.path} cannot be read as a video: {error.strerror}") from error
 
 
 @contextmanager
