@@ -25,6 +25,7 @@ from dino_vit.core.distributed import all_gather, is_main_process, rank, world_s
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import DTYPES, choose_precision, start_processes
 from dino_vit.core.sizes import Size
+from dino_vit.data.sources.files import plain
 from dino_vit.data.sources.masks import Mask, write_mask
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.confidence import Interval, with_confidence
@@ -132,7 +133,9 @@ def follow(clip: Clip, name: str, describe: Describer, config: PropagateConfig) 
     values, palette, folder = values_of(clip.mask, config), clip.mask.palette, Path(config.output)
     objects, excerpt, rows, frames = values[values != BACKGROUND], Excerpt(), [torch.zeros(0, 5)], 0
     stems = file_stems(clip.names) if clip.names else None
-    if (folder / name).resolve() in [one.resolve() for one in clip.folders]:
+    target = (folder / name).resolve()
+    beside_mask = config.mask is not None and target == Path(plain(config.mask)).resolve().parent
+    if beside_mask or any(target.is_relative_to(one.resolve()) for one in clip.folders):
         raise ValueError(
             f"the masks would go to {folder / name}, among the frames or masks given: set another output"
         )
@@ -154,7 +157,7 @@ def follow(clip: Clip, name: str, describe: Describer, config: PropagateConfig) 
                 drawn *= 2  # the first mask is given, and true
             elif read := clip.truth.get(clip.name_of(frames)):
                 true = read().values
-                check_size(true, found.shape, f"{stem}.png in {config.truth}, a mask,")
+                check_size(true, found.shape, f"the true mask of frame {stem}")
                 both = [
                     measures(one, true, objects, config.ignore_value) for one in (found, clip.mask.values)
                 ]
@@ -166,6 +169,8 @@ def follow(clip: Clip, name: str, describe: Describer, config: PropagateConfig) 
             advance(1)
         if frames < 2:
             raise ValueError(f"{config.source} has {plural(frames, 'frame')}, which leaves none to label")
+    if clip.truth and len(rows) == 1:
+        log.warning("no frame but the first has a mask in %s, so there are no figures", config.truth)
     excerpt.write(folder / f"{name}.sheet.png")
     return frames, torch.cat(rows)
 
@@ -178,16 +183,15 @@ def label_frames(
     mask, tracker = clip.mask.values, None
     size: Size = mask.shape[0], mask.shape[1]
     resized = frame_size(size, config.size, describe.patch_size, published=clip.published)
-    for frame in clip.frames:
-        check_size(frame, size, "the first frame" if tracker is None else f"a frame of {config.source}")
+    for number, frame in enumerate(clip.frames):
+        check_size(frame, size, f"frame {clip.name_of(number)} of {config.source}")
         features = describe(frame, resized)
         if tracker is None:
             grid: Size = features.shape[0], features.shape[1]
             labels = patch_labels(mask.to(features.device), values.to(features.device), grid)
-            for value in values[labels.cpu().sum((1, 2)) == 0].tolist():
-                log.warning(
-                    "the value %d covers the centre of no patch and is lost; try a larger size", value
-                )
+            if lost := values[labels.cpu().sum((1, 2)) == 0].tolist():
+                text = "%s of the mask, which cover the centre of no patch, are lost; try a larger size"
+                log.warning(text, f"pixels of value {', '.join(map(str, lost))}")
             tracker = Propagation(features, labels, **how)
             yield frame, mask
         else:

@@ -1,1 +1,1 @@
-"""What features say about each patch of an image: attention, colours, classes; and pictures of it."""
+"""Objects followed through a video by their patches, and how well their masks fit."""

@@ -80,7 +80,7 @@ def test_objects_that_move_are_followed(scene, weights, tmp_path, capsys):
         assert sheet.width > 2 * sheet.height, "eight frames above those with the true masks"
 
 
-def test_a_video_becomes_masks_and_a_video(scene, weights, tmp_path):
+def test_a_video_becomes_masks_and_a_video(scene, weights, tmp_path, capsys, caplog):
     av = pytest.importorskip("av", reason="PyAV is not installed")
     with writing_video(tmp_path / "clip.mp4", Fraction(10)) as write:
         for path in sorted((scene / "frames").iterdir()):
@@ -101,6 +101,16 @@ def test_a_video_becomes_masks_and_a_video(scene, weights, tmp_path):
     assert len(found.details["videos"]["clip"]["objects"][1]["j_by_frame"]) == 2
     assert found.mean.j_and_f > 60
     assert len(list((tmp_path / "out/clip").iterdir())) == FRAMES
+    for name, refused in (("00000.png", True), ("00099.png", False)):
+        only = tmp_path / name[:5]
+        only.mkdir()
+        (only / name).write_bytes((scene / "masks/00000.png").read_bytes())
+        argv = [*arguments(scene, weights, tmp_path / "none"), f"truth={only}"]
+        argv[1] = str(tmp_path / "clip.mp4")
+        assert main(argv) == (2 if refused else 0)
+        said = capsys.readouterr().err
+        assert ("has no masks of later frames than the first; name them by frame" in said) == refused
+    assert f"no frame but the first has a mask in {only}, so there are no figures" in caplog.text
     with av.open(str(tmp_path / "out/clip.overlay.mp4")) as reader:
         shapes = {frame.to_ndarray(format="rgb24").shape for frame in reader.decode(video=0)}
         assert reader.streams.video[0].average_rate == 10
@@ -159,11 +169,11 @@ def test_without_pyav_there_is_no_video(scene, weights, tmp_path, monkeypatch, c
 
 def test_an_object_smaller_than_a_patch_is_named(scene, weights, tmp_path, caplog):
     mask = read(scene / "masks/00000.png")[0]
-    mask[0, 0] = 7
+    mask[0, :2] = 7, 8
     Image.fromarray(mask).save(tmp_path / "first.png")
     argv = [*arguments(scene, weights, tmp_path / "out"), f"mask={tmp_path}/first.png"]
     assert main(argv) == 0
-    assert "the value 7 covers the centre of no patch and is lost; try a larger size" in caplog.text
+    assert "pixels of value 7, 8 of the mask, which cover the centre of no patch, are lost" in caplog.text
     assert set(np.unique(read(tmp_path / "out/frames/00001.png")[0])) == {0, 1, 2}
 
 
@@ -202,17 +212,32 @@ def test_mistakes_are_explained(scene, weights, tmp_path, capsys):
     mixed.mkdir()
     (mixed / "00000.png").write_bytes((scene / "frames/00000.png").read_bytes())
     Image.new("RGB", (40, 30)).save(mixed / "00001.png")
+    apart = tmp_path / "apart.png"
+    apart.write_bytes((scene / "masks/00000.png").read_bytes())
+
+    def davis(names):
+        listed = tmp_path / f"davis-{names}" / "ImageSets/2017/val.txt"
+        listed.parent.mkdir(parents=True)
+        listed.write_text(names)
+        return tmp_path / f"davis-{names}"
+
     for settings, message in (
-        ([f"mask={small}"], "the first frame has 128 × 96 pixels, the mask of the first frame 50 × 50"),
+        ([f"mask={small}"], f"frame 00000 of {scene}/frames has 128 × 96 pixels, the mask of the"),
         ([f"mask={flat}"], "has only pixels of value 0; it needs 0 for the background and another value"),
         ([f"mask={colour}"], "must be a PNG with a palette, or grey with 8 bits, but is PNG RGB"),
-        ([f"mask={tmp_path}/none.png"], "none.png does not exist: give a PNG file"),
+        ([f"mask={tmp_path}/none.png"], "none.png is not a file: give a PNG file"),
+        ([f"mask={scene}/masks"], "masks is not a file: give a PNG file"),
         (["mask=null"], "mask is needed: give a PNG file"),
         ([f"truth={one}"], f"no frame of {scene}/frames but the first has a mask in {one}"),
         ([f"source={one}"], f"{one} has 1 frame, which leaves none to label"),
-        ([f"source={mixed}"], "has 40 × 30 pixels, the mask of the first frame 128 × 96"),
+        ([f"source={mixed}"], f"frame 00001 of {mixed} has 40 × 30 pixels, the mask of the"),
         (["source=nowhere"], "nowhere"),
         ([f"output={scene}"], f"would go to {scene}/frames, among the frames or masks given"),
+        ([f"output={scene}/frames/out"], "would go to"),
+        ([f"source={scene}"], f"{scene}/masks/00000.png is both a mask and a frame of {scene}"),
+        ([f"source={scene}", f"mask={apart}", f"truth={scene}/masks"], "is both a mask and a frame"),
+        ([f"source={davis('')}", "mask=null"], "val.txt names no video: download"),
+        ([f"source={davis('bear')}", "mask=null"], "JPEGImages/480p/bear does not exist: download"),
         (["neighbours=3"], "did you mean k?"),
     ):
         given = dict(setting.split("=", 1) for setting in settings)
