@@ -29,6 +29,7 @@ from dino_vit.eval.classification.datasets import (
 from dino_vit.eval.classification.knn import weighted_knn
 from dino_vit.eval.classification.robustness import (
     RobustnessConfig,
+    check_corruptions,
     corrupted_rows,
     corruption_results,
     few_shot_banks,
@@ -57,6 +58,7 @@ class KnnConfig(RobustnessConfig, EvaluationConfig):
 def run(config: KnnConfig) -> Classification:
     """Classify and write the JSON; the result's own figures are those of the first k."""
     frozen = frozen_backbone(config)
+    check_corruptions(config, frozen)
     sets = sets_or_images(config)
     if isinstance(sets, LabelledSubset):  # each image is classified by the others
         name, bank_name, queries_name = "knn-leave-one-out", None, config.source
@@ -156,11 +158,10 @@ def _corrupted(
     if own:  # the corrupted images first, so that none is classified by itself
         bank = bank[np.concatenate([rows, np.delete(np.arange(len(bank)), rows)])]
 
-    def right(asked: LabelledFeatures, title: str) -> Tensor:
-        ranked = _classify(config, frozen, bank, asked, config.k[:1], title, own)
-        return ranked[config.k[0]][:, 0] == asked.targets
+    def classify(asked: LabelledFeatures, title: str) -> Tensor:
+        return _classify(config, frozen, bank, asked, config.k[:1], title, own)[config.k[0]][:, 0]
 
-    return corruption_results(config, frozen, queries[rows], images, right)
+    return corruption_results(config, frozen, queries[rows], images, classify)
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:

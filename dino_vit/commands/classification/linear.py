@@ -4,14 +4,12 @@ The first two train on features that are computed once and cached: the CLS token
 mean patch token of the last block. Each head reads a contiguous range of these columns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, Predictions
@@ -30,7 +28,6 @@ from dino_vit.eval.accuracy import (
 )
 from dino_vit.eval.classification.datasets import (
     LabelledFeatures,
-    LabelledSubset,
     hold_out,
     labelled_features,
     open_sets,
@@ -50,6 +47,7 @@ from dino_vit.eval.classification.linear import (
 )
 from dino_vit.eval.classification.robustness import (
     RobustnessConfig,
+    check_corruptions,
     corrupted_rows,
     corruption_results,
     few_shot_banks,
@@ -112,6 +110,7 @@ class LinearConfig(RobustnessConfig, EvaluationConfig):
 def run(config: LinearConfig) -> Classification:
     """Train and evaluate, and write the JSON; the result's own figures are those of the best classifier."""
     frozen = frozen_backbone(config)
+    check_corruptions(config, frozen)
     method = "" if config.method == "grid" else f"-{config.method}"
     held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
     path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
@@ -175,8 +174,14 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         few = _few_shot(config, train, [chosen_on, val], len(sets.classes), columns[0], frozen.device)
         results["few_shot"] = list(few)
     if config.corruptions:
-        classify = partial(top_classes, heads[column], head=row, k=1)
-        results["corruptions"] = _corrupted(config, frozen, classify, val, sets.val, cached)
+        results["corruptions"] = corruption_results(
+            config,
+            frozen,
+            val[corrupted_rows(config, val)],
+            sets.val,
+            lambda asked, _: top_classes(heads[column], asked.features, head=row, k=1)[:, 0],
+            cached,
+        )
     how_chosen = (
         f"chosen on {len(chosen_on):,} training images that no head was trained on: {chosen_by[best]}"
         if config.select == "train"
@@ -254,23 +259,6 @@ def _fit_logistic(
     return [LinearHeads(weight, bias, columns)], notes
 
 
-def _corrupted(
-    config: LinearConfig,
-    frozen: FrozenBackbone,
-    classify: Callable[[Tensor], Tensor],
-    val: LabelledFeatures,
-    images: LabelledSubset,
-    spec: FeatureSpec,
-) -> dict[str, Any]:
-    """Return the accuracies of a head on corrupted images."""
-
-    def right(asked: LabelledFeatures, _: str) -> Tensor:
-        best = classify(asked.features)[:, 0]
-        return best == asked.targets.to(best.device)
-
-    return corruption_results(config, frozen, val[corrupted_rows(config, val)], images, right, spec)
-
-
 def _few_shot(
     config: LinearConfig,
     train: LabelledFeatures,
@@ -281,14 +269,18 @@ def _few_shot(
 ) -> Iterator[dict[str, Any]]:
     """Yield the accuracies on the second of `judged`, for the C that is best on the first on average."""
     cs, iterations = sorted(config.logistic.cs), config.logistic.iterations
-    sets = [(each.features[:, columns], each.targets) for each in judged]
+    fit_on, *sets = [(each.features[:, columns], each.targets) for each in (train, *judged)]
     for few, banks in few_shot_banks(config, train):
-        chosen = [train[rows] for rows in banks]
-        fit_on = [
-            (one.features[:, columns].to(device, torch.float32), one.targets.to(device)) for one in chosen
-        ]
-        title = f"Fitting logistic regressions, {few}"
-        correct = sweep_each(fit_on, sets, cs=cs, classes=classes, max_iterations=iterations, title=title)
+        correct = sweep_each(
+            fit_on,
+            banks,
+            sets,
+            cs=cs,
+            classes=classes,
+            max_iterations=iterations,
+            device=device,
+            title=f"Fitting logistic regressions, {few}",
+        )
         best = int(correct[:, 0].sum(dim=0).argmax())
         top1 = [accuracy(count, len(judged[1])) for count in correct[:, 1, best].tolist()]
         yield few_shot_result(few, {"C": cs[best]}, top1)

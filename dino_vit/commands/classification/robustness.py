@@ -19,9 +19,9 @@ def robustness_tables(config: RobustnessConfig, results: Mapping[str, Any], sett
         rows = []
         for one in few:
             deviation = "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}"
-            part = "-" if one["share"] is None else f"{100 * one['share']:g}"
-            rows.append([str(one["shots"]), part, f"{one[setting]:.3g}", f"{one['mean']:.2f}", deviation])
-        header = ["images per class", "% of all", setting, "top-1 %", f"deviation of {config.repeats}"]
+            counts = f"{one['shots']:,}", f"{one['images']:,}"
+            rows.append([*counts, f"{one[setting]:.3g}", f"{one['mean']:.2f}", deviation])
+        header = ["images per class", "of all", setting, "top-1 %", f"deviation of {config.repeats}"]
         tables.append(format_table(header, rows))
     if corrupted := results.get("corruptions"):
         rows = [

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from einops import rearrange, repeat
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.distributed import all_gather, share
@@ -194,28 +195,31 @@ def sweep(
 
 
 def sweep_each(
-    fit_on: Sequence[tuple[Tensor, Tensor]],
+    train: tuple[Tensor, Tensor],
+    parts: Sequence[NDArray[np.int64]],
     judged: Sequence[tuple[Tensor, Tensor]],
     *,
     cs: Sequence[float],
     classes: int,
     max_iterations: int,
+    device: torch.device,
     title: str,
 ) -> Tensor:
-    """Fit every C to each of some sets, and return how many images of `judged` are right: (sets, judged, C).
+    """Fit every C to each of some parts of a set, and return how many images are right: (parts, judged, C).
 
-    All are pairs of features and targets. The processes share the sets.
+    Sets are pairs of features and targets, a part is rows of one. The processes share the parts.
     """
-    local, counts = share(fit_on), []
+    local = share(parts)
+    counts = [torch.zeros(0, len(judged), len(cs), dtype=torch.long, device=device)]
     with progress(title, len(local)) as advance:
-        for features, targets in local:
+        for rows in local:
+            features, targets = train[0][rows].to(device, torch.float32), train[1][rows].to(device)
             fits = list(sweep(features, targets, cs=cs, classes=classes, max_iterations=max_iterations))
             weight = torch.cat([fit.head.weight for fit in fits])
             heads = LinearHeads(weight, torch.cat([fit.head.bias for fit in fits]))
-            counts.append(torch.stack([count_correct(heads, *each) for each in judged]))
+            counts.append(torch.stack([count_correct(heads, *each) for each in judged])[None])
             advance(1)
-    none = fit_on[0][1].new_zeros(0, len(judged), len(cs))
-    return all_gather(torch.stack(counts) if counts else none)
+    return all_gather(torch.cat(counts))
 
 
 def _objective(

@@ -17,6 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.config.settings import Count, Few, setting
+from dino_vit.core import log
+from dino_vit.core.progress import plural
 from dino_vit.core.storage import replacing
 from dino_vit.data.images.pixels import RGB
 from dino_vit.data.sources.source import spread
@@ -57,6 +59,7 @@ class FewImages(NamedTuple):
     given: str  # the setting, as it was written
     shots: int  # of each class
     share: float | None
+    images: int  # of all classes: those that have fewer give all they have
 
     def __str__(self) -> str:
         return f"{self.shots} per class" + ("" if self.share is None else f" ({100 * self.share:g} %)")
@@ -70,15 +73,21 @@ def few_shot_banks(
     A share is as many images of each class, as in the published lists: 1 % of ImageNet is 13 per class.
     """
     targets = bank.targets.cpu().numpy()
-    classes = len(np.unique(targets))
-    few = [FewImages(f"shots={shots}", shots, None) for shots in config.shots]
+    counts = np.unique(targets, return_counts=True)[1]
+    asked: list[tuple[str, int, float | None]] = [(f"shots={shots}", shots, None) for shots in config.shots]
     for part in config.shares:
-        few.append(FewImages(f"shares={part:g}", max(1, round(part * len(bank) / classes)), part))
-    for one in few:
+        shots = round(part * len(bank) / len(counts))
+        if not shots:
+            log.warning("shares=%g is less than half an image of each class: one of each is taken", part)
+        asked.append((f"shares={part:g}", max(1, shots), part))
+    for given, shots, of_all in asked:
+        if few := int((counts < shots).sum()):
+            text = "%s: %s of %d with fewer than %d images: all of theirs are taken"
+            log.warning(text, given, plural(few, "class", "classes"), len(counts), shots)
         yield (
-            one,
+            FewImages(given, shots, of_all, int(np.minimum(counts, shots).sum())),
             [
-                few_shot_rows(targets, bank.indices, shots=one.shots, seed=config.seed, repeat=repeat)
+                few_shot_rows(targets, bank.indices, shots=shots, seed=config.seed, repeat=repeat)
                 for repeat in range(config.repeats)
             ],
         )
@@ -92,11 +101,18 @@ def few_shot_result(
     return {
         "shots": few.shots,
         "share": few.share,
+        "images": few.images,
         **setting_,
         "mean": mean(percents),
         "standard_deviation": stdev(percents) if len(percents) > 1 else None,
         "top1": [one._asdict() for one in top1],
     }
+
+
+def check_corruptions(config: RobustnessConfig, frozen: FrozenBackbone) -> None:
+    """Raise if images are to be corrupted that cannot be."""
+    if config.corruptions and frozen.preparation.pixels != RGB:
+        raise ValueError("corruptions are defined for RGB images of 8 bits, which these weights do not take")
 
 
 def corrupted_rows(config: RobustnessConfig, images: LabelledFeatures) -> NDArray[np.int64]:
@@ -110,16 +126,18 @@ def corruption_results(
     frozen: FrozenBackbone,
     clean: LabelledFeatures,
     images: LabelledSubset,
-    right: Callable[[LabelledFeatures, str], Tensor],
+    classify: Callable[[LabelledFeatures, str], Tensor],
     spec: FeatureSpec = CLS,
 ) -> dict[str, Any]:
     """Return the accuracies on images as they are, and by kind and severity of corruption.
 
-    `right` says of features, whose classifier was made from clean ones, which images it classifies rightly.
+    `classify` returns the class of each image by its features, with a classifier made from clean ones.
     The mean error is the plain mean over kinds and severities, not divided by that of AlexNet.
     """
-    if frozen.preparation.pixels != RGB:
-        raise ValueError("corruptions are defined for RGB images of 8 bits, which these weights do not take")
+
+    def right(asked: LabelledFeatures, title: str) -> Tensor:
+        return classify(asked, title).cpu() == asked.targets.cpu()
+
     kinds = CORRUPTIONS if isinstance(config.corruptions, bool) else tuple(dict.fromkeys(config.corruptions))
     whole = replace(frozen, preparation=replace(frozen.preparation, fit="whole"))
     correct = []
@@ -129,7 +147,7 @@ def corruption_results(
         found = labelled_features(whole, subset, spec, f"features, {each}")
         if len(found) != len(clean):
             raise ValueError(f"{len(clean) - len(found)} images can no longer be read; see the warning above")
-        correct.append(right(found, f"neighbours, {each}").cpu())
+        correct.append(right(found, f"neighbours, {each}"))
     by_kind = torch.stack(correct).view(len(kinds), len(SEVERITIES), len(clean))
     counts = by_kind.sum(dim=2).tolist()
 

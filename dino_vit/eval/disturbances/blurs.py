@@ -17,7 +17,8 @@ Border = Literal["edge", "symmetric", "reflect"]
 DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))  # radius of the disk, sigma that smooths it
 GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))  # sigma, largest shift, passes
 MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))  # radius, sigma
-ZOOM = ((1.10, 0.01), (1.15, 0.01), (1.20, 0.02), (1.25, 0.02), (1.30, 0.03))  # largest factor, step
+# Largest factor, step; the published code means 1.10 at first, but its range of floats has 1.11 too.
+ZOOM = ((1.11, 0.01), (1.15, 0.01), (1.20, 0.02), (1.25, 0.02), (1.30, 0.03))
 
 
 def scale_of(image: Image) -> float:

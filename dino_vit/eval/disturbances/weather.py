@@ -50,9 +50,9 @@ def ice_texture(height: int, width: int, generator: np.random.Generator) -> Imag
         seeds = np.float32(0.5) * (generator.random((side, side), np.float32) > 0.97)
         where = clouds(side, 1.6, generator)  # each direction has its own patches
         needles += streak(seeds, 14, 9, turn + direction) * where**2
-    needles = needles / np.quantile(needles, 0.98)
+    needles = needles / np.maximum(np.quantile(needles, 0.98), 1e-6)  # of few pixels there may be no needle
     cover = clouds(side, 1.8, generator)
-    grain = gaussian(generator.random((side, side), np.float32), 1.2 * scale_of(image=needles))
+    grain = gaussian(generator.random((side, side), np.float32), 1.2 * scale_of(needles))
     ice = (0.25 + 0.75 * cover) * (0.3 + 0.9 * needles) + 0.3 * (grain - 0.5)
     return ice.clip(0, 1).astype(np.float32)[:height, :width, None] * _ICE
 

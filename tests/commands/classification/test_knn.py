@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import dino_vit.commands.classification.knn
+from dino_vit import VisionTransformer, save_backbone
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
@@ -99,6 +100,17 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
     assert f"{figures['mean']:.2f}" in said
 
 
+def test_classes_with_few_images_are_counted(tmp_path, weights):
+    bank = write_classes(tmp_path / "bank", "ab", 6)
+    write_classes(bank, "c", 2, first=20)
+    few = ("shots=[2,4]", "shares=[0.01]", "repeats=2", "k=[3]")
+    found, said = evaluate(weights, write_classes(tmp_path / "images", "abc", 2), f"train={bank}", *few)
+    assert [(one["shots"], one["images"]) for one in found["few_shot"]] == [(2, 6), (4, 10), (1, 3)]
+    assert "shots=4: 1 class of 3 with fewer than 4 images: all of theirs are taken" in said
+    assert "shots=2" not in said
+    assert "shares=0.01 is less than half an image of each class: one of each is taken" in said
+
+
 def test_two_processes_find_what_one_does(tmp_path, weights):
     more = ("train=synthetic:150:16", "k=[5,10]", "shots=[3]", "corruptions=[fog]")
     one, _ = evaluate(weights, "synthetic:51:16", *more)
@@ -143,8 +155,12 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     flat.mkdir()
     Image.new("RGB", (16, 16)).save(flat / "a.png")
     two = write_classes(tmp_path / "two", "ab", 3)
+    bands = tmp_path / "bands.safetensors"
+    model = VisionTransformer(image_size=16, patch_size=4, channels=5, width=32, depth=1, heads=2)
+    save_backbone(model, bands, mean=(0.5,) * 5, std=(0.5,) * 5)
     for source, more, said in (
         (flat, [], "none of the 1 images"),
+        (flat, [f"weights={bands}", "corruptions=[fog]"], "corruptions are defined for RGB images of 8 bits"),
         (two, ["shots=[3]"], "shots=3 takes all 6 images"),
         (two, ["k=[0]"], "k"),
         (two, ["k=[]"], "k = [] (command line): must be a list of 1 or more, each a whole number"),

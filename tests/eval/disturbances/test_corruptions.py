@@ -99,6 +99,23 @@ def test_a_point_out_of_focus_is_a_disk():
     np.testing.assert_allclose(drawn, expected, atol=1e-4)
 
 
+def test_zoom_averages_the_published_enlargements():
+    published = [np.arange(1, 1.11, 0.01), np.arange(1, 1.16, 0.01), np.arange(1, 1.21, 0.02)]
+    published += [np.arange(1, 1.26, 0.02), np.arange(1, 1.31, 0.03)]
+    image = values(height=64, width=64)
+    whole = Image.fromarray(np.rint(image * 255).astype(np.uint8))
+    for severity, factors in enumerate(published, 1):
+        larger = [np.asarray(blurs.enlarged(whole, factor), np.float32) / 255 for factor in factors]
+        found = blurs.zoom(image, severity, np.random.default_rng(0))
+        np.testing.assert_allclose(found, np.mean([image, *larger], axis=0), atol=1e-5)
+
+
+def test_images_of_a_few_pixels_can_be_corrupted():
+    for side in (1, 2, 4, 8):
+        for each in corruptions():
+            assert apply(each, picture(side, side)).shape == (side, side, 3)
+
+
 def test_glass_copies_pixels_one_after_another():
     image, shift = values(height=224, width=224), 2
     moved = np.rint(blurs.gaussian(image, 0.9) * 255).astype(np.uint8)
