@@ -21,7 +21,7 @@ from dino_vit.commands.maps.attention import file_stems
 from dino_vit.commands.maps.dense import Value
 from dino_vit.config.settings import Dimension, Few, FewOrZero, Positive, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, is_main_process, rank, world_size
+from dino_vit.core.distributed import all_gather, is_main_process, limit_waits, rank, world_size
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import DTYPES, choose_precision, start_processes
 from dino_vit.core.sizes import Size
@@ -41,6 +41,7 @@ from dino_vit.views.preparation import preparation_of, squeeze
 from dino_vit.weights import load_backbone
 
 BACKGROUND = 0  # the value that is no object
+LONGEST_VIDEO = 24 * 60  # minutes that a process without a video left waits for the others
 SHEET_FRAMES = 8
 SHEET_PIXELS = 320  # of the longer side of a frame on a sheet
 
@@ -105,6 +106,7 @@ class Describer:
 def run(config: PropagateConfig) -> PropagateResult:
     """Write the masks of every frame, a video, a sheet and figures; processes share the videos."""
     accelerator = start_processes()
+    limit_waits(LONGEST_VIDEO)
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     if not model.has_patches:
         raise ValueError(f"{config.weights} has no patches: its features are made after pooling")

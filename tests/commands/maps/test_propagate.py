@@ -1,5 +1,6 @@
 import json
 import sys
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -12,12 +13,14 @@ from dino_vit import VisionTransformer, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.maps import propagate
 from dino_vit.commands.maps.propagate import Excerpt
+from dino_vit.core.distributed import limit_waits
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import Panel
 from dino_vit.eval.video.clips import in_order
 from dino_vit.eval.video.files import writing_video
 from dino_vit.eval.video.overlap import measures
 from tests.support.moving_scenes import moving_scene, write_scene
+from tests.support.processes import command_in_two
 
 FRAMES, SIZE = 10, "size=96"
 
@@ -175,6 +178,27 @@ def test_an_object_smaller_than_a_patch_is_named(scene, weights, tmp_path, caplo
     assert main(argv) == 0
     assert "pixels of value 7, 8 of the mask, which cover the centre of no patch, are lost" in caplog.text
     assert set(np.unique(read(tmp_path / "out/frames/00001.png")[0])) == {0, 1, 2}
+
+
+def test_a_process_waits_for_one_with_longer_videos(scene, weights, tmp_path):
+    command_in_two(tmp_path / "log", *arguments(scene, weights, tmp_path / "out"), before=take_longer)
+    assert (tmp_path / "out/propagate.json").exists()
+
+
+def take_longer():
+    """Start with collectives that wait for a second, and let the first process take two."""
+    start, follow = propagate.start_processes, propagate.follow
+
+    def start_in_haste():
+        accelerator = start()
+        limit_waits(1 / 60)
+        return accelerator
+
+    def follow_slowly(*given):
+        time.sleep(2)
+        return follow(*given)
+
+    propagate.start_processes, propagate.follow = start_in_haste, follow_slowly
 
 
 @pytest.mark.parametrize("frames", [3, 8, 9, 100])
