@@ -136,7 +136,7 @@ def _few_shot(
             # Without `train` the queries are the images that were not chosen.
             asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
             if not len(asked):
-                raise ValueError(f"{few.given} takes all {len(bank)} images and leaves none to classify")
+                raise ValueError(f"with {few}, all {len(bank)} are taken, which leaves none to classify")
             title = f"neighbours, {few}, {repeat + 1} of {config.repeats}"
             possible = sorted({min(k, len(rows)) for k in config.k})
             for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():

@@ -21,7 +21,7 @@ def robustness_tables(config: RobustnessConfig, results: Mapping[str, Any], sett
             deviation = "-" if one["standard_deviation"] is None else f"{one['standard_deviation']:.2f}"
             counts = f"{one['shots']:,}", f"{one['images']:,}"
             rows.append([*counts, f"{one[setting]:.3g}", f"{one['mean']:.2f}", deviation])
-        header = ["images per class", "of all", setting, "top-1 %", f"deviation of {config.repeats}"]
+        header = ["images per class", "images", setting, "top-1 %", f"std of {config.repeats}"]
         tables.append(format_table(header, rows))
     if corrupted := results.get("corruptions"):
         rows = [

@@ -65,9 +65,9 @@ class PropagateConfig(Settings):
     size: Dimension = setting(
         480, "pixels to resize the shorter side of frames to; larger finds smaller objects"
     )
-    last_frames: FewOrZero = setting(7, "frames that pass on their labels, beside the first")
-    radius: FewOrZero = setting(12, "rows and columns of patches within which the nearest are looked for")
-    k: Few = setting(5, "nearest patches whose labels a patch takes")
+    last_frames: FewOrZero = setting(7, "previous frames, beside the first, whose labels are passed on")
+    radius: FewOrZero = setting(12, "the nearest patches are searched within this many rows and columns")
+    k: Few = setting(5, "nearest patches whose labels are averaged")
     temperature: Positive = setting(0.1, "a patch weighs exp(cosine / temperature)")
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
 

@@ -42,27 +42,27 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 class RobustnessConfig(SupervisedConfig):
     """Classify with few training images, and classify corrupted images."""
 
-    shots: tuple[Count, ...] = setting((), "also classify from only so many images per class")
+    shots: tuple[Count, ...] = setting((), "also train on only this many images per class, such as 1 and 5")
     shares: tuple[Share, ...] = setting(
-        (), "also from such shares of the training images, as many per class, such as 0.01 and 0.1"
+        (), "also train on only these shares of the images, as many of each class, such as 0.01 and 0.1"
     )
     repeats: Few = setting(5, "random choices of the images for each of shots and shares")
     corruptions: bool | tuple[Corruption, ...] = setting(
         False, "also classify corrupted images: true, or a list of the 15 kinds of ImageNet-C"
     )
-    corrupted_images: Count | None = setting(1000, "corrupt at most so many, spread over all; null: all")
+    corrupted_images: Count | None = setting(1000, "most images to corrupt, from all over; null: all")
 
 
 class FewImages(NamedTuple):
     """How few images a classifier is trained on."""
 
-    given: str  # the setting, as it was written
     shots: int  # of each class
-    share: float | None
-    images: int  # of all classes: those that have fewer give all they have
+    share: float | None  # of all images, if that was given
+    images: int  # of all classes; one with fewer than `shots` gives all it has
 
     def __str__(self) -> str:
-        return f"{self.shots} per class" + ("" if self.share is None else f" ({100 * self.share:g} %)")
+        share = "" if self.share is None else f" ({100 * self.share:g} %)"
+        return f"{plural(self.shots, 'image')} per class{share}"
 
 
 def few_shot_banks(
@@ -74,18 +74,16 @@ def few_shot_banks(
     """
     targets = bank.targets.cpu().numpy()
     counts = np.unique(targets, return_counts=True)[1]
-    asked: list[tuple[str, int, float | None]] = [(f"shots={shots}", shots, None) for shots in config.shots]
-    for part in config.shares:
-        shots = round(part * len(bank) / len(counts))
-        if not shots:
-            log.warning("shares=%g is less than half an image of each class: one of each is taken", part)
-        asked.append((f"shares={part:g}", max(1, shots), part))
-    for given, shots, of_all in asked:
-        if few := int((counts < shots).sum()):
-            text = "%s: %s of %d with fewer than %d images: all of theirs are taken"
-            log.warning(text, given, plural(few, "class", "classes"), len(counts), shots)
+    of_shares = [(max(1, round(part * len(bank) / len(counts))), part) for part in config.shares]
+    for shots, share in [*((shots, None) for shots in config.shots), *of_shares]:
+        few = FewImages(shots, share, int(np.minimum(counts, shots).sum()))
+        if short := int((counts < shots).sum()):
+            text = "%s: %s of %d with fewer, all of whose images are taken"
+            log.warning(text, few, plural(short, "class", "classes"), len(counts))
+        if share and few.images > 1.5 * share * len(bank):
+            log.warning("%s: one of each class makes %d of %d images", few, few.images, len(bank))
         yield (
-            FewImages(given, shots, of_all, int(np.minimum(counts, shots).sum())),
+            few,
             [
                 few_shot_rows(targets, bank.indices, shots=shots, seed=config.seed, repeat=repeat)
                 for repeat in range(config.repeats)
@@ -179,22 +177,14 @@ def write_plot(
     figure = Figure(figsize=((5 if few_shot else 0) + wide, 5), layout="constrained")
     axes = list(figure.subplots(1, bool(few_shot) + bool(corrupted), squeeze=False)[0])
     if few_shot:
-        axis = axes.pop(0)
-        (name,) = {"k", "C"} & few_shot[0].keys()
-        # Each number of images has a C of its own; each k is a line.
-        lines = sorted({one["k"] for one in few_shot}) if name == "k" else [None]
-        for value in lines:
-            points = sorted(
-                (one for one in few_shot if value in (None, one[name])), key=lambda one: one["shots"]
-            )
-            axis.errorbar(
-                [one["shots"] for one in points],
-                [one["mean"] for one in points],
-                [one["standard_deviation"] or 0 for one in points],
-                marker="o",
-                capsize=3,
-                label="logistic regression" if value is None else f"k = {value}",
-            )
+        axis, lines = axes.pop(0), dict[str, list[Mapping[str, Any]]]()
+        for one in sorted(few_shot, key=lambda one: one["shots"]):
+            label = f"k = {one['k']}" if "k" in one else "logistic regression"
+            lines.setdefault(label, []).append(one)
+        for label, points in lines.items():
+            shots, means = ([one[name] for one in points] for name in ("shots", "mean"))
+            deviations = [one["standard_deviation"] or 0 for one in points]
+            axis.errorbar(shots, means, deviations, marker="o", capsize=3, label=label)
         shots = sorted({one["shots"] for one in few_shot})
         axis.set(xscale="log", xlabel="images per class", ylabel="top-1 %", title="Few images")
         axis.set_xticks(shots, [str(each) for each in shots], minor=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dino_vit.core.storage import replacing
 
-SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
+SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".3gp", ".ogv")
 
 
 def is_video(path: str) -> bool:

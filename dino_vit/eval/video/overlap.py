@@ -131,5 +131,6 @@ def figures(measured: Tensor) -> Figures:
 
 def mean_over_objects(of_objects: Sequence[Figures]) -> Figures:
     """Return the mean figures of some objects."""
-    means = torch.tensor([[*one.j, *one.f, one.unmoved] for one in of_objects]).double().mean(0).tolist()
+    rows = [[*one.j, *one.f, one.unmoved] for one in of_objects]
+    means = torch.tensor(rows, dtype=torch.double).mean(0).tolist()
     return Figures(Statistics(*means[:3]), Statistics(*means[3:6]), means[6])

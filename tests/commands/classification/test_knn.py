@@ -106,9 +106,9 @@ def test_classes_with_few_images_are_counted(tmp_path, weights):
     few = ("shots=[2,4]", "shares=[0.01]", "repeats=2", "k=[3]")
     found, said = evaluate(weights, write_classes(tmp_path / "images", "abc", 2), f"train={bank}", *few)
     assert [(one["shots"], one["images"]) for one in found["few_shot"]] == [(2, 6), (4, 10), (1, 3)]
-    assert "shots=4: 1 class of 3 with fewer than 4 images: all of theirs are taken" in said
-    assert "shots=2" not in said
-    assert "shares=0.01 is less than half an image of each class: one of each is taken" in said
+    assert "4 images per class: 1 class of 3 with fewer, all of whose images are taken" in said
+    assert "2 images per class" not in said
+    assert "1 image per class (1 %): one of each class makes 3 of 14 images" in said
 
 
 def test_two_processes_find_what_one_does(tmp_path, weights):
@@ -161,7 +161,7 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     for source, more, said in (
         (flat, [], "none of the 1 images"),
         (flat, [f"weights={bands}", "corruptions=[fog]"], "corruptions are defined for RGB images of 8 bits"),
-        (two, ["shots=[3]"], "shots=3 takes all 6 images"),
+        (two, ["shots=[3]"], "with 3 images per class, all 6 are taken, which leaves none"),
         (two, ["k=[0]"], "k"),
         (two, ["k=[]"], "k = [] (command line): must be a list of 1 or more, each a whole number"),
         (two, ["bank=x"], "did you mean train?"),
