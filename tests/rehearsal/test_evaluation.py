@@ -71,7 +71,8 @@ def test_the_patches_of_a_frame_are_labelled_without_a_wait():
     with Rehearsal() as rehearsal:
         features, mask = torch.randn(3, 20, 18, 16, device=CUDA), torch.zeros(160, 144, device=CUDA)
         labels = patch_labels(mask, torch.arange(3, device=CUDA), (20, 18))
-        tracker = Propagation(features[0], labels)
+        how = {"last_frames": 7, "radius": 12, "k": 5, "temperature": 0.1}
+        tracker = Propagation(features[0], labels, **how)
         found = [classes_of_pixels(tracker.label(one), (160, 144), (90, 70)) for one in features[1:]]
         assert {(one.shape, one.device) for one in found} == {((90, 70), CUDA)}
         assert rehearsal.waits.total() == 0

@@ -9,6 +9,7 @@ C classes, (h, w) patches, d channels
 from collections import deque
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,25 +79,15 @@ def _within(part: range, near: range, radius: int, device: torch.device) -> Tens
 class Propagation:
     """Label frames in order, by the first frame and the last few."""
 
-    def __init__(
-        self,
-        features: Tensor,
-        labels: Tensor,
-        *,
-        last_frames: int = 7,
-        radius: int = 12,
-        k: int = 5,
-        temperature: float = 0.1,
-    ) -> None:
-        self._first = features, labels
+    def __init__(self, features: Tensor, labels: Tensor, *, last_frames: int, **how: Any) -> None:
+        """Begin with features and labels of the first frame; `how` is given to `propagate_labels`."""
+        self._first, self._how = (features, labels), how
         self._last: deque[tuple[Tensor, Tensor]] = deque(maxlen=last_frames)
-        self._how = {"radius": radius, "k": k}
-        self._temperature = temperature
 
     def label(self, features: Tensor) -> Tensor:
         """Return the soft labels (C, h, w) of the next frame by its features (h, w, d)."""
         sources, labels = zip(self._first, *self._last, strict=True)
-        found = propagate_labels(features, sources, labels, **self._how, temperature=self._temperature)
+        found = propagate_labels(features, sources, labels, **self._how)
         self._last.append((features, found))
         return found
 
