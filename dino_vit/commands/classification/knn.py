@@ -161,7 +161,7 @@ def _corrupted(
     def classify(asked: LabelledFeatures, title: str) -> Tensor:
         return _classify(config, frozen, bank, asked, config.k[:1], title, own)[config.k[0]][:, 0]
 
-    return corruption_results(config, frozen, queries[rows], images, classify)
+    return {"k": config.k[0], **corruption_results(config, frozen, queries[rows], images, classify)}
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:

@@ -33,8 +33,9 @@ def robustness_tables(config: RobustnessConfig, results: Mapping[str, Any], sett
             for kind, one in corrupted["kinds"].items()
         ]
         clean, error = Accuracy(**corrupted["clean"]), Interval(**corrupted["mean_error"])
+        by = f" by {corrupted['k']} neighbours" if "k" in corrupted else ""
         title = (
-            f"{corrupted['images']:,} images: top-1 {clean} as they are; mean error {error} % when "
+            f"{corrupted['images']:,} images{by}: top-1 {clean} as they are; mean error {error} % when "
             "corrupted, the plain mean of all kinds and severities"
         )
         table = format_table(["top-1 % at severity", *map(str, SEVERITIES), "mean"], rows)

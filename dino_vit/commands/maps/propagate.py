@@ -173,6 +173,8 @@ def follow(clip: Clip, name: str, describe: Describer, config: PropagateConfig) 
             raise ValueError(f"{config.source} has {plural(frames, 'frame')}, which leaves none to label")
     if clip.truth and len(rows) == 1:
         log.warning("no frame but the first has a mask in %s, so there are no figures", config.truth)
+    if others := len(list(target.glob("*.png"))) - frames:
+        log.warning("%s also holds %s of an earlier run", folder / name, plural(others, "mask"))
     excerpt.write(folder / f"{name}.sheet.png")
     return frames, torch.cat(rows)
 

@@ -197,7 +197,8 @@ def test_corrupted_images_are_classified_by_clean_ones(tmp_path, weights):
     (few,) = found["few_shot"]
     assert (few["shots"], few["share"]) == (2, 0.25)
     corrupted = found["corruptions"]
-    assert corrupted["images"] == 10
+    assert (corrupted["images"], corrupted["k"]) == (10, 5)
+    assert "10 images by 5 neighbours: top-1" in said
     assert list(corrupted["kinds"]) == ["contrast", "jpeg"]
 
     bank, labels = features_of(weights, images)

@@ -120,7 +120,7 @@ def test_a_video_becomes_masks_and_a_video(scene, weights, tmp_path, capsys, cap
     assert shapes == {(96, 2 * 128 + 4, 3)}
 
 
-def test_without_truth_there_are_masks_but_no_figures(scene, weights, tmp_path, capsys):
+def test_without_truth_there_are_masks_but_no_figures(scene, weights, tmp_path, capsys, caplog):
     first = read(scene / "masks/00000.png")[0]
     Image.fromarray(255 * (first == 1).astype(np.uint8)).save(tmp_path / "grey.png")
     out = tmp_path / "out"
@@ -131,6 +131,11 @@ def test_without_truth_there_are_masks_but_no_figures(scene, weights, tmp_path, 
     assert set(np.unique(values)) == {0, 255}
     assert tuple(palette[3 * 255 :]) == (224, 224, 192), "the colour of PASCAL VOC"
     assert json.loads((out / "propagate.json").read_text())["mean"] is None
+    assert "of an earlier run" not in caplog.text
+    few = [f"{scene}/frames/0000{number}.png" for number in range(3)]
+    (tmp_path / "frames.txt").write_text("\n".join(few))
+    assert main(["propagate", str(tmp_path / "frames.txt"), *arguments(scene, weights, out)[2:]]) == 0
+    assert f"{out}/frames also holds {FRAMES} masks of an earlier run" in caplog.text
 
 
 def test_ignored_pixels_are_of_no_class_and_not_judged(scene, weights, tmp_path):
