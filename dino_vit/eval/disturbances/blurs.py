@@ -56,10 +56,10 @@ def defocus(image: Image, severity: int, _: np.random.Generator) -> Image:
     """Spread every pixel over a disk; of less than 75 pixels a side the first severity changes nothing."""
     published, sigma = DEFOCUS[severity - 1]
     radius = published * scale_of(image)
-    reach = max(8, ceil(radius))
+    reach = ceil(radius) + 2  # room for what the disk is smoothed by
     across = np.arange(-reach, reach + 1)
     disk = (across[:, None] ** 2 + across**2 <= radius**2).astype(np.float32)
-    weights = gaussian_weights(sigma, 1 if reach <= 8 else 2)
+    weights = gaussian_weights(sigma, 1 if radius <= 8 else 2)
     smooth = np.array([np.convolve(row, weights, "same") for row in disk / disk.sum()])
     smooth = np.array([np.convolve(column, weights, "same") for column in smooth.T]).T.astype(np.float32)
     used = np.flatnonzero(smooth.any(axis=0))

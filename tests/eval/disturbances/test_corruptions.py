@@ -97,6 +97,9 @@ def test_a_point_out_of_focus_is_a_disk():
         if (x - 3) ** 2 + (y - 3) ** 2 <= 9:
             expected[97 + y, 107 + x] = 1 / area
     np.testing.assert_allclose(drawn, expected, atol=1e-4)
+    for severity in kinds.SEVERITIES:  # white stays white
+        white = blurs.defocus(np.ones_like(dot), severity, np.random.default_rng(0))
+        np.testing.assert_allclose(white, 1, atol=1e-5)
 
 
 def test_zoom_averages_the_published_enlargements():
