@@ -21,7 +21,7 @@ from dino_vit.commands.maps.attention import file_stems
 from dino_vit.commands.maps.dense import Value
 from dino_vit.config.settings import Dimension, Few, FewOrZero, Positive, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, is_main_process, limit_waits, rank, world_size
+from dino_vit.core.distributed import all_gather, is_main_process, limit_waits, rank, wait_for_all, world_size
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import DTYPES, choose_precision, start_processes
 from dino_vit.core.sizes import Size
@@ -119,6 +119,7 @@ def run(config: PropagateConfig) -> PropagateResult:
     for number, (name, open_clip) in list(enumerate(clips.items()))[rank() :: world_size()]:
         frames[number], rows = follow(open_clip(), name, describe, config)
         measured.append(F.pad(rows, (1, 0), value=number))
+    wait_for_all()  # NCCL would not notice a process that has ended
     frames = all_gather(frames[None]).sum(0)
     table = all_gather(torch.cat(measured).to(model.device)).cpu().double()
     result = summarise(config, dict(zip(clips, frames.tolist(), strict=True)), table, model)
