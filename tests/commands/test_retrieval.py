@@ -119,6 +119,7 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     for more, said in (
         ([], "no query has another image of its class"),
         (["queries=synthetic:5:16"], f"no query has an image of {two} of its class"),
+        ([f"queries={two}"], "each image of queries would find itself"),
         (["query_labels=a.csv"], "query_labels are those of queries, which is not given"),
         (["dimensions=5"], "dimensions is for whitening, which is not given"),
         ([f"whitening={two}", "dimensions=99"], "whitening to 99 dimensions, but the features have 32"),

@@ -21,6 +21,11 @@ GND = [
 RULES = {"easy": ("easy", "hard"), "medium": ("easy hard", ""), "hard": ("hard", "easy")}
 
 
+def write_truth(folder, gnd):
+    truth = {"imlist": list(SIDES), "qimlist": ["a", "c"], "gnd": gnd}
+    (folder / "gnd_rmini.pkl").write_bytes(pickle.dumps(truth, 2))
+
+
 @pytest.fixture
 def buildings(tmp_path):
     """A folder of the published form: the images of the bank, two of which are queries too."""
@@ -29,8 +34,7 @@ def buildings(tmp_path):
     for name, (width, height) in SIDES.items():
         small = generator.integers(0, 255, (4, 4, 3), dtype=np.uint8)
         Image.fromarray(small).resize((width, height)).save(folder / "jpg" / f"{name}.png")
-    truth = {"imlist": list(SIDES), "qimlist": ["a", "c"], "gnd": GND}
-    (folder / "gnd_rmini.pkl").write_bytes(pickle.dumps(truth, 2))
+    write_truth(folder, GND)
     return folder
 
 
@@ -106,6 +110,26 @@ def test_what_does_not_fit_is_said(buildings, weights, tmp_path):
         dino_vit.retrieval(buildings, queries=buildings / "jpg", **settings)
     with pytest.raises(ValueError, match="boxes=false is for a folder with the ground truth"):
         dino_vit.retrieval(buildings / "jpg", boxes=False, **settings)
+    (buildings / "a.png").write_bytes((buildings / "jpg" / "b.png").read_bytes())
+    with pytest.raises(ValueError, match=r"a\.png and jpg/a\.png have the same; keep one"):
+        dino_vit.retrieval(buildings, **settings)
+    (buildings / "a.png").unlink()
+    write_truth(buildings, [{**GND[0], "bbx": [100, 100, 120, 120]}, GND[1]])
+    with pytest.raises(ValueError, match=r"the box of .*a\.png has no pixel of the image"):
+        dino_vit.retrieval(buildings, **settings)
+    (buildings / "jpg" / "d.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"one cannot be read: .*d\.png: it is not a JPEG"):
+        dino_vit.retrieval(buildings, boxes=False, **settings)
     (buildings / "jpg" / "d.png").unlink()
     with pytest.raises(ValueError, match=r"1 of the 6 images .* are missing, such as d\.jpg"):
+        dino_vit.retrieval(buildings, **settings)
+
+
+def test_a_difficulty_without_relevant_images_is_left_out(buildings, weights, tmp_path):
+    settings = {"weights": weights, "output": tmp_path / "a.json", "verbose": False}
+    write_truth(buildings, [{**one, "easy": [1], "hard": []} for one in GND])
+    found = dino_vit.retrieval(buildings, **settings)
+    assert list(found.difficulties) == ["easy", "medium"]
+    write_truth(buildings, [{**one, "easy": [], "hard": []} for one in GND])
+    with pytest.raises(ValueError, match="no query of the ground truth has easy or hard images"):
         dino_vit.retrieval(buildings, **settings)

@@ -67,6 +67,9 @@ class RetrievalConfig(EvaluationConfig):
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield settings that would have no effect."""
+        if self.queries == self.source:
+            text = "each image of queries would find itself in source, which is the same; leave queries out"
+            yield Problem(text, ("queries", "source"))
         if self.query_labels and not self.queries:
             text = "query_labels are those of queries, which is not given"
             yield Problem(text, ("query_labels", "queries"))

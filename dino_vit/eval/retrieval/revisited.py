@@ -104,13 +104,19 @@ def find_ground_truth(folder: str) -> Path | None:
 
 def find_images(source: Source, names: Sequence[str], what: str) -> Subset:
     """Return the images of a source that have these names, but for folder and suffix."""
-    places = {Path(source.name(index)).stem: index for index in range(len(source))}
-    if missing := [name for name in names if name not in places]:
+    places: dict[str, list[int]] = {name: [] for name in names}
+    for index in range(len(source)):
+        if (stem := Path(source.name(index)).stem) in places:
+            places[stem].append(index)
+    if missing := [name for name in names if not places[name]]:
         raise ValueError(
             f"{len(missing):,} of the {len(names):,} images that {what} lists are missing, "
             f"such as {missing[0]}.jpg"
         )
-    return Subset(source, [places[name] for name in names])
+    if several := next((found for found in places.values() if len(found) > 1), None):
+        first, second = (source.name(index) for index in several[:2])
+        raise ValueError(f"{what} lists images by name, and {first} and {second} have the same; keep one")
+    return Subset(source, [places[name][0] for name in names])
 
 
 def judge_difficulty(queries: Sequence[Query], images: int, difficulty: str) -> Judgement:
@@ -144,7 +150,10 @@ def judge_as_published(
     dimensions: int | None,
     k: Sequence[int],
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the figures of each query by difficulty and title, NaN for queries without relevant images."""
+    """Return the figures of each query by difficulty and title, NaN for queries without relevant images.
+
+    A difficulty at which no query has relevant images is left out.
+    """
     how: dict[str, Any] = {"longest": longest, "scales": scales, "spec": spec}
     boxes = [query.box if cut else None for query in known.queries]
     asked = find_images(source, [query.name for query in known.queries], "the ground truth")
@@ -167,4 +176,7 @@ def judge_as_published(
         found[difficulty] = {
             title: torch.cat([figure(ranks) for ranks in ranked]).cpu() for title, figure in figures.items()
         }
+    found = {difficulty: of for difficulty, of in found.items() if not of["mAP"].isnan().all()}
+    if "medium" not in found:
+        raise ValueError("no query of the ground truth has easy or hard images, so there is nothing to find")
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dino_vit.core.distributed import all_gather, share
 from dino_vit.core.progress import progress
-from dino_vit.data.images.decode import read_image
+from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.features.extraction import FeatureSpec, evaluating, in_batches
 from dino_vit.eval.features.frozen import FrozenBackbone
@@ -37,10 +37,15 @@ def whole_features(
     mine, normalise = share(range(len(source))), frozen.preparation.normaliser(frozen.device)
 
     def read(index: int) -> Tensor:
-        image, box = read_image(source, index, frozen.preparation.pixels), boxes[index]
+        try:
+            image, box = read_image(source, index, frozen.preparation.pixels), boxes[index]
+        except UnreadableImage as error:
+            raise ValueError(f"all images are needed, and one cannot be read: {error}") from error
         if box is not None:
             left, top, right, bottom = (max(0, round(side)) for side in box)
             image = image[:, top:bottom, left:right]
+            if not image.numel():
+                raise ValueError(f"the box of {source.name(index)} has no pixel of the image")
         return resize(image, None, longest) if max(image.shape[1:]) > longest else image
 
     width = spec.shape(frozen.model, frozen.preparation.size)[0]
