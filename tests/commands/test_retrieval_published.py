@@ -94,7 +94,7 @@ def test_two_processes_and_a_whitening(buildings, weights, tmp_path):
     one = dino_vit.retrieval(
         buildings, weights=weights, output=tmp_path / "a.json", verbose=False, **settings
     )
-    given = [f"{key}={value}" for key, value in settings.items()]
+    given = [f"{key}={value}" for key, value in {**settings, "cache": tmp_path / "own"}.items()]
     output = tmp_path / "b.json"
     command_in_two(
         tmp_path / "log", "retrieval", str(buildings), f"weights={weights}", f"output={output}", *given
@@ -102,6 +102,21 @@ def test_two_processes_and_a_whitening(buildings, weights, tmp_path):
     two = json.loads(output.read_text())["results"]
     for difficulty, figures in one.difficulties.items():
         assert two[difficulty]["mAP"]["percent"] == pytest.approx(figures["mAP"].percent, abs=1e-3)
+
+
+def test_features_are_cached_for_what_they_depend_on(buildings, weights, tmp_path, monkeypatch):
+    settings = {"weights": weights, "output": tmp_path / "a.json", "verbose": False}
+    once = dino_vit.retrieval(buildings, **settings)
+
+    def computed(*_):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr("dino_vit.eval.retrieval.whole.WholeExtraction.compute", computed)
+    assert dino_vit.retrieval(buildings, **settings).difficulties == once.difficulties
+    write_truth(buildings, [{**GND[0], "bbx": [0, 0, 20, 20]}, GND[1]])
+    for changed in ({}, {"boxes": False}, {"scales": [1, 0.5]}, {"size": 64}, {"tokens": "gem"}):
+        with pytest.raises(AssertionError, match="computed"):
+            dino_vit.retrieval(buildings, **settings, **changed)
 
 
 def test_what_does_not_fit_is_said(buildings, weights, tmp_path):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,11 @@ class Extraction:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """What else the features are a function of, beside what every extraction has."""
+        return {}
+
     def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
         """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
         normalise = self.preparation.normaliser(self.device)
@@ -128,9 +133,10 @@ class Extraction:
             if batch is None:
                 return
             readable = len(batch.values) > 0
-            yield replace(batch, values=self._compute(normalise(batch.values)) if readable else self.empty())
+            yield replace(batch, values=self.compute(normalise(batch.values)) if readable else self.empty())
 
-    def _compute(self, images: Tensor) -> Tensor:
+    def compute(self, images: Tensor) -> Tensor:
+        """Return the features of normalised images (B, C, H, W)."""
         enabled = self.autocast is not None
         with evaluating(self.model), torch.autocast(self.device.type, self.autocast, enabled=enabled):
             return self.spec.of(self.model, images).float()

@@ -87,9 +87,20 @@ class FrozenBackbone:
         title: str = "features",
     ) -> StoredFeatures:
         """Return the features of a source or of some of its images; all processes must call it."""
+        return self.cached(self.extraction(source, spec), indices=indices, dtype=dtype, title=title)
+
+    def cached(
+        self,
+        extraction: Extraction,
+        *,
+        title: str,
+        indices: Sequence[int] | None = None,
+        dtype: Dtype = "float32",
+    ) -> StoredFeatures:
+        """Return the features of an extraction from the cache, or compute them into it."""
         cache = self.config.cache if isinstance(self.config, CachedConfig) else None
         return stored_features(
-            self.extraction(source, spec),
+            extraction,
             folder=Path(cache) if cache else cache_folder() / "features",
             batch_size=self.config.batch_size,
             indices=indices,

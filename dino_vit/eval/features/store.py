@@ -83,6 +83,7 @@ def stored_features(
         "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
         "preparation": asdict(extraction.preparation),
         "features": asdict(extraction.spec),
+        **extraction.described,
         "precision": str(extraction.autocast or torch.float32).removeprefix("torch."),
         "dtype": dtype,
         "batch_size": batch_size,
