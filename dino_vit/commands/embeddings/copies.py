@@ -182,7 +182,7 @@ def _of_photos(config: CopiesConfig, frozen: FrozenBackbone, path: Path) -> Copi
         pairs = [(row, rows[index]) for row, index in enumerate(copied.indices.tolist())]
         search = bank.search(copied.values, pairs)
         recognised = np.zeros(len(sample), np.bool_)
-        recognised[copied.indices] = search.found.cpu().numpy()
+        recognised[copied.indices] = search.found.numpy()
         found[disturbance.kind][disturbance.strength] = recognised
         kinds[disturbance.kind][disturbance.strength] = copy_figures(search)
     shares = np.mean([one for of_kind in found.values() for one in of_kind.values()], axis=0)

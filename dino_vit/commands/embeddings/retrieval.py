@@ -27,7 +27,7 @@ from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, froz
 from dino_vit.eval.maps.pictures import EMPTY, Panel, frame, shorten, thumbnail, write_sheet
 from dino_vit.eval.neighbours import format_cosines, nearest
 from dino_vit.eval.retrieval.descriptors import descriptors, whitened
-from dino_vit.eval.retrieval.ranking import Ranks, rank_relevant, same_label
+from dino_vit.eval.retrieval.ranking import Ranks, device_of_figures, rank_relevant, same_label
 from dino_vit.eval.retrieval.revisited import (
     LONGEST,
     find_ground_truth,
@@ -267,7 +267,7 @@ def _judge(
         "R-precision": Ranks.r_precision,
         "random": lambda ranks: torch.where(ranks.counts > 0, ranks.counts.double() / others, torch.nan),
     }
-    found = [torch.zeros(0, len(figures), dtype=torch.double, device=device)]
+    found = [torch.zeros(0, len(figures), dtype=torch.double, device=device_of_figures(device))]
     with progress("ranking", len(mine)) as advance:
         for block, ranks in rank_relevant(bank.features, queries.features[rows], judge, device):
             found.append(torch.stack([figure(ranks) for figure in figures.values()], dim=1))

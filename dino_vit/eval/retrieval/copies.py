@@ -26,6 +26,7 @@ _PRECISION = 0.9
 _LEVELS = 200  # at which pairs are counted by query, for the confidence of the micro-AP
 _COUNTS = 2**22  # in memory at a time, and as many cosines
 _QUERIES = 256  # of a block
+_NUMBERS = 2**24  # of the features of originals, in memory at a time
 
 
 class CopyFigures(NamedTuple):
@@ -82,19 +83,17 @@ def search_originals(
         inside = (pairs[:, 0] >= rows.start) & (pairs[:, 0] < rows.stop)
         true = pairs[inside] - pairs.new_tensor([start, 0])
         of_rows = transform(queries[rows.start : rows.stop].to(device))
-        chunks = _chunks(originals, max(1, _COUNTS // len(rows)), device, transform)
+        chunk = max(1, min(_COUNTS // len(rows), _NUMBERS // queries.shape[1]))
+        chunks = _chunks(originals, chunk, device, transform)
         both, best = _count(of_rows, chunks, true, levels)
         nearest.append(best)
         own.append(both[true[:, 0], level[inside]])
         counts.append(both[:, some_levels])
         total += both.sum(0)
-    return Search(
-        pairs,
-        all_gather(torch.cat(nearest)),
-        all_gather(torch.cat(own)),
-        all_gather(total[None]).sum(0),
-        all_gather(torch.cat(counts)),
-    )
+    gathered = map(all_gather, (torch.cat(nearest), torch.cat(own), total[None], torch.cat(counts)))
+    nearest_of_all, own_of_all, totals, counts_of_all = (one.cpu() for one in gathered)
+    # On the CPU: figures are float64, which mps lacks.
+    return Search(pairs.cpu(), nearest_of_all, own_of_all, totals.sum(0), counts_of_all)
 
 
 def _true_cosines(

@@ -74,6 +74,11 @@ class Ranks:
         return of_query.where(self.counts > 0, torch.nan)
 
 
+def device_of_figures(device: torch.device) -> torch.device:
+    """Return where ranks are counted: they are float64, which mps lacks."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def rank_relevant(
     bank: Matrix, queries: Tensor, judge: Judgement, device: torch.device
 ) -> Iterator[tuple[slice, Ranks]]:
@@ -81,11 +86,11 @@ def rank_relevant(
     size = max(1, _COSINES["cuda" if device.type == "cuda" else "cpu"] // max(1, len(bank)))
     for start in range(0, len(queries), size):
         rows = slice(start, min(start + size, len(queries)))
-        relevant, junk = (mask.to(device) for mask in judge(rows))
+        relevant, junk = (mask.to(device_of_figures(device)) for mask in judge(rows))
         block = unit(queries[rows].to(device))
         chunk = max(1, _BANK // queries.shape[1])
         parts = (torch.as_tensor(bank[at : at + chunk], device=device) for at in range(0, len(bank), chunk))
-        cosines = torch.cat([block @ unit(part).T for part in parts], dim=1)
+        cosines = torch.cat([block @ unit(part).T for part in parts], dim=1).to(relevant.device)
         yield rows, ranks_of(cosines, relevant & ~junk, junk)
 
 

@@ -117,3 +117,17 @@ def test_the_interval_covers_more_true_pairs_than_levels(monkeypatch):
     queries = originals + 0.8 * torch.randn(300, 8, generator=generator)
     _, found = judge(queries, [originals.numpy()], [(row, row) for row in range(300)])
     assert found.micro_ap.low < found.micro_ap.percent < found.micro_ap.high
+
+
+def test_a_single_query_does_not_take_all_originals_into_memory(monkeypatch):
+    monkeypatch.setattr(copies, "_NUMBERS", 80)
+    originals, taken = torch.randn(100, 8), []
+
+    def transform(features):
+        taken.append(len(features))
+        return unit(features)
+
+    pairs = torch.tensor([[0, 70]])
+    search = search_originals(originals[70:71], [originals.numpy()], pairs, CPU, transform)
+    assert max(taken) == 10
+    assert search.nearest.tolist() == [70]
