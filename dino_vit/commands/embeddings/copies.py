@@ -247,9 +247,8 @@ def _rows(unchanged: CopyFigures, kinds: Mapping[str, Mapping[float, CopyFigures
 
 
 def _cells(figures: CopyFigures) -> list[str]:
-    first = figures.recall_at_1
-    found = f"{first.percent:.2f} ({first.low:.2f} to {first.high:.2f})"
-    return [found, str(figures.mean_ap), str(figures.micro_ap), f"{figures.recall_at_precision_90:.1f}"]
+    intervals = Interval(*figures.recall_at_1[:3]), figures.mean_ap, figures.micro_ap
+    return [*map(str, intervals), f"{figures.recall_at_precision_90:.1f}"]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -281,10 +280,9 @@ def _draw_photos(
         row: list[Panel | None] = [Panel(thumbnail(sample, index, RGB), sample.name(index))]
         for kind, of_kind in found.items():
             missed = [strength for strength, one in of_kind.items() if not one[index]]
-            strength = missed[0] if missed else max(of_kind, key=list(of_kind).index)
-            copied = DisturbedSource(
-                sample, Disturbance(kind, strength, COPY_KINDS[kind].apply), seed=config.seed
-            )
+            strength = (missed or list(of_kind)[-1:])[0]
+            disturbance = Disturbance(kind, strength, COPY_KINDS[kind].apply)
+            copied = DisturbedSource(sample, disturbance, seed=config.seed)
             caption = f"{'missed' if missed else 'found'}: {COPY_KINDS[kind].describe(strength)}"
             row.append(Panel(thumbnail(copied, index, RGB), caption))
         rows.append(row)

@@ -19,23 +19,25 @@ def true_pairs(queries: Source, originals: Source, table: str | None) -> list[tu
 
 def _by_table(queries: list[str], originals: list[str], table: str) -> list[tuple[int, int]]:
     """Read lines of query,original; a query may have several originals, on a line each."""
-    known = [{name: index for index, name in enumerate(names)} for names in (queries, originals)]
+    of_queries, of_originals = ({name: row for row, name in enumerate(one)} for one in (queries, originals))
     found = []
     for entry in read_entries(table, read_file(table), ("original",)):
-        pair = []
-        for name, index, role in zip(
-            (entry.name, entry.label or ""), known, ("query", "original"), strict=True
-        ):
-            if printable(name) not in index:
-                raise ValueError(
-                    f"{table}: no {role} is called {printable(name)!r}; a line is query,original, each by "
-                    f"its name below its folder with the suffix, such as {next(iter(index))}"
-                )
-            pair.append(index[printable(name)])
-        found.append((pair[0], pair[1]))
+        if entry.label is None:
+            raise ValueError(f"{table}: {printable(entry.name)!r} has no original; a line is query,original")
+        query = _find(entry.name, of_queries, f"{table}: no query", queries[0])
+        found.append((query, _find(entry.label, of_originals, f"{table}: no original", originals[0])))
     if not found:
         raise ValueError(f"{table} has no line; it needs lines of query,original")
     return found
+
+
+def _find(name: str, known: dict[str, int], what: str, example: str) -> int:
+    if (index := known.get(printable(name))) is None:
+        raise ValueError(
+            f"{what} is called {printable(name)!r}; a line is query,original, each by its name below its "
+            f"folder with the suffix, such as {example}"
+        )
+    return index
 
 
 def _by_name(queries: list[str], originals: list[str]) -> list[tuple[int, int]]:

@@ -42,6 +42,9 @@ def test_by_a_table_where_a_query_may_have_several_originals(folders, tmp_path):
     table.write_text("1.png,b\n")
     with pytest.raises(ValueError, match=r"no original is called 'b'; a line is query,original.* as a\.png"):
         true_pairs(*sources, str(table))
+    table.write_text("query,copied,by\n1.png,b.png,me\n")
+    with pytest.raises(ValueError, match=r"'1\.png' has no original; a line is query,original"):
+        true_pairs(*sources, str(table))
     table.write_text("")
     with pytest.raises(ValueError, match="needs lines of query,original"):
         true_pairs(*sources, str(table))
