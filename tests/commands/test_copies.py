@@ -89,6 +89,7 @@ def test_copies_of_photos_are_judged_by_kind_and_strength(folders, weights):
     ("settings", "sentence"),
     [
         ([], "give photos to make copies of, or originals=FOLDER queries=FOLDER with own copies"),
+        (["originals=a", "queries=a"], "each image of queries would find itself in originals"),
         (
             ["source=photos", "queries=copies"],
             "source=photos asks for copies of these photos, queries= for own",

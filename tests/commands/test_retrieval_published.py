@@ -123,6 +123,8 @@ def test_what_does_not_fit_is_said(buildings, weights, tmp_path):
     settings = {"weights": weights, "output": tmp_path / "a.json", "verbose": False}
     with pytest.raises(ValueError, match=r"queries: .*gnd_rmini\.pkl says which images are relevant"):
         dino_vit.retrieval(buildings, queries=buildings / "jpg", **settings)
+    with pytest.raises(ValueError, match=r"fit: .*gnd_rmini\.pkl keep their aspect ratio; leave it out"):
+        dino_vit.retrieval(buildings, fit="whole", **settings)
     with pytest.raises(ValueError, match="boxes=false is for a folder with the ground truth"):
         dino_vit.retrieval(buildings / "jpg", boxes=False, **settings)
     (buildings / "a.png").write_bytes((buildings / "jpg" / "b.png").read_bytes())

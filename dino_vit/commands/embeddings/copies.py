@@ -63,6 +63,9 @@ class CopiesConfig(CachedConfig):
         elif not self.source and not (self.originals and self.queries):
             text = "give photos to make copies of, or originals=FOLDER queries=FOLDER with own copies"
             yield Problem(text, ("source", "originals", "queries"))
+        elif self.originals == self.queries and not self.source:
+            text = "each image of queries would find itself in originals, which are the same; give copies"
+            yield Problem(text, ("queries", "originals"))
         for name in ("kinds", "sample", "seed"):
             if self.queries and getattr(self, name) != type(self).model_fields[name].default:
                 yield Problem(f"{name} is for copies of source, which is not given", (name, "source"))

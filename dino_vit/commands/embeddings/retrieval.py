@@ -168,6 +168,8 @@ def _as_published(
     for name in ("queries", "labels"):
         if getattr(config, name):
             raise ValueError(f"{name}: {truth} says which images are relevant; leave it out")
+    if config.fit != "crop":
+        raise ValueError(f"fit: images whose ground truth is {truth} keep their aspect ratio; leave it out")
     known = read_ground_truth(truth)
     of_each = judge_as_published(
         frozen,

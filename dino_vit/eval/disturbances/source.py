@@ -15,6 +15,7 @@ from dino_vit.data.sources.source import Source
 from dino_vit.views.preparation import Preparation
 
 Picture = NDArray[np.uint8]  # (H, W, 3)
+VERSION = 2  # of all kinds of disturbance; another one when a kind changes, whose features are cached
 
 
 class Disturbance(NamedTuple):
@@ -71,4 +72,5 @@ class DisturbedSource:
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.source.fingerprint}, {self.disturbance}, seed {self.seed}, {self.preparation}"
+        made = f"{self.disturbance}, version {VERSION}, seed {self.seed}, {self.preparation}"
+        return f"{self.source.fingerprint}, {made}"

@@ -53,13 +53,13 @@ def contents(path):
 def computed(monkeypatch):
     """Count the batches that go through the backbone."""
     batches = []
-    compute = store.Extraction._compute
+    compute = store.Extraction.compute
 
     def counted(self, images):
         batches.append(len(images))
         return compute(self, images)
 
-    monkeypatch.setattr(store.Extraction, "_compute", counted)
+    monkeypatch.setattr(store.Extraction, "compute", counted)
     return batches
 
 
