@@ -97,6 +97,7 @@ class LinearConfig(RobustnessConfig, EvaluationConfig):
     dino2021: Dino2021 = Dino2021()
 
     def contradictions(self) -> Iterator[Problem]:
+        yield from super().contradictions()
         if self.method != "logistic" and (self.shots or self.shares):
             text = (
                 "few images are classified by logistic regression: set method=logistic for shots and shares"

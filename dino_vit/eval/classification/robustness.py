@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.settings import Count, Few, setting
+from dino_vit.config.settings import Count, Few, Problem, setting
 from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.core.storage import replacing
@@ -51,6 +51,13 @@ class RobustnessConfig(SupervisedConfig):
         False, "also classify corrupted images: true, or a list of the 15 kinds of ImageNet-C"
     )
     corrupted_images: Count | None = setting(1000, "most images to corrupt, from all over; null: all")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield settings that would have no effect."""
+        for name, needs in (("repeats", ("shots", "shares")), ("corrupted_images", ("corruptions",))):
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default and not any(getattr(self, one) for one in needs):
+                yield Problem(f"{name} has no effect without {' or '.join(needs)}", (name, *needs))
 
 
 class FewImages(NamedTuple):

@@ -215,6 +215,8 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
         (two, ["method=sgd"], "grid, logistic, dino2021"),
         (two, ["rates=[1]"], "grid.rates"),
         (two, ["shots=[1]"], "set method=logistic for shots and shares"),
+        (two, ["repeats=2"], "repeats has no effect without shots or shares"),
+        (two, ["corrupted_images=null"], "corrupted_images has no effect without corruptions"),
         (two, ["method=dino2021", "corruptions=true"], "method=grid or logistic, not dino2021"),
         (two, ["grid.rates=[]"], "grid.rates = [] (command line): must be a list of 1 or more"),
         (two, ["dino2021.mean=true"], "dino2021.blocks=1, not 4"),
