@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from logging import LogRecord
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -94,13 +96,14 @@ def run(config: CompareConfig) -> ComparisonResult:
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
     found = Comparison(source=source, names=list(paths), notes=notes)
-    for place, (name, weights) in enumerate(paths.items(), 1):
-        log.info("%d of %d: %s", place, len(paths), name)
-        _look(config, weights, found, name)
-        for measure in measures:
-            path = folder / f"{place}-{measure}.json"
-            for one in _measure(measure, config, weights, path, found, name):
-                found.figures.setdefault(one.title, {})[name] = one
+    with _each_line_once():
+        for place, (name, weights) in enumerate(paths.items(), 1):
+            log.info("%d of %d: %s", place, len(paths), name)
+            _look(config, weights, found, name)
+            for measure in measures:
+                path = folder / f"{place}-{measure}.json"
+                for one in _measure(measure, config, weights, path, found, name):
+                    found.figures.setdefault(one.title, {})[name] = one
     found.compare()
     page, path = folder / "comparison.html", folder / "comparison.json"
     details = _details(config, found, paths)
@@ -118,6 +121,23 @@ def run(config: CompareConfig) -> ComparisonResult:
         details=details,
         text="\n\n".join([_table(found), answer, f"{page}: open it in any browser\n{path}"]),
     )
+
+
+@contextmanager
+def _each_line_once() -> Iterator[None]:
+    """Log once what several evaluators log of the same weights and images."""
+    seen = set[str]()
+
+    def is_new(record: LogRecord) -> bool:
+        known = record.getMessage() in seen
+        seen.add(record.getMessage())
+        return not known
+
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 def names_of(weights: Sequence[str]) -> list[str]:

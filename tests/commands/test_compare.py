@@ -111,7 +111,7 @@ def test_without_labels_it_is_measured_how_well_copies_are_found(tmp_path, other
     assert found.figures["copies found"]["a.safetensors"].percent == pytest.approx(percent)
 
 
-def test_images_that_cannot_be_read_are_left_out(tmp_path, others, capsys):
+def test_images_that_cannot_be_read_are_left_out_and_said_once(tmp_path, others, caplog):
     for index in range(8):
         write_synthetic(tmp_path / "photos" / "ab"[index % 2] / f"{index}.png", index)
     (tmp_path / "photos" / "a" / "0.png").write_bytes(b"no image")
@@ -119,6 +119,8 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path, others, capsys):
         tmp_path / "photos", weights=others, measures=["knn"], output=tmp_path / "out", **SETTINGS
     )
     assert "7 images" in ParsedPage(found.page.read_text()).text
+    lines = [line for line in caplog.messages if "left out" in line]
+    assert len(lines) == 1, caplog.messages
 
 
 def test_images_of_other_channels_are_shown_too(tmp_path):
