@@ -30,11 +30,12 @@ from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
-from dino_vit.data.images.reducing import NotReducible, reduce_image, reduce_mask
+from dino_vit.data.images.reducing import NotReducible, reduce_image
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.archives import REDUCED_TO
 from dino_vit.data.sources.index import IndexedSource
+from dino_vit.data.sources.masks import reduce_mask
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 

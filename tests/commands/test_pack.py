@@ -14,7 +14,7 @@ from dino_vit.data.images.decode import decode, format_of
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import items
-from tests.support.images import png16, smooth
+from tests.support.images import png, png16, smooth
 
 
 @pytest.fixture
@@ -188,6 +188,24 @@ def test_masks_go_with_their_images(tmp_path):
     assert torch.equal(packed.mask(0), nearest)
     for index in (1, 2):
         assert torch.equal(packed.mask(index), before.mask(index))
+
+
+def test_files_that_are_no_masks_do_not_become_masks(tmp_path, caplog):
+    photos, masks = tmp_path / "photos", tmp_path / "masks"
+    for folder in (photos, masks):
+        folder.mkdir()
+    for name in "abc":
+        smooth(size=(60, 40)).save(photos / f"{name}.jpg")
+    classes = Image.fromarray(np.arange(40 * 60, dtype=np.uint8).reshape(40, 60) % 4)
+    classes.save(masks / "a.png")
+    classes.save(masks / "b.jpg")
+    rows = b"".join(b"\0" + bytes([0b00011011] * 15) for _ in range(40))  # 0, 1, 2, 3, 0, ...
+    (masks / "c.png").write_bytes(png(60, 40, rows, depth=2))
+    pack_reduced(photos, tmp_path / "out", f"masks={masks}")
+    assert "it must be a PNG with a palette" in caplog.text
+    packed = open_masks(str(tmp_path / "out" / "images"))
+    assert len(packed) == 1, "Pillow stretches the 2 bits of c to 0, 85, 170, 255"
+    assert set(packed.mask(0).unique().tolist()) <= {0, 1, 2, 3}
 
 
 def test_broken_images_stay_without_the_check_and_arrays_are_reduced(photos, tmp_path):

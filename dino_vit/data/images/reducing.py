@@ -68,15 +68,3 @@ def _encode(image: Tensor, source: bytes) -> bytes:
     kind = "JPEG" if "quality" in options else "PNG"
     Image.fromarray(pixels.squeeze(-1) if mode == "L" else pixels).save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def reduce_mask(data: bytes, side: int) -> bytes | None:
-    """Return a mask with as many pixels as its reduced image; None if it is not larger."""
-    with Image.open(io.BytesIO(data)) as file:
-        width, height = file.size
-        size = reduced_size(height, width, side)
-        if size == (height, width):
-            return None
-        buffer = io.BytesIO()
-        file.resize(size[::-1], Image.Resampling.NEAREST).save(buffer, "PNG")
-    return buffer.getvalue()

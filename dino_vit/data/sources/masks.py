@@ -16,6 +16,7 @@ from dino_vit.core import log
 from dino_vit.core.progress import plural
 from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.reducing import reduced_size
 from dino_vit.data.sources.files import is_folder, plain, read_file
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
@@ -142,6 +143,21 @@ def write_mask(mask: Mask, path: Path) -> None:
     image.putpalette(mask.palette.flatten().tolist())
     with replacing(path) as partial:
         image.save(partial, "PNG")
+
+
+def reduce_mask(data: bytes, side: int) -> bytes | None:
+    """Return a mask with as many pixels as its reduced image; None if it is not larger.
+
+    A file that is no mask raises: written again, it might be taken for one.
+    """
+    height, width = _read_indexed(data)[0].shape
+    size = reduced_size(height, width, side)
+    if size == (height, width):
+        return None
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(data)) as file:
+        file.resize(size[::-1], Image.Resampling.NEAREST).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _read_indexed(data: bytes | Tensor) -> tuple[NDArray[np.uint8], list[int] | None]:
