@@ -136,6 +136,7 @@ class ShardCache:
         self.limit = limit
         self.stop = threading.Event()
         self._sums = cache(_read_sums)
+        self._etags_are_digests = True  # those of encrypted objects are not, which nothing tells beforehand
 
     def copy(self, shard: int) -> bool:
         """Copy a shard if it has no copy, or return False if another run is about to."""
@@ -186,13 +187,14 @@ class ShardCache:
                         f"{url} is damaged: its digest is not the one in {SUMS} beside it. "
                         "Copy or pack it again"
                     )
-                return  # the ETag of an encrypted object is no digest, which nothing tells beforehand
+                self._etags_are_digests = False  # so that not every shard is fetched twice
+                return
         raise OSError(f"{url} arrives with other bytes each time")
 
     def _wrong_digest(self, url: str, info: Mapping[str, Any], number: int) -> str:
         """Return the digest of a file if it is not the one that is stated, and otherwise nothing."""
         stated, name = self._stated_sum(url), "sha256"
-        if not stated:
+        if not stated and self._etags_are_digests:
             stated, name = _stated_md5(url, info), "md5"
         if not stated:
             return ""

@@ -293,3 +293,15 @@ def test_shards_are_copied_from_s3_and_verified_by_their_etags(bucket, folder, t
     put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
     with pytest.raises(ChangedFile):
         cache.copy(4)
+
+
+def test_etags_that_are_no_digests_cost_only_one_shard_a_second_request(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_stated_md5", lambda *_: "0" * 32)  # as an encrypted bucket answers
+    requested, request = [], files.request
+    monkeypatch.setattr(files, "request", lambda *given: requested.append(given) or request(*given))
+    _, cache = opened("s3://shards", tmp_path / "copies")
+    assert cache.copy(0)
+    first = len(requested)
+    assert first == 2 * len(set(requested))
+    assert cache.copy(1)
+    assert len(requested) - first == len(set(requested[first:]))
