@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, stdev
 from tempfile import TemporaryDirectory
+from threading import Event
 
 import numpy as np
 import torch
@@ -183,7 +184,7 @@ def first_batch(loader: Loader) -> float:
 def window_complete(prefetch: Prefetch) -> float:
     """Return the seconds until all is copied that comes next."""
     start = time.perf_counter()
-    prefetch.cache.stop.clear()
+    prefetch.cache.stop = Event()
     while prefetch.copy_next():
         pass
     return time.perf_counter() - start

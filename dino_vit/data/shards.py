@@ -187,6 +187,9 @@ class ShardCache:
                         f"{url} is damaged: its digest is not the one in {SUMS} beside it. "
                         "Copy or pack it again"
                     )
+                if self._etags_are_digests:
+                    text = "the ETag of %s is not its MD5, as in an encrypted bucket: copies are verified by "
+                    log.warning(text + "size alone, unless %s lies beside the shards", url, SUMS)
                 self._etags_are_digests = False  # so that not every shard is fetched twice
                 return
         raise OSError(f"{url} arrives with other bytes each time")
@@ -249,17 +252,17 @@ class Prefetch:
     def running(self, position: int) -> Iterator[None]:
         """Run the thread, from a position of the run (in steps) on, which `self.position` then follows."""
         self.position, self.failure = position, None
-        self.cache.stop.clear()
-        thread = threading.Thread(target=self._run, name="shards", daemon=True)
+        stop = self.cache.stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stop,), name="shards", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            self.cache.stop.set()
+            stop.set()
             thread.join(POLL)  # it may wait for an answer of a server
 
-    def _run(self) -> None:
-        while not self.cache.stop.is_set():
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
             try:
                 pause = 0.0 if self.copy_next() else POLL
             except (DamagedShard, ChangedFile) as error:
@@ -270,7 +273,7 @@ class Prefetch:
             except OSError as error:
                 log.warning("no shard is copied to data.cache at present: %s", brief(error, 300))
                 pause = 10
-            self.cache.stop.wait(pause)
+            stop.wait(pause)
 
     def copy_next(self) -> bool:
         """Copy the nearest shard that is missing; return False if there is none."""

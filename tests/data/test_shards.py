@@ -295,7 +295,9 @@ def test_shards_are_copied_from_s3_and_verified_by_their_etags(bucket, folder, t
         cache.copy(4)
 
 
-def test_etags_that_are_no_digests_cost_only_one_shard_a_second_request(bucket, tmp_path, monkeypatch):
+def test_etags_that_are_no_digests_cost_only_one_shard_a_second_request(
+    bucket, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(module, "_stated_md5", lambda *_: "0" * 32)  # as an encrypted bucket answers
     requested, request = [], files.request
     monkeypatch.setattr(files, "request", lambda *given: requested.append(given) or request(*given))
@@ -305,3 +307,4 @@ def test_etags_that_are_no_digests_cost_only_one_shard_a_second_request(bucket, 
     assert first == 2 * len(set(requested))
     assert cache.copy(1)
     assert len(requested) - first == len(set(requested[first:]))
+    assert caplog.text.count("the ETag of s3://shards/000.tar is not its MD5") == 1
