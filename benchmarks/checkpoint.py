@@ -75,7 +75,7 @@ def in_the_loop(state: TrainingState) -> float:
     return timed(state, write)
 
 
-def beside(state: TrainingState, step: Callable[[], None]) -> tuple[float, float]:
+def beside(state: TrainingState, step: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds of steps while a checkpoint is written, and of as many alone."""
 
     def steps() -> None:

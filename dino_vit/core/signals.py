@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn, Self, TypeVar
 
@@ -52,7 +52,7 @@ class Interruption:
             raise Stopped
 
     def wait(self, work: Callable[[], T]) -> T | None:
-        """Return what is waited for, which may take minutes, or None as soon as a signal asks to stop."""
+        """Return what is waited for, or None as soon as a signal asks to stop."""
         try:
             try:
                 self.in_wait = True
@@ -61,6 +61,11 @@ class Interruption:
                 self.in_wait = False
         except Stopped:  # may come in any line above
             return None
+
+    def until_asked(self, items: Iterator[T]) -> Iterator[T | None]:
+        """Yield items, each of which may take minutes, and None from when a signal asks to stop."""
+        while True:
+            yield self.wait(lambda: next(items))
 
     @property
     def asked(self) -> bool:

@@ -72,12 +72,11 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         state.interval.restart()
     state.start_clock()
     interruption.in_steps, first = True, state.step
-    with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
+    with contextlib.closing(state.loader.batches(state.step)) as loaded, state.writer:
+        batches = interruption.until_asked(loaded)
         while state.step < state.plan.total_steps:
-            batch = interruption.wait(lambda: state.interval.wait(batches))
-            if any_process(batch is None):  # before the step, which not all can take
+            if not take_step(state, batches):
                 return stop(state, reporter)
-            take_step(state, batches, batch)
             # All processes must leave the loop after the same step, or the others wait in a collective.
             stopped = interruption.asked or state.loader.lost_worker
             ends = any_process(stopped or state.unreadable.too_many)
@@ -119,8 +118,8 @@ def seconds_per_step(config: PretrainConfig) -> float:
         return float(all_reduce_mean(seconds))
 
 
-def take_step(state: TrainingState, batches: Iterator[Batch], first: Batch | None = None) -> None:
-    """Take one optimiser step, and update the teacher; the first batch may have been taken already."""
+def take_step(state: TrainingState, batches: Iterator[Batch | None]) -> bool:
+    """Take one optimiser step, and update the teacher; return False, both as before, if a batch is None."""
     config, student = state.config, state.student
     # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
     rank = state.accelerator.process_index
@@ -133,7 +132,10 @@ def take_step(state: TrainingState, batches: Iterator[Batch], first: Batch | Non
     before = snapshot(buffers)
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
-        batch = first if first is not None and micro == 0 else state.interval.wait(batches)
+        batch = state.interval.wait(batches)
+        if any_process(batch is None) or batch is None:  # a pass that not all can take
+            restore_unless(torch.zeros((), dtype=torch.bool, device=state.device), buffers, before)
+            return False
         state.unreadable.count(batch)
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
@@ -153,6 +155,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch], first: Batch | Non
 
     state.step += 1
     state.interval.add(loss, norm, finite, state.plan.global_batch)
+    return True
 
 
 def forward_backward(state: TrainingState, batch: Batch, rates: Rates, *, last: bool) -> Tensor:

@@ -45,12 +45,13 @@ class Interval:
         self.loss, self.finite, self.skipped, self.norm = torch.zeros(4, device=self.device).unbind()
         self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
 
-    def wait(self, batches: Iterator[Batch]) -> Batch:
+    def wait(self, batches: Iterator[Batch | None]) -> Batch | None:
         """Return the next batch, and count the time that it took to arrive."""
         start = time.perf_counter()
         batch = next(batches)
         self.waited += time.perf_counter() - start
-        self.loading += batch.times
+        if batch is not None:
+            self.loading += batch.times
         return batch
 
     def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int) -> None:

@@ -2,12 +2,14 @@
 
 import signal
 from functools import partial
+from itertools import chain, islice
 
 import pytest
 import torch
 
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
+from dino_vit.training.loop import take_step
 from tests.support.processes import run_in_two
 from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
 from tests.support.training import opened
@@ -30,6 +32,18 @@ def test_a_run_resumes_exactly(tmp_path, settings):
     run(tmp_path / "run", settings)
     assert steps(tmp_path / "run")[-1] == 20
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+
+
+def test_a_step_whose_images_stay_away_changes_nothing(tmp_path):
+    state = opened(tmp_path, {**RESNET, "data.batch_size": 4, "optim.accumulate": 3}).state
+    batches = state.loader.batches()
+    assert take_step(state, batches)
+    modules = state.student, state.teacher, *state.objective.modules().values()
+    before = [{name: tensor.clone() for name, tensor in one.state_dict().items()} for one in modules]
+    assert not take_step(state, chain(islice(batches, 2), [None]))  # as when a signal ends the wait
+    assert state.step == 1
+    for one, old in zip(modules, before, strict=True):
+        assert [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, old[name])] == []
 
 
 def test_two_processes_with_batch_norm_follow_one(tmp_path):
