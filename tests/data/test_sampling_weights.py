@@ -16,7 +16,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.reports.sheets import view_rows
 from tests.support.processes import run_in_two
-from tests.support.runs import assert_same_end, readings, run, signal_before_step
+from tests.support.runs import assert_same_end, readings, run, signal_within_step
 
 SOURCE = SyntheticSource(length=64)
 NAMES = [SOURCE.name(index) for index in range(64)]
@@ -100,7 +100,7 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     settings = {**SHORT, "data.weights": of_classes(tmp_path / "w.csv")}
     said = run(tmp_path / "whole", settings)
     assert "sampling weights: 15 of 64 images effectively; 46 are never drawn" in said
-    killed = partial(signal_before_step, 8, signal.SIGKILL)
+    killed = partial(signal_within_step, 8, signal.SIGKILL)
     run(tmp_path / "run", settings, code=-signal.SIGKILL, before=killed)
     wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
     for other in (wrong, SHORT):

@@ -161,32 +161,32 @@ def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[
     sys.exit(code)
 
 
-def before_step(step, action):
-    """Have the loop act just before it takes a step."""
+def within_step(step, action):
+    """Have the loop act while it takes a step, for which all images are there."""
     import dino_vit.training.loop
 
-    rates = dino_vit.training.loop.set_rates
+    clip = dino_vit.training.loop.clip_gradients
     taken = 0
 
-    def set_rates(*arguments, **keywords):
+    def clip_gradients(*arguments, **keywords):
         nonlocal taken
         if taken == step:
             action()
         taken += 1
-        rates(*arguments, **keywords)
+        return clip(*arguments, **keywords)
 
-    dino_vit.training.loop.set_rates = set_rates
+    dino_vit.training.loop.clip_gradients = clip_gradients
 
 
-def signal_before_step(step, *numbers):
-    """Have the process send itself signals just before the loop takes a step."""
+def signal_within_step(step, *numbers):
+    """Have the process send itself signals while the loop takes a step."""
 
     def send():
         wait_for_checkpoints()
         for number in numbers:
             os.kill(os.getpid(), number)
 
-    before_step(step, send)
+    within_step(step, send)
 
 
 def wait_for_checkpoints():

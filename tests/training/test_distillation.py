@@ -13,7 +13,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training.setup import set_up
 from dino_vit.weights.heads import open_teacher
 from tests.support.processes import run_in_two
-from tests.support.runs import TINY, assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.runs import TINY, assert_same_end, readings, run, signal_within_step, steps, tensors
 from tests.support.training import configured, opened, tensors_of, trained
 
 WIDE = {"model.width": 48, "model.depth": 3, "model.heads": 3, "seed": 5, "budget.steps": 10}
@@ -74,7 +74,7 @@ def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_p
 def test_a_run_resumes_exactly(tmp_path, wide, more):
     settings = pupil(wide, **more)
     run(tmp_path / "whole", settings)
-    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings, code=75, before=partial(signal_within_step, 13, signal.SIGTERM))
     run(tmp_path / "run", settings)
     assert steps(tmp_path / "run")[-1] == 20
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)

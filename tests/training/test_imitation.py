@@ -14,7 +14,7 @@ from dino_vit.method.gram import resize_patches
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.backbones import backbone
 from tests.support.processes import run_in_two
-from tests.support.runs import SETTINGS, assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.runs import SETTINGS, assert_same_end, readings, run, signal_within_step, steps, tensors
 from tests.support.training import opened, trained
 
 STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
@@ -58,7 +58,7 @@ def test_a_run_resumes_exactly(tmp_path, weights, more):
     said = run(tmp_path / "whole", settings)
     assert "imitates the features of" in said
     assert "gap" not in said.split("step  1/20")[-1]
-    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings, code=75, before=partial(signal_within_step, 13, signal.SIGTERM))
     run(tmp_path / "run", settings)
     assert steps(tmp_path / "run")[-1] == 20
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)

@@ -16,7 +16,7 @@ from dino_vit.models.student_teacher import Network
 from dino_vit.training.loop import take_step
 from dino_vit.weights import load_backbone
 from tests.support.processes import finish, pair, srun_environs
-from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.runs import assert_same_end, readings, run, signal_within_step, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
 PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "model.drop_path": 0}
@@ -113,7 +113,7 @@ def test_two_processes_follow_one(tmp_path, terms):
 def test_interrupted_and_resumed_is_bit_for_bit_the_same(tmp_path):
     settings = {**ALL_TERMS, "model.drop_path": 0.1, "data.workers": 2}
     run(tmp_path / "whole", settings)
-    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings, code=75, before=partial(signal_within_step, 13, signal.SIGTERM))
     run(tmp_path / "run", settings)
     assert steps(tmp_path / "run")[-1] == 20
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)

@@ -11,7 +11,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training import state as state_module
 from tests.support.processes import finish, pair, srun_environs
-from tests.support.runs import readings, run, signal_before_step
+from tests.support.runs import readings, run, signal_within_step
 from tests.support.training import opened
 
 SECONDS = 4.0
@@ -42,7 +42,7 @@ def test_it_ends_in_time_with_its_schedules_at_their_end(tmp_path):
 
 
 def test_a_resumed_run_takes_what_is_left_of_the_time(tmp_path):
-    run(tmp_path / "run", SETTINGS, code=75, before=partial(signal_before_step, 30, signal.SIGTERM))
+    run(tmp_path / "run", SETTINGS, code=75, before=partial(signal_within_step, 30, signal.SIGTERM))
     before = metadata(tmp_path / "run")
     assert 20 <= before["step"] <= 30  # some steps were taken to measure the speed
     run(tmp_path / "run", SETTINGS)

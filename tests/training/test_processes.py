@@ -17,14 +17,14 @@ from tests.support.runs import (
     Run,
     arguments,
     assert_same_end,
-    before_step,
     kill_a_loader,
     limit_files,
     readings,
     run,
-    signal_before_step,
+    signal_within_step,
     steps,
     tensors,
+    within_step,
 )
 
 # Stochastic depth is drawn on each process for its own images.
@@ -96,7 +96,7 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
     output = tmp_path / "run"
     environs = torchrun_environs()
     first = Run(output, TWO, environ=environs[0])
-    second = Run(output, TWO, environ=environs[1], before=partial(signal_before_step, 2, signal.SIGTERM))
+    second = Run(output, TWO, environ=environs[1], before=partial(signal_within_step, 2, signal.SIGTERM))
     finish([first, second], 75)
     assert steps(output) == [3]
     said = run(output, TWO)
@@ -114,7 +114,7 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_fails_says_why_and_the_other_that_it_is_alone(tmp_path, rank):
     """In the middle of a step, where the other waits in a collective."""
-    failing = partial(before_step, 3, partial(fail_with, "no space left"))
+    failing = partial(within_step, 3, partial(fail_with, "no space left"))
     started = [
         Run(tmp_path / "run", TWO, environ=environ, before=failing if number == rank else None)
         for number, environ in enumerate(torchrun_environs())
@@ -130,7 +130,7 @@ def test_a_process_that_fails_says_why_and_the_other_that_it_is_alone(tmp_path, 
 def test_a_process_that_is_killed_leaves_the_other_with_a_sentence(tmp_path):
     first, second = torchrun_environs()
     other = Run(tmp_path / "run", TWO, environ=first)
-    killed = partial(signal_before_step, 3, signal.SIGKILL)
+    killed = partial(signal_within_step, 3, signal.SIGKILL)
     assert Run(tmp_path / "run", TWO, environ=second, before=killed).wait() == -signal.SIGKILL
     assert other.wait() == 1
     assert other.said.splitlines()[-1].startswith("dino-vit pretrain: another process of this run has ended")
@@ -141,7 +141,7 @@ def test_a_process_that_is_killed_leaves_the_other_with_a_sentence(tmp_path):
 def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bit(tmp_path, victim):
     """Stopped as by a machine that hangs, in a step after one with a checkpoint; it ends when it goes on."""
     output, settings = tmp_path / "run", {**TWO, "run.checkpoint_every": 3}
-    stopped = partial(signal_before_step, 4, signal.SIGSTOP)
+    stopped = partial(signal_within_step, 4, signal.SIGSTOP)
     started = [
         Run(output, {**settings, **LIMIT}, environ=environ, before=stopped if number == victim else None)
         for number, environ in enumerate(torchrun_environs())
@@ -194,7 +194,7 @@ def test_a_first_step_that_takes_long_is_waited_for(tmp_path):
     settings = {**TWO, **LIMIT, "budget.steps": 4, "optim.warmup_epochs": 0.5}
     first, second = torchrun_environs()
     slow = Run(
-        tmp_path / "run", settings, environ=first, before=partial(before_step, 0, partial(time.sleep, 5))
+        tmp_path / "run", settings, environ=first, before=partial(within_step, 0, partial(time.sleep, 5))
     )
     finish([slow, Run(tmp_path / "run", settings, environ=second)])
 
@@ -217,7 +217,7 @@ def test_a_loader_process_killed_in_one_process_ends_both_after_the_same_step(tm
     first, second = torchrun_environs()
     started = [
         Run(tmp_path / "run", settings, environ=first),
-        Run(tmp_path / "run", settings, environ=second, before=partial(before_step, 2, kill_a_loader)),
+        Run(tmp_path / "run", settings, environ=second, before=partial(within_step, 2, kill_a_loader)),
     ]
     said = finish(started, 75)
     (last,) = steps(tmp_path / "run")

@@ -17,13 +17,13 @@ from dino_vit.training.readings import START, Baseline, read_records
 from tests.support.runs import (
     Run,
     assert_same_end,
-    before_step,
     kill_a_loader,
     limit_files,
     readings,
     run,
-    signal_before_step,
+    signal_within_step,
     steps,
+    within_step,
 )
 
 
@@ -36,7 +36,7 @@ def whole(tmp_path_factory):
 
 
 def signalled(*numbers):
-    return partial(signal_before_step, 13, *numbers)
+    return partial(signal_within_step, 13, *numbers)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_interrupted_in_an_epoch_and_resumed_is_bit_for_bit_the_same(
 def test_a_killed_loader_process_costs_no_step(tmp_path, whole, settings):
     """As the system kills it when memory runs out, here in a step of one pass and of two."""
     output, settings = tmp_path / "run", {"data.workers": 2, **settings}
-    said = run(output, settings, code=75, before=partial(before_step, 13, kill_a_loader))
+    said = run(output, settings, code=75, before=partial(within_step, 13, kill_a_loader))
     assert "ended by SIGKILL, probably because memory ran out: use fewer workers (now 2)" in said
     assert f"saved at step {steps(output)[-1]}; run the same command to resume" in said
     assert "Traceback" not in said

@@ -8,7 +8,7 @@ import torch
 from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
 import dino_vit
-from tests.support.runs import assert_same_end, run, signal_before_step, steps
+from tests.support.runs import assert_same_end, run, signal_within_step, steps
 from tests.support.training import opened
 
 ROTARY = {"model.positions": "rotary", "views.local_size": 24}
@@ -20,7 +20,7 @@ def test_a_run_resumes_exactly(tmp_path, more):
     """The coordinates are rescaled by random factors of the step."""
     settings = {**ROTARY, **more}
     run(tmp_path / "whole", settings)
-    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings, code=75, before=partial(signal_within_step, 13, signal.SIGTERM))
     run(tmp_path / "run", settings)
     assert steps(tmp_path / "run")[-1] == 20
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)

@@ -7,7 +7,7 @@ import pytest
 from torch.testing import assert_close
 
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
-from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.runs import assert_same_end, readings, run, signal_within_step, steps, tensors
 
 ONE = {"budget.steps": 8, "model.drop_path": 0, "data.batch_size": 16, "run.eval_every": 1}
 TWO = {**ONE, "data.batch_size": 8, "run.sharded": "true"}
@@ -48,7 +48,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
     settings = {**TWO, "optim.accumulate": 2, "data.batch_size": 4}
     run_in_two(tmp_path / "whole", settings)
     first, second = torchrun_environs()
-    killed = partial(signal_before_step, 3, signal.SIGTERM)
+    killed = partial(signal_within_step, 3, signal.SIGTERM)
     finish(
         [
             *pair(tmp_path / "run", settings, [first]),

@@ -11,7 +11,7 @@ import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.training.loop import take_step
 from tests.support.processes import run_in_two
-from tests.support.runs import assert_same_end, readings, run, signal_before_step, steps, tensors
+from tests.support.runs import assert_same_end, readings, run, signal_within_step, steps, tensors
 from tests.support.training import opened
 
 OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
@@ -28,7 +28,7 @@ VIT = {**OF_TIMM, "model.arch": "timm:test_vit"}
 )
 def test_a_run_resumes_exactly(tmp_path, settings):
     run(tmp_path / "whole", settings)
-    run(tmp_path / "run", settings, code=75, before=partial(signal_before_step, 13, signal.SIGTERM))
+    run(tmp_path / "run", settings, code=75, before=partial(signal_within_step, 13, signal.SIGTERM))
     run(tmp_path / "run", settings)
     assert steps(tmp_path / "run")[-1] == 20
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
