@@ -30,7 +30,8 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.shards import Prefetch, ShardCache, ShardedSource
+from dino_vit.data.shard_cache import Prefetch, ShardCache
+from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.open import Source, SyntheticSource, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.eval.features.extraction import extract_features

@@ -197,17 +197,7 @@ def _build_state(
 ) -> TrainingState:
     device, processes = accelerator.device, facts.processes
     plan = make_plan(config, len(facts.source), processes, steps)
-    imitated = facts.frozen.backbone if facts.frozen and facts.frozen.network is None else None
-    student, teacher = build_untrained(config, facts.trained, imitated)
-    both = imitated and imitated.has_patches and student.backbone.has_patches
-    if imitated and config.teacher.patch_weight and not both:
-        raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
-    student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
-    for size in config.views.shapes:
-        student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
-    if trained:
-        for network in (student, teacher):
-            network.backbone.load_state_dict(trained.state_dict())
+    student, teacher = _student_and_teacher(config, facts, trained)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     if sharded:
         _shard(student, teacher, config, device)
@@ -256,6 +246,24 @@ def _build_state(
         frozen_sha256=facts.frozen and facts.frozen.sha256,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
+
+
+def _student_and_teacher(
+    config: PretrainConfig, facts: Facts, trained: Backbone | None
+) -> tuple[Network, Network]:
+    """Build student and teacher, and check that they take what the run gives them."""
+    imitated = facts.frozen.backbone if facts.frozen and facts.frozen.network is None else None
+    student, teacher = build_untrained(config, facts.trained, imitated)
+    both = imitated and imitated.has_patches and student.backbone.has_patches
+    if imitated and config.teacher.patch_weight and not both:
+        raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
+    student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
+    for size in config.views.shapes:
+        student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
+    if trained:
+        for network in (student, teacher):
+            network.backbone.load_state_dict(trained.state_dict())
+    return student, teacher
 
 
 def _build_objective(config: PretrainConfig, facts: Facts, student: Backbone) -> Objective:

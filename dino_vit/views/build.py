@@ -15,14 +15,8 @@ from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import cores_of_a_process, local_rank
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.shards import (
-    Prefetch,
-    ShardCache,
-    ShardCopies,
-    ShardedSource,
-    copies_folder,
-    shards_of,
-)
+from dino_vit.data.shard_cache import Prefetch, ShardCache
+from dino_vit.data.shards import ShardCopies, ShardedSource, copies_folder, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.custom import CustomPhotometry
 from dino_vit.views.geometry import View

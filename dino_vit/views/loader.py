@@ -33,7 +33,7 @@ from dino_vit.core.signals import REQUEUE
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
-from dino_vit.data.shards import Prefetch
+from dino_vit.data.shard_cache import Prefetch
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source

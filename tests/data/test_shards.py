@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dino_vit.data import shards as module
-from dino_vit.data.shards import DamagedShard, Prefetch, ShardCache
+from dino_vit.data import shard_cache as module
+from dino_vit.data.shard_cache import Prefetch, ShardCache
+from dino_vit.data.shards import DamagedShard
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, SourceLost
 from dino_vit.data.sources.open import open_source
@@ -127,7 +128,7 @@ def test_digests_are_requested_again_and_missed_if_they_cannot_be_read(
     with pytest.raises(DamagedShard):
         cache.copy(0)
     assert server.statuses == {"SHA256SUMS": []}
-    monkeypatch.setattr("dino_vit.data.shards.SUMS_PATIENCE", 0.5)
+    monkeypatch.setattr(module, "SUMS_PATIENCE", 0.5)
     server.statuses["SHA256SUMS"] = [403] * 20
     _, cache = opened(server.url, tmp_path / "copies")
     assert cache.copy(0)

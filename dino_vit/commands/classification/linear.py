@@ -183,20 +183,24 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
             lambda asked, _: top_classes(heads[column], asked.features, head=row, k=1)[:, 0],
             cached,
         )
-    how_chosen = (
-        f"chosen on {len(chosen_on):,} training images that no head was trained on: {chosen_by[best]}"
-        if config.select == "train"
-        else "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
-        "select=train chooses on a tenth of the training images"
-    )
     text = [
         f"top-1 in %, trained on {len(train):,} images",
         _table(setting, values, inputs, top1, best),
         f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {line}",
-        how_chosen,
+        _how_chosen(config, len(chosen_on), chosen_by[best]),
         *notes,
     ]
     return results, "\n".join(text), predictions
+
+
+def _how_chosen(config: LinearConfig, images: int, by: Accuracy) -> str:
+    """Say which images the best head was chosen on."""
+    if config.select == "train":
+        return f"chosen on {images:,} training images that no head was trained on: {by}"
+    return (
+        "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
+        "select=train chooses on a tenth of the training images"
+    )
 
 
 def _inputs(config: LinearConfig, model: Backbone) -> list[FeatureSpec]:

@@ -165,11 +165,7 @@ def _as_published(
     config: RetrievalConfig, frozen: FrozenBackbone, truth: Path, path: Path
 ) -> RetrievalResult:
     """Judge a backbone on Revisited Oxford or Paris; the result's own figures are those of medium."""
-    for name in ("queries", "labels"):
-        if getattr(config, name):
-            raise ValueError(f"{name}: {truth} says which images are relevant; leave it out")
-    if config.fit != "crop":
-        raise ValueError(f"fit: images whose ground truth is {truth} keep their aspect ratio; leave it out")
+    _check_published(config, truth)
     known = read_ground_truth(truth)
     of_each = judge_as_published(
         frozen,
@@ -222,6 +218,15 @@ def _as_published(
         details=details,
         text=f"{queries} among {len(known.images):,} images, as published\n\n{table}\n\n{path}",
     )
+
+
+def _check_published(config: RetrievalConfig, truth: Path) -> None:
+    """Raise if settings are given that the published protocol has no use for."""
+    for name in ("queries", "labels"):
+        if getattr(config, name):
+            raise ValueError(f"{name}: {truth} says which images are relevant; leave it out")
+    if config.fit != "crop":
+        raise ValueError(f"fit: images whose ground truth is {truth} keep their aspect ratio; leave it out")
 
 
 def _open(config: RetrievalConfig, frozen: FrozenBackbone) -> tuple[LabelledVectors, LabelledVectors]:

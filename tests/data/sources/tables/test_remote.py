@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.shards import DamagedShard, ShardCache
+from dino_vit.data.shard_cache import ShardCache
+from dino_vit.data.shards import DamagedShard
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, SourceLost
 from dino_vit.data.sources.open import open_source
