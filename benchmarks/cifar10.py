@@ -21,13 +21,13 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.classification.knn import weighted_knn
-from dino_vit.eval.features.extraction import Features, extract_features, pixel_features
+from dino_vit.eval.features import Features, extract_features, pixel_features
+from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
-from dino_vit.views.build import build_preparation
+from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
 ON_CUDA = "configs/pretrain/cifar10.yaml, 200 epochs: k-NN to reach 85 per cent"
@@ -38,7 +38,7 @@ LabelledSets = tuple[tuple[Source, Sequence[int]], ...]  # the bank and the quer
 
 def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
     """Return the accuracies of the run's network, of the one it started from, and of raw pixels."""
-    preparation = build_preparation(config)
+    transform = build_eval_transform(config)
     order = np.random.default_rng(0).permutation(len(train))  # files may be sorted by class
     sets: LabelledSets = ((train, order.tolist()), (test, range(len(test))))
     device = here()
@@ -50,7 +50,7 @@ def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
                 model.to(device),
                 source,
                 places,
-                preparation=preparation,
+                transform=transform,
                 batch_size=256,
                 autocast=None if precision == "no" else DTYPES[precision],
             )
@@ -60,7 +60,7 @@ def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
     contenders = {
         "trained": features(load_backbone(config.output)),
         "untrained": features(build_untrained(config)[1].backbone),
-        "raw pixels": [pixel_features(source, places, preparation=preparation) for source, places in sets],
+        "raw pixels": [pixel_features(source, places, transform=transform) for source, places in sets],
     }
     rows = []
     for size in (min(BANK, len(train)), len(train)):

@@ -32,8 +32,8 @@ from benchmarks.measure import Row, Table, Work, arguments, compare, here, repor
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
-from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
+from dino_vit.training.step import take_step
 
 ON_CUDA = "both tables, ViT-S/16 with 64 images and ViT-Ti/4 with 512"
 Views = Callable[[Image.Image], list[Tensor]]
@@ -189,7 +189,7 @@ def measure_photometry(case: Case, repeats: int, workers: int) -> tuple[Row, str
     """Measure ours with the photometry here and there, and say what each waits for data."""
     with files_of(case, workers) as config:
         works = {
-            name: Ours(replace(config, {"data.photometry": place}), case.steps)
+            name: Ours(replace(config, {"data.augment_on": place}), case.steps)
             for name, place in (("on the device", "device"), ("in the workers", "worker"))
         }
         items = case.batch * case.steps
@@ -214,7 +214,7 @@ def run(*, repeats: int, threads: int) -> list[Table]:
     title = f"The whole program, {where(threads)}, {reference}, lightly in bf16, loader processes: {workers}"
     whole = Table(title, "images a second", list(rows), "\n".join(notes))
     rows, notes = zip(*(measure_photometry(case, repeats, workers) for case in cases), strict=True)
-    title = f"Photometry, {where(threads)}, loader processes: {workers}"
+    title = f"AugmentSettings, {where(threads)}, loader processes: {workers}"
     return [whole, Table(title, "images a second", list(rows), "\n".join(notes))]
 
 

@@ -26,7 +26,7 @@ from benchmarks.machines import VARIABLES, Machine, accelerate, restarting, torc
 from benchmarks.measure import Row, Table, arguments, report
 from benchmarks.soak import ROOT, compared
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.training.readings import READING, Reading, read_records
+from dino_vit.training.metrics import METRICS, MetricsRecord, read_records
 
 LIMIT = 12.0  # seconds of run.peer_timeout
 STEPS, EVERY, HURT = 240, 40, 100  # of a run, between checkpoints, and when something happens
@@ -34,7 +34,7 @@ DAY = 86_400
 PATIENCE = 120.0  # seconds until a run that neither goes on nor ends is a failure
 IMAGES = 64
 SETTINGS = (
-    *("data.batch_size=8", "data.workers=1", "data.photometry=device", "views.global_size=32"),
+    *("data.batch_size=8", "data.workers=1", "data.augment_on=device", "views.global_size=32"),
     *("views.local_size=16", "views.local_count=2", "model.arch=null", "model.width=192", "model.depth=2"),
     *("model.heads=3", "model.patch_size=8", "head.prototypes=256", "head.hidden_dim=64"),
     *(
@@ -75,7 +75,7 @@ class Trial:
     def step(self) -> int:
         """Return the step that was reported last."""
         return max(
-            (reading.step for reading in read_records(self.output / "metrics.jsonl", READING)), default=0
+            (reading.step for reading in read_records(self.output / "metrics.jsonl", METRICS)), default=0
         )
 
     def passed(self, step: int) -> bool:
@@ -125,9 +125,9 @@ class Trial:
         return f"{compared(self.output, whole)}."
 
 
-def readings(output: Path) -> list[Reading]:
+def readings(output: Path) -> list[MetricsRecord]:
     """Return the readings of a run, without what depends on the clock."""
-    found = read_records(output / "metrics.jsonl", READING)
+    found = read_records(output / "metrics.jsonl", METRICS)
     return [replace(reading, images_per_second=0.0, data_wait=0.0) for reading in found]
 
 

@@ -123,7 +123,7 @@ def _table(repeats: int, images: int) -> Table:
 
     def everything() -> list[Tensor]:
         batch = worker()
-        return [augment(cut, batch.photometry[size]) for size, cut in batch.views.items()]
+        return [augment(cut, batch.augment[size]) for size, cut in batch.views.items()]
 
     def pil() -> list[list[Tensor]]:
         return [published(Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.files]

@@ -4,8 +4,7 @@
 
 ViT-S/16, 2 × 224 and 8 × 96 pixels, 65,536 prototypes that learn, AdamW, views that are ready; with DINOv2's
 loss half of the global views have 10 to 50 % of their patches masked, and there is KoLeo. Memory is all that
-two steps take on top of the imports. Each contender has a process of its own, so that lightly's does not run
-with `keep_freed_memory`, which our runs call and users of lightly do not have.
+two steps take on top of the imports.
 """
 
 from __future__ import annotations

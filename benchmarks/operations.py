@@ -27,7 +27,7 @@ from benchmarks.rehearsal import Kernels, rehearsed_run
 from benchmarks.step import FIXED, Ours, usual_cases
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.loop import take_step
+from dino_vit.training.step import take_step
 
 ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images"
 STEPS, SHOWN, NAMED = 3, 12, 60  # profiled steps, rows, characters of a name
@@ -37,7 +37,7 @@ REHEARSED: dict[str, dict[str, Any]] = {
     "ViT-S/16, DINO": {},
     "ViT-S/16, DINOv2": {"method": "dinov2"},
     "ViT-B/16, DINO": {"model.arch": "vit_base"},
-    "ViT-B/16, blocks recomputed": {"model.arch": "vit_base", "model.checkpoint_blocks": True},
+    "ViT-B/16, blocks recomputed": {"model.arch": "vit_base", "model.grad_checkpointing": True},
 }
 
 
@@ -110,7 +110,7 @@ def table(title: str, found: Sequence[Operation], clock: float) -> Table:
 def rehearse(changes: Mapping[str, Any], images: int = IMAGES) -> Kernels:
     """Return what a second step takes on a GPU that is not here."""
     settings = {**FIXED, "data.source": f"synthetic:{images}:256", "data.batch_size": images, **changes}
-    settings |= {"data.photometry": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
+    settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
     with TemporaryDirectory() as output:
         config = replace(PretrainConfig(), {**settings, "run.precision": "bf16", "output": output})
         with rehearsed_run(config) as (rehearsal, state):

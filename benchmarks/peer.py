@@ -115,8 +115,8 @@ class MaskedPeer:
         self.bf16 = config.run.precision == "bf16"
         rows, columns = config.views.global_shape
         grid = rows // config.model.patch_size, columns // config.model.patch_size
-        self.hidden = masks.hidden.to(device)
-        self.as_grid = self.hidden.view(-1, *grid)
+        self.mask = masks.mask.to(device)
+        self.as_grid = self.mask.view(-1, *grid)
 
     def step(self, views: Sequence[Tensor]) -> float:
         """Take one step on views of which the first two are global; return its loss."""
@@ -127,12 +127,12 @@ class MaskedPeer:
             with torch.no_grad():
                 tokens = teacher(globals_)
                 taught = teacher.head(tokens[:, 0]).chunk(2)
-                taught_patches = teacher.head(tokens[:, 1:][self.hidden])
-            tokens = student(globals_, self.hidden)
+                taught_patches = teacher.head(tokens[:, 1:][self.mask])
+            tokens = student(globals_, self.mask)
             cls = tokens[:, 0]
             said = [*student.head(cls).chunk(2), *student.head(student(locals_)[:, 0]).chunk(len(views) - 2)]
             loss = self.loss(taught, said, epoch=1)
-            said_patches = student.head(tokens[:, 1:][self.hidden])
+            said_patches = student.head(tokens[:, 1:][self.mask])
             loss = loss + self.weights.patch_weight * self.patch_loss(
                 taught_patches, said_patches, self.as_grid
             )

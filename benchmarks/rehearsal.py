@@ -166,7 +166,6 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             # What is asked of a device before it is used.
             stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
             stack.enter_context(patch("torch.cuda.is_bf16_supported", lambda **_: True))
-            stack.enter_context(patch("dino_vit.method.optim._fused_can_skip", lambda *_: True))
             stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
             stack.enter_context(patch("torch.autograd.backward", backward))
             stack.enter_context(saved_for_backward())

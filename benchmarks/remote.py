@@ -30,16 +30,16 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.shard_cache import Prefetch, ShardCache
-from dino_vit.data.shards import ShardedSource
-from dino_vit.data.sources.open import Source, SyntheticSource, open_source
+from dino_vit.data.shards import Prefetch, ShardCache, ShardedSource
+from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
-from dino_vit.eval.features.extraction import extract_features
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import extract_features
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
-from dino_vit.views.build import build_preparation, build_views
+from dino_vit.views.build import build_eval_transform, build_views
 from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.sampler import Sampler, ShardUses
 from dino_vit.weights import load_backbone
@@ -56,7 +56,7 @@ SMALL = {
     "recipe": "auto",
     "data.batch_size": 64,
     "data.workers": 0,
-    "data.photometry": "device",
+    "data.augment_on": "device",
     "model.arch": None,
     "model.width": 64,
     "model.depth": 3,
@@ -107,8 +107,8 @@ def reading(folder: Path, repeats: int) -> list[Table]:
         whole = first + window_complete(prefetch)
         warm = first_batch(copied)
         first_batch(tables)
-        tars, parquet, disks = Reading(copied, disk), Reading(tables), Reading(local)
-        by_request = Reading(requested)
+        tars, parquet, disks = MetricsRecord(copied, disk), MetricsRecord(tables), MetricsRecord(local)
+        by_request = MetricsRecord(requested)
         rows = []
         for name, ours, other, count in (
             ("tar, beside a local disk", tars, disks, BATCHES),
@@ -164,8 +164,8 @@ def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, ShardCache
     """Return a loader in the window order and, where it reads remotely, the cache of its shards."""
     source = open_source(spec)
     assert isinstance(source, ShardedSource)
-    source.copies = replace_field(source.copies, folder=copies or Path())
-    cache = ShardCache(source, float(np.sort(source.copies.sizes)[-2 * WINDOW :].sum()))
+    source.local_copies = replace_field(source.local_copies, folder=copies or Path())
+    cache = ShardCache(source, float(np.sort(source.local_copies.sizes)[-2 * WINDOW :].sum()))
     shards = source.shards
     sampler = Sampler(length=len(source), batch_size=BATCH, seed=0, shards=shards, window=WINDOW)
     ahead = sampler.span // 2 + (PREFETCH + 1) * BATCH
@@ -191,7 +191,7 @@ def window_complete(prefetch: Prefetch) -> float:
     return time.perf_counter() - start
 
 
-class Reading:
+class MetricsRecord:
     """Batches of a loader, taken as fast as they come."""
 
     def __init__(self, loader: Loader, cache: ShardCache | None = None) -> None:
@@ -269,13 +269,13 @@ def learning(folder: Path) -> Table:
 
 def judge(backbone: Backbone, run: Path, textures: Source) -> float:
     """Return the k-NN of textures that were not learned from."""
-    preparation = build_preparation(read_run(run).config)
+    transform = build_eval_transform(read_run(run).config)
     parts = [range(TEXTURES, TEXTURES + BANK), range(TEXTURES + BANK, TEXTURES + BANK + QUERIES)]
     features, targets = [], []
     for part in parts:
         places = list(part)
         features.append(
-            extract_features(backbone, textures, places, preparation=preparation, batch_size=256).values
+            extract_features(backbone, textures, places, transform=transform, batch_size=256).values
         )
         targets.append(labels(textures, torch.tensor(places)))
     return knn(features[0], targets[0], features[1], targets[1])

@@ -24,12 +24,12 @@ from benchmarks.processes import launch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
-from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
+from dino_vit.training.step import take_step
 
 STEPS = 5
 SETTINGS = (
-    *("data.source=synthetic:64:224", "data.batch_size=1", "data.workers=0", "data.photometry=device"),
+    *("data.source=synthetic:64:224", "data.batch_size=1", "data.workers=0", "data.augment_on=device"),
     *("model.arch=vit_base", "views.local_count=2", "run.trackers=[]", "run.precision=no"),
     *("optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0", "budget.epochs=null", "budget.steps=100"),
 )

@@ -35,18 +35,19 @@ from benchmarks.measure import Row, Table, arguments, report
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import write_bytes
-from dino_vit.data.sources.open import Source, SyntheticSource, open_source
+from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.data.sources.source import Subset
-from dino_vit.eval.classification.knn import weighted_knn
-from dino_vit.eval.classification.linear import count_correct, sweep
-from dino_vit.eval.classification.online import rankme
-from dino_vit.eval.features.extraction import FeatureSpec, extract_features, pixel_features
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.linear import count_correct, sweep
+from dino_vit.eval.online import rankme
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import outcome, read_run
 from dino_vit.training.loop import seconds_per_step
 from dino_vit.training.setup import build_untrained
-from dino_vit.views.build import build_preparation
+from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
 SETS = {"textures": 32, "cifar10": 32, "flowers": 48, "grey": 48, "scenes": 96}  # and a global view's side
@@ -213,14 +214,14 @@ def parts(name: str, folders: dict[str, Path]) -> Iterator[tuple[Source, list[in
 def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Return the figures of the trained network, of the untrained one and of raw pixels."""
     record = read_run(output)
-    preparation = build_preparation(record.config)
+    transform = build_eval_transform(record.config)
     sets = list(parts(name, folders))
     targets = [labels(source, torch.tensor(places)) for source, places in sets]
     spec = FeatureSpec(tokens="cls+mean", blocks=min(4, record.config.model.shape[1]))
 
     def features(model: Backbone) -> list[Tensor]:
         return [
-            extract_features(model, source, places, preparation=preparation, batch_size=256, spec=spec).values
+            extract_features(model, source, places, transform=transform, batch_size=256, spec=spec).values
             for source, places in sets
         ]
 
@@ -235,7 +236,7 @@ def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[s
             "linear": linear(bank[:, cls], targets[0], queries[:, cls], targets[1]),
             "effective rank": rankme(bank[:QUERIES, cls]),
         }
-    pixels = [pixel_features(s, places, preparation=preparation).values for s, places in sets]
+    pixels = [pixel_features(s, places, transform=transform).values for s, places in sets]
     if (weights := peer_of(output) / "weights.pth").exists():
         model = load_backbone(weights, format="timm", heads=record.config.model.shape[2])
         bank, queries = features(model)

@@ -32,7 +32,7 @@ from dino_vit.core.checkpoint import Checkpoints
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "dino_vit" / "commands" / "demo_runs" / "textures.yaml"
 AN_HOUR = ("budget.steps=24000", "run.checkpoint_every=100", "run.log_every=20", "run.eval_every=5")
-FIXED = ("data.photometry=device",)  # what is measured could come out otherwise for the other
+FIXED = ("data.augment_on=device",)  # what is measured could come out otherwise for the other
 EVERY = 5  # seconds between two samples of the memory
 
 

@@ -30,8 +30,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
-from dino_vit.data.sources.files import stamps
-from dino_vit.data.sources.index import Draft, WriteImages
+from dino_vit.data.sources.files import file_signatures
+from dino_vit.data.sources.index import IndexContents, WriteImages
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.source import Source
 
@@ -44,11 +44,13 @@ ROLLUP = Path("/proc/self/smaps_rollup")
 class MadeUp(FolderSource):
     """Writes the index of a folder as if images were in it."""
 
-    def _build(self, _: WriteImages) -> Draft:
+    def _build(self, _: WriteImages) -> IndexContents:
         names = made_up_names()
         folders = [self.root, *(os.path.join(self.root, f"n{number:08d}") for number in range(FOLDERS))]
         sizes = np.full(len(names), 110_000)
-        return Draft(names=names, sizes=sizes, watched=folders, stamps=stamps(folders))
+        return IndexContents(
+            names=names, sizes=sizes, watched=folders, file_signatures=file_signatures(folders)
+        )
 
 
 def made_up_names() -> list[bytes]:

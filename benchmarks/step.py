@@ -27,15 +27,16 @@ from benchmarks import reference
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report, where
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
 from dino_vit.core.runtime import Precision, start_processes
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training.loop import take_step
-from dino_vit.training.plan import Rates
+from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
+from dino_vit.training.step import take_step
+from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_masking
 from dino_vit.views.loader import Batch
-from dino_vit.views.photometry import Augment
 
 CONTENDERS = ("dino_vit", "reference")
 FIXED: dict[str, Any] = {
@@ -64,7 +65,7 @@ class Case:
     def name(self) -> str:
         how = [ARCHS[self.changes["model.arch"]]] if self.changes.get("model.arch") else []
         how += [LABELS[self.precision]]
-        how += ["blocks recomputed"] if self.changes.get("model.checkpoint_blocks") else []
+        how += ["blocks recomputed"] if self.changes.get("model.grad_checkpointing") else []
         return f"{', '.join(how)}, {self.batch} images"
 
     @property
@@ -111,8 +112,8 @@ class Reference:
         loss = reference.Loss(
             prototypes=config.head.prototypes,
             views=config.views.global_count + config.views.local_count,
-            student_temp=config.loss.student_temp,
-            momentum=config.loss.center_momentum,
+            student_temp=STUDENT_TEMPERATURE,
+            momentum=CENTER_MOMENTUM,
         )
         self.trainer = reference.Trainer(student, teacher, loss, clip=config.optim.clip, device=device)
         views = make_batch(config, device).views.values()
@@ -124,7 +125,7 @@ class Reference:
 
     def take(self, views: Sequence[Tensor]) -> float:
         """Take the next step on some views and return its loss."""
-        rates = self.state.plan.rates(self.step) if self.state else Rates(1e-5, 0.04, 0.996, 0.04)
+        rates = self.state.plan.rates(self.step) if self.state else ScheduleValues(1e-5, 0.04, 0.996, 0.04)
         self.step += 1
         return self.trainer.step(views, **rates._asdict())
 
@@ -164,7 +165,7 @@ def make_batch(config: PretrainConfig, device: torch.device) -> Batch:
             size: torch.randn(count * images, config.data.channels, *size, generator=generator).to(device)
             for size, count in counts.items()
         },
-        photometry={size: torch.empty(0) for size in counts},
+        augment={size: torch.empty(0) for size in counts},
         unreadable=(),
         masks=masks,
     )
@@ -224,7 +225,7 @@ def cases(device: str, batch: int | None) -> list[Case]:
         return [Case(images, "bf16", {"model.arch": arch}) for arch in ARCHS for images in sizes]
     images = batch or 8
     # float32 needs nearly the reference's memory, unless blocks are computed twice
-    twice = Case(images, "no", {"model.checkpoint_blocks": True})
+    twice = Case(images, "no", {"model.grad_checkpointing": True})
     return [Case(images, "bf16"), Case(images, "no"), twice]
 
 

@@ -25,9 +25,15 @@ from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
 from benchmarks.small import Job, judge, measured_steps, of_set, train
 from dino_vit.data.sources.scenes import SceneSource
-from dino_vit.eval.features.frozen import BackboneConfig, frozen_backbone
-from dino_vit.eval.maps.dense import Overlaps, mean_iou, pixel_accuracy
-from dino_vit.eval.maps.patches import PixelClassifier, patch_bank, read_patches
+from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.maps.dense import (
+    PixelClassifier,
+    count_pixels,
+    mean_iou,
+    patch_bank,
+    pixel_accuracy,
+    read_patches,
+)
 from dino_vit.reports.record import read_run
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import normalisation
@@ -42,7 +48,7 @@ SETS = {
 }
 # And for all sets; the time is for training alone.
 ALWAYS = ["model.arch=null", "model.width=96", "model.depth=4", "model.heads=3", "run.eval_every=null"]
-CENTRE, BALANCED = ["loss.centring=ema"], ["loss.centring=sinkhorn"]
+CENTRE, BALANCED = ["loss.centering=ema"], ["loss.centering=sinkhorn"]
 SPREAD, NOT_SPREAD = ["loss.koleo_weight=0.03"], ["loss.koleo_weight=0"]
 PATCHES = ["loss.patch_weight=1"]
 VARIANTS: dict[str, Sequence[str]] = {
@@ -120,18 +126,15 @@ def of_patches(weights: Path) -> dict[str, float]:
     frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(weights)))
     bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
     classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
-    counted: dict[str, list[Overlaps]] = {"knn": [], "linear": []}
+    counted: dict[str, list[torch.Tensor]] = {"knn": [], "linear": []}
     for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
         for name, kinds in classifier.predict(batch.features, (side, side)).items():
-            counted[name].append(Overlaps.of(kinds, batch.masks, len(scenes.classes)))
-    whole = {
-        name: Overlaps(*(torch.cat(parts) for parts in zip(*of_judge, strict=True)))
-        for name, of_judge in counted.items()
-    }
+            counted[name].append(count_pixels(kinds, batch.masks, len(scenes.classes)))
+    totals = {name: torch.cat(of_judge).sum(0).double() for name, of_judge in counted.items()}  # (3, C)
     return {
-        "patch k-NN": pixel_accuracy(whole["knn"]).percent,
-        "mIoU by k-NN": mean_iou(whole["knn"]).percent,
-        "mIoU by a linear layer": mean_iou(whole["linear"]).percent,
+        "patch k-NN": 100 * float(pixel_accuracy(*totals["knn"])),
+        "mIoU by k-NN": 100 * float(mean_iou(*totals["knn"])),
+        "mIoU by a linear layer": 100 * float(mean_iou(*totals["linear"])),
     }
 
 

@@ -27,8 +27,8 @@ class Run:
         return str(self.folder)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the readings, one for each log line; `pandas.DataFrame` takes them."""
-        return [reading.to_record() for reading in self._record().readings]
+        """Return the history, one for each log line; `pandas.DataFrame` takes them."""
+        return [metrics.to_record() for metrics in self._record().history]
 
     @property
     def state(self) -> str:
@@ -58,7 +58,7 @@ class Run:
             return load_backbone(self.folder, network=network)
         paths = {int(path.stem.removeprefix("step-")): path for path in self.checkpoints}
         if step not in paths:
-            steps = ", ".join(f"{known:,}" for known in paths) or "none yet"
+            steps = ", ".join(f"{saved:,}" for saved in paths) or "none yet"
             raise ValueError(f"{self.folder} has no checkpoint of step {step:,}; there are: {steps}")
         return load_backbone(paths[step], network=network)
 

@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 
 import dino_vit
-from dino_vit.cli import COMMANDS, config_class
+from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.settings import settings_of
 from tests.support.runs import CPU, SETTINGS
 
 
@@ -38,14 +39,14 @@ def photos(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_a_function_that_takes_what_it_takes_by_position(name):
-    function = getattr(dino_vit, name.replace("-", "_"))
-    taken = [
-        key for key, one in signature(function).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    positional = ("source", "output") if name == "pretrain" else config_class(name).positional
-    assert tuple(taken) == positional
-    assert f"`dino-vit {name} --help`" in function.__doc__
+def test_every_command_is_a_function_that_says_what_it_takes(name):
+    function, cls = getattr(dino_vit, name.replace("-", "_")), COMMANDS[name].config_class
+    parameters = signature(function).parameters.values()
+    taken = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert taken == [key.rpartition(".")[2] for key in cls.positional]
+    assert {one.name for one in parameters} >= {"config", "verbose", "settings"}
+    assert function.__doc__.startswith(cls.__doc__)
+    assert all(f"{key}=" in function.__doc__ for key in settings_of(cls))
 
 
 def test_pretrain_returns_its_run(run, tmp_path):
@@ -72,7 +73,7 @@ def test_pretrain_calls_back_with_readings_and_checkpoints(tmp_path):
     found = dino_vit.pretrain(
         "synthetic:64:32",
         tmp_path / "run",
-        on_reading=readings.append,
+        on_metrics=readings.append,
         on_checkpoint=lambda path: checkpoints.append((path.name, path.exists())),
         **{key: value for key, value in SETTINGS.items() if key != "data.source"},
     )
@@ -86,7 +87,7 @@ def test_what_a_callback_raises_ends_the_run(tmp_path):
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        dino_vit.pretrain(output=tmp_path, on_reading=stop, **SETTINGS)
+        dino_vit.pretrain(output=tmp_path, on_metrics=stop, **SETTINGS)
     assert len(dino_vit.pretrain(output=tmp_path, **SETTINGS).metrics()) == 20
 
 
@@ -140,13 +141,6 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert near.images == [str(image)]
     assert near.nearest[0][0].name == found.names[3]
     assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
-    copied = dino_vit.copies(
-        photos, weights=run.folder, cache=tmp_path, kinds=["mirror"], examples=0, verbose=False
-    )
-    assert copied.kinds["mirror"][1].recall_at_1.images == 24
-    files = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[:4]]
-    own = dino_vit.copies(originals=files, queries=files[:2], weights=run, examples=0, verbose=False)
-    assert own.figures.recall_at_1.images == 2
     same = dino_vit.duplicates(found.path, threshold=0.999999, verbose=False)
     assert same.total >= len(same.pairs)
     assert all(pair.cosine >= 0.99999 for pair in same.pairs)
@@ -156,12 +150,6 @@ def test_files_are_returned_by_their_paths(run, photos, tmp_path):
     maps = dino_vit.attention(photos, weights=run.folder, output=tmp_path / "maps", count=3, verbose=False)
     assert [np.load(path).shape for path in maps.maps.values()] == [(2, 4, 4)] * 3
     assert all(path.exists() for path in maps.sheets)
-    Image.fromarray(np.eye(32, dtype=np.uint8)).save(tmp_path / "first.png")
-    followed = dino_vit.propagate(
-        photos, mask=tmp_path / "first.png", weights=run.folder, output=tmp_path, size=32, verbose=False
-    )
-    assert sum(path.suffix == ".png" for path in (followed.folder / "photos").iterdir()) == 24
-    assert (followed.mean, followed.figures) == (None, {"photos": {}})
     packed = dino_vit.pack(photos, tmp_path / "packed", verbose=False)
     assert packed.images == 24
     assert dino_vit.inspect_data(tmp_path / "packed", verbose=False).facts["images"] == 24
@@ -175,35 +163,22 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
     assert resumed.folder == run.folder
     changed = dino_vit.pretrain(config=run.config, output=tmp_path, verbose=False, budget={"steps": 10})
     assert (len(changed.metrics()), changed.config.optim) == (10, run.config.optim)
-    with pytest.raises(ValueError, match=r"optim.lr = fast .in code.: must be a number"):
+    with pytest.raises(ValueError, match=r"optim.lr = fast .in code.: must be a valid number"):
         dino_vit.pretrain(config={"optim": {"lr": "fast"}})
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: dino_vit.pretrain(epochs=3),
-            ValueError,
-            "epochs is not a setting .in code.; did you mean budget.epochs",
-        ),
+        (lambda: dino_vit.pretrain(epochs=3), ValueError, "epochs is not .* did you mean budget.epochs"),
         (lambda: dino_vit.pretrain(**{"optim.lr": "fast"}), ValueError, "optim.lr = fast .in code.: must be"),
         (lambda: dino_vit.knn("photos"), ValueError, "weights is needed: run folder or weights file"),
         (lambda: dino_vit.knn("nowhere", weights="x.pth"), ValueError, "x.pth does not exist"),
-        (lambda: dino_vit.search("a.npy", embeddings="b.npy"), TypeError, "multiple values"),
-        (
-            lambda: dino_vit.pretrain("a", **{"data.source": "b"}),
-            TypeError,
-            "got data.source by position and by name",
-        ),
-        (lambda: dino_vit.inspect_weights(7), ValueError, "source = 7 .in code.: must be"),
-        (lambda: dino_vit.pretrain(on_reading=3), TypeError, "on_reading must be a function, not 3"),
-        (lambda: dino_vit.pretrain(photometry={"module": dict}), TypeError, "must be a module or a function"),
-        (lambda: dino_vit.pretrain("tests", "tests"), ValueError, "output=tests is the source of the images"),
+        (lambda: dino_vit.pretrain(on_metrics=3), TypeError, "on_metrics must be a function, not 3"),
         (
             lambda: dino_vit.knn(config=PretrainConfig()),
             TypeError,
-            "config must be a file or a KnnConfig, not a Pre",
+            "must be a file or a KnnConfig",
         ),
     ],
 )
@@ -221,6 +196,7 @@ def test_pretraining_works_in_a_thread(tmp_path):
     assert len(found[0].metrics()) == 10
 
 
+@pytest.mark.slow
 def test_one_script_calls_several_functions_in_two_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

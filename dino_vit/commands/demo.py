@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,17 +20,17 @@ from dino_vit.core.distributed import any_process
 from dino_vit.core.runtime import choose_precision
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import write_results
-from dino_vit.eval.classification.linear import count_correct, sweep
-from dino_vit.eval.classification.online import random_indices
-from dino_vit.eval.features.extraction import extract_features, pixel_features
+from dino_vit.eval.features import extract_features, pixel_features
+from dino_vit.eval.linear import count_correct, sweep
+from dino_vit.eval.online import random_indices
 from dino_vit.reports.record import read_run
-from dino_vit.training.loop import pretrain, seconds_per_step
+from dino_vit.training.loop import pretrain
 from dino_vit.training.setup import build_untrained
-from dino_vit.views.build import build_preparation
+from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
 
-# Without native bf16 training takes twice as long or more; then it takes the steps that fit into these times.
-SECONDS, MIN_STEPS = {"textures": 150.0, "scenes": 90.0}, 100
+# Without native bf16 a step takes twice as long or more: then the runs take the steps that fit into these.
+MINUTES = {"textures": 2.5, "scenes": 1.5}
 PICTURES = "synthetic:scenes:100:192"  # twice as large as the views, so patches are small beside the regions
 PENALTIES = tuple(10.0**power for power in range(-4, 3))  # C of the logistic regressions
 
@@ -38,6 +38,7 @@ PENALTIES = tuple(10.0**power for power in range(-4, 3))  # C of the logistic re
 class DemoConfig(Settings):
     """Pretrain small networks on generated images, and show what they learned."""
 
+    resumes: ClassVar = True
     output: str = setting("runs/demo", "folder of the runs; a second call resumes them or reuses results")
     seed: Seed = setting(0, "seed of every random number")
     steps: Count | None = setting(None, "optimiser steps of each run; null: 4 minutes of both on two cores")
@@ -62,24 +63,23 @@ def run(config: DemoConfig) -> DemoResult:
     pretrain(textures)
     log.info("the same for scenes, whose attention is worth looking at:")
     pretrain(scenes)
-    weights, seeing = (Checkpoints(Path(run.output)).paths()[-1] for run in (textures, scenes))
+    weights, scene_weights = (Checkpoints(Path(run.output)).paths()[-1] for run in (textures, scenes))
     results, maps, page = folder / "demo.json", folder / "attention", folder / "report.html"
     # Decided before any process writes one of them.
-    made_of = {results: weights, maps: seeing, page: weights}
-    outdated = [path for path, source in made_of.items() if any_process(is_outdated(path, source))]
+    made_from = {results: weights, maps: scene_weights, page: weights}
+    outdated = [path for path, source in made_from.items() if any_process(is_outdated(path, source))]
     if results in outdated:
         write_results(results, evaluate(folder, weights, config.images))
     if maps in outdated:
-        settings = [f"weights={seeing}", f"source={PICTURES}", f"output={maps}"]
+        settings = [f"weights={scene_weights}", f"source={PICTURES}", f"output={maps}"]
         attention.run(load(attention.AttentionConfig, None, settings))
     if page in outdated:
         report.run(load(report.ReportConfig, None, [f"run={folder}"]))
     figures = json.loads(results.read_bytes())
     lines = ["Top-1 accuracy; the pretraining used no labels:"]
     for evaluation, row in figures.items():
-        lines.append(
-            f"  {evaluation + ':':14}" + ", ".join(f"{name} {one:.1f} %" for name, one in row.items())
-        )
+        percents = ", ".join(f"{network} {percent:.1f} %" for network, percent in row.items())
+        lines.append(f"  {evaluation + ':':14}{percents}")
     lines.append(f"Attention maps: {maps.resolve()}")
     lines.append(f"Report: {page.resolve()} (open it in a browser)")
     return DemoResult(folder=folder, figures=figures, text="\n".join(lines))
@@ -90,49 +90,36 @@ def is_outdated(path: Path, weights: Path) -> bool:
     return not path.exists() or path.stat().st_mtime < weights.stat().st_mtime
 
 
-def recipe(config: DemoConfig, name: Literal["textures", "scenes"]) -> PretrainConfig:
+def recipe(config: DemoConfig, name: str) -> PretrainConfig:
     """Return the settings of a pretraining; that of scenes has its folder in the other's."""
     output = Path(config.output, *([name] if name == "scenes" else []))
-    started = output / "config.yaml"
     with as_file(files("dino_vit.commands") / "demo_runs" / f"{name}.yaml") as path:
         settings = load(PretrainConfig, path, [f"output={output}", f"seed={config.seed}"])
-    has_bf16 = choose_precision("auto", torch.device("cpu")) == "bf16"
     if config.steps is not None:
-        steps: int | None = config.steps
-    elif started.exists():
-        steps = load(PretrainConfig, started).budget.steps
-    elif has_bf16 or torch.cuda.is_available():
+        return replace(settings, {"budget.steps": config.steps})
+    if torch.cuda.is_available() or choose_precision("auto", torch.device("cpu")) == "bf16":
         return settings
-    else:
-        wanted, seconds = settings.budget.steps or 0, seconds_per_step(settings)
-        steps = min(wanted, max(MIN_STEPS, int(SECONDS[name] / seconds)))
-        text = "no native bf16 on this machine: taking %d of %d steps at %.0f ms each"
-        log.info(text, steps, wanted, 1e3 * seconds)
-    return replace(settings, {"budget.steps": steps})
+    return replace(settings, {"budget.steps": None, "budget.minutes": MINUTES[name]})
 
 
 def evaluate(run: Path, weights: Path, images: int) -> dict[str, dict[str, float]]:
     """Return the accuracies of the untrained network, the trained one and raw pixels, in percent."""
     record = read_run(run)
-    config = record.config
-    source, preparation = open_source(config.data.source), build_preparation(config)
+    config, baseline = record.config, record.baseline
+    source, transform = open_source(config.data.source), build_eval_transform(config)
     indices = random_indices(source, config.seed)[:images]
     log.info("training linear probes on %d images ...", len(indices))
     networks = {"untrained": build_untrained(config)[1].backbone, "trained": load_backbone(weights)}
     features = {
-        name: extract_features(network, source, indices, preparation=preparation, batch_size=256)
+        name: extract_features(network, source, indices, transform=transform, batch_size=256).values
         for name, network in networks.items()
     }
-    features["raw pixels"] = pixel_features(source, indices, preparation=preparation)
-    knn = {
-        "untrained": record.baseline.knn,
-        "trained": record.latest("knn"),
-        "raw pixels": record.baseline.raw_pixels,
-        "chance": record.baseline.chance,
-    }
+    features["raw pixels"] = pixel_features(source, indices, transform=transform).values
+    knn = {"untrained": baseline.knn, "trained": record.latest("knn"), "raw pixels": baseline.raw_pixels}
+    knn["chance"] = baseline.chance
     return {
         "k-NN": {name: value for name, value in knn.items() if value is not None},
-        "linear probe": {name: probe(found.values, source, indices) for name, found in features.items()},
+        "linear probe": {name: probe(values, source, indices) for name, values in features.items()},
     }
 
 

@@ -8,7 +8,7 @@ from dino_vit import __version__
 from dino_vit.core import log
 from dino_vit.core.text import brief
 
-REFUSALS = {
+REASONS = {
     401: "the token is not valid; run `hf auth login`, or set HF_TOKEN",
     403: "the token may not write there; use one with write access",
     404: "there is no such repository, or the token may not see it",
@@ -22,6 +22,8 @@ def check_access(name: str) -> None:
         from huggingface_hub.utils import validate_repo_id
     except ImportError:
         raise ValueError("--push needs the hub's library: pip install 'dino-vit[hub]'") from None
+    if name.count("/") != 1:
+        raise ValueError(f"push={brief(name)} is not a repository; write OWNER/NAME")
     validate_repo_id(name)
     if get_token() is None:
         raise ValueError("--push needs a token with write access: run `hf auth login`, or set HF_TOKEN")
@@ -32,13 +34,12 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi, constants, utils
 
     log.info("%s: pushing to %s/%s", folder, constants.ENDPOINT, name)
-    xet, hidden = constants.HF_HUB_DISABLE_XET, utils.are_progress_bars_disabled()
+    # Xet, the default where hf_xet is installed, needs storage servers that only huggingface.co has; LFS
+    # works with every server of this protocol. The variable of this name is read on import only.
+    constants.HF_HUB_DISABLE_XET = True
+    if not log.isEnabledFor(logging.INFO):
+        utils.disable_progress_bars()
     try:
-        # Xet, the default where hf_xet is installed, needs storage servers that only huggingface.co has; LFS
-        # works with every server of this protocol. The variable of this name is read on import only.
-        constants.HF_HUB_DISABLE_XET = True
-        if not log.isEnabledFor(logging.INFO):
-            utils.disable_progress_bars()
         api = HfApi(token=True, library_name="dino-vit", library_version=__version__)
         url = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(name).private:
@@ -50,10 +51,6 @@ def push(folder: Path, name: str, *, private: bool) -> str:
             f"{folder} is exported, but was not pushed to {constants.ENDPOINT}/{name}: {_reason(error)}. "
             "To try again, repeat the command with --overwrite"
         ) from error
-    finally:
-        constants.HF_HUB_DISABLE_XET = xet
-        if not hidden:
-            utils.enable_progress_bars()
     return str(url)
 
 
@@ -61,5 +58,5 @@ def _reason(error: Exception) -> str:
     """Return why a push failed."""
     cause: Any = error.__cause__ if isinstance(error, RuntimeError) else error  # of the upload of a file
     status = getattr(getattr(cause, "response", None), "status_code", None)
-    said = brief(" ".join(str(getattr(cause, "server_message", None) or cause).split()), 300)
-    return f"{REFUSALS.get(status, f'the server answered {status}')} ({said})" if status else said
+    message = brief(" ".join(str(getattr(cause, "server_message", None) or cause).split()), 300)
+    return f"{REASONS.get(status, f'the server answered {status}')} ({message})" if status else message

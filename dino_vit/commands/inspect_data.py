@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,16 +17,16 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, FewOrZero, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.progress import plural
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.sources.archives import ArchiveSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.splits import splits_of
-from dino_vit.data.statistics import ImageInfo, ImageSummary, inspect_images
-from dino_vit.eval.maps.pictures import Panel, as_picture, write_sheet
+from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
+from dino_vit.eval.maps.pictures import as_picture, write_sheet
 from dino_vit.views.build import build_pixels, build_views, make_views
 from dino_vit.views.costs import advice_on_size
 
@@ -51,160 +51,32 @@ class InspectConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts(Result):
-    """What is known of a source, by the names that --json prints."""
+    """What is in a source, by the names that --json prints."""
 
     facts: dict[str, Any]
 
 
 def run(config: InspectConfig) -> SourceFacts:
     """Inspect the images, and draw the views."""
-    source = open_source(config.source, config.labels)
-    indices = range(len(source)) if config.count is None else spread(len(source), config.count)
+    source, name = open_source(config.source, config.labels), printable(config.source)
+    indices = spread(len(source), config.count or len(source))
     summary = inspect_images(source, indices, max_pixels=config.max_pixels, allow_none=True)
-    facts = describe(printable(config.source), source, summary)
-    if summary.images:
-        training = fitted_config(config.pretrain, source, summary)
-        sizes = [(image.height, image.width) for image in summary.images]
-        scaled = training.data.scaled_decoding
-        views, name = build_views(training), printable(config.source)
-        facts["advice"] = advice_on_size(sizes, views, name, scaled_decoding=scaled)
     if not summary.images:
-        reasons = "\n  ".join(str(one) for one in summary.unreadable[:LISTED])
+        reasons = "\n  ".join(map(str, summary.unreadable[:LISTED]))
         raise ValueError(f"none of the {len(indices):,} inspected images can be read:\n  {reasons}")
+    training = training_config(config.pretrain, source, summary)
+    sizes = [(image.height, image.width) for image in summary.images]
+    scaled = training.data.scaled_decoding
+    advice = advice_on_size(sizes, build_views(training), name, scaled_decoding=scaled)
+    facts = describe(name, source, summary, advice)
     if config.sheet and config.rows:
-        replaced = " (replaced an existing file)" if Path(config.sheet).exists() else ""
-        draw_views(source, summary, config)
-        log.info("%s: the views that training would use%s", config.sheet, replaced)
-    whole = json.dumps(facts, indent=2, ensure_ascii=False)
-    return SourceFacts(facts=facts, text=whole if config.as_json else "\n".join(as_text(facts)))
+        draw_views(Path(config.sheet), source, summary, training, rows=config.rows)
+        log.info("%s: the views that training would use", config.sheet)
+    text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
+    return SourceFacts(facts=facts, text=text)
 
 
-def describe(spec: str, source: Source, summary: ImageSummary) -> dict[str, Any]:
-    """Return what is known of a source as plain values."""
-    labels = Counter(source.label(index) for index in range(len(source)))
-    unlabelled = labels.pop(None, 0)
-    images = summary.images
-    sizes = [image.file_bytes for image in images if image.file_bytes]
-    mean, std = summary.mean_and_std() or (None, None)
-    return {
-        "source": spec,
-        "images": len(source),
-        "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
-        "without_label": unlabelled,
-        "splits": {name: len(places) for name, places in splits_of(source).items()},
-        "reduced_to": _reduced_to(source),
-        "advice": None,  # of a training with these images
-        "looked_at": len(images) + len(summary.unreadable),
-        "formats": summary.count(lambda image: image.format),
-        "pixels": summary.count(ImageInfo.describe),
-        "height": _range(image.height for image in images),
-        "width": _range(image.width for image in images),
-        "shorter_side": _range(min(image.height, image.width) for image in images),
-        "file_bytes": _range(sizes),
-        "bytes_in_all": round(sum(sizes) / len(sizes) * len(source)) if sizes else 0,
-        "values": [min(i.low for i in images), max(i.high for i in images)] if images else None,
-        "mean": mean,
-        "std": std,
-        "unreadable": [{"name": image.name, "reason": image.reason} for image in summary.unreadable],
-        "identical": [[source.name(index) for index in group] for group in summary.identical()],
-    }
-
-
-def _reduced_to(source: Source) -> list[int]:
-    """Return the shorter sides that shards were packed with."""
-    inner = source.source if isinstance(source, LabelledSource) else source
-    return inner.reduced_to() if isinstance(inner, ArchiveSource) else []
-
-
-def _range(values: Iterable[float]) -> dict[str, float] | None:
-    known = list(values)
-    return {"least": min(known), "median": median(known), "most": max(known)} if known else None
-
-
-def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the facts as lines for a person."""
-    yield f"{facts['source']}: {facts['images']:,} images, {_labels(facts)}"
-    if facts["splits"]:
-        yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
-    if facts["reduced_to"]:
-        sides = " or ".join(map(str, facts["reduced_to"]))
-        yield f"packed with size={sides}: larger images were reduced to this shorter side in pixels"
-    if facts["looked_at"] < facts["images"]:
-        yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
-    if facts["height"]:
-        yield from (f"  {title:<11} {text}" for title, text in _rows(facts))
-    if facts["advice"]:
-        yield facts["advice"]
-    unreadable = [f"{image['name']}: {image['reason']}" for image in facts["unreadable"]]
-    identical = [" = ".join(group[:LISTED]) for group in facts["identical"]]
-    for title, unit, lines in (("unreadable", "image", unreadable), ("identical", "group", identical)):
-        if lines:
-            yield f"  {title:<11} {plural(len(lines), unit)}"
-            yield from (f"    {line}" for line in lines[:LISTED])
-        if len(lines) > LISTED:
-            yield f"    and {len(lines) - LISTED:,} more; --json lists all"
-
-
-def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    height, width = facts["height"], facts["width"]
-    yield "format", _counts(facts["formats"])
-    yield "pixels", _counts(facts["pixels"])
-    yield (
-        "size",
-        f"{height['median']:g} × {width['median']:g} (median height × width); heights {height['least']:g} to "
-        f"{height['most']:g}, widths {width['least']:g} to {width['most']:g}, shorter sides from "
-        f"{facts['shorter_side']['least']:g}",
-    )
-    if facts["file_bytes"]:
-        typical, total = facts["file_bytes"]["median"] / 1024, facts["bytes_in_all"] / 2**20
-        yield "file", f"{typical:,.1f} KiB (median), about {total:,.1f} MiB in total"
-    yield "values", f"from {facts['values'][0]:g} to {facts['values'][1]:g}"
-    if facts["mean"]:
-        mean, std = ("; ".join(f"{value:.3f}" for value in facts[name]) for name in ("mean", "std"))
-        yield "mean, std", f"{mean} and {std}, per channel, of values from 0 to 1"
-    else:
-        yield "mean, std", "unknown: the values are not from 0 to 1; set data.range"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
-
-
-def _labels(facts: Mapping[str, Any]) -> str:
-    labels: dict[str, int] = facts["labels"]
-    if not labels:
-        return "no labels (none are needed)"
-    more = f" and {len(labels) - LISTED:,} more" if len(labels) > LISTED else ""
-    without = f"; {facts['without_label']:,} without" if facts["without_label"] else ""
-    return f"{len(labels):,} labels: {_counts(dict(list(labels.items())[:LISTED]))}{more}{without}"
-
-
-def draw_views(source: Source, summary: ImageSummary, config: InspectConfig) -> None:
-    """Write the sheet of the views of some images, an image per row."""
-    training = fitted_config(config.pretrain, source, summary)
-    pixels = build_pixels(training)
-    images = [image.index for image in summary.images if image.fits(pixels.channels)]
-    images = images or [image.index for image in summary.images]
-    originals: dict[int, Tensor] = {}
-    for row in spread(len(images), config.rows):
-        try:
-            originals[images[row]] = read_image(source, images[row], pixels)
-        except UnreadableImage as error:
-            log.warning("no views of %s", error)
-    if not originals:
-        raise ValueError(f"{config.sheet} cannot be drawn: training could use none of the images")
-    views_of = make_views(training, source, list(originals), epoch=0)
-    rows = [
-        [Panel(as_picture(picture)) for picture in (original, *views)]
-        for original, views in zip(originals.values(), views_of, strict=True)
-    ]
-    titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
-    titles += [f"local {n + 1}" for n in range(training.views.local_count)]
-    names = [source.name(index) for index in originals]
-    write_sheet(rows, Path(config.sheet or ""), names=names, titles=titles)
-
-
-def fitted_config(file: str | None, source: Source, summary: ImageSummary) -> PretrainConfig:
+def training_config(file: str | None, source: Source, summary: ImageSummary) -> PretrainConfig:
     """Return the settings of a training on the source, completed from its images."""
     config = load(PretrainConfig, Path(file) if file else None, [] if file else ["recipe=auto"])
     choices = auto_choices(
@@ -216,3 +88,120 @@ def fitted_config(file: str | None, source: Source, summary: ImageSummary) -> Pr
     )
     config = replace(config, {choice.key: choice.value for choice in choices})
     return config if config.data.bits else replace(config, {"data.bits": summary.bits})
+
+
+def describe(name: str, source: Source, summary: ImageSummary, advice: str | None) -> dict[str, Any]:
+    """Return what is in a source as plain values."""
+    labels = Counter(source.label(index) for index in range(len(source)))
+    images = summary.images
+    sizes = [image.file_bytes for image in images if image.file_bytes]
+    mean, std = _mean_and_std(source, summary)
+    inner = source.source if isinstance(source, LabelledSource) else source
+    return {
+        "source": name,
+        "images": len(source),
+        "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
+        "without_label": labels[None],
+        "splits": {name: len(indices) for name, indices in splits_of(source).items()},
+        "reduced_to": inner.reduced_to() if isinstance(inner, ArchiveSource) else [],
+        "advice": advice,
+        "looked_at": len(images) + len(summary.unreadable),
+        "formats": summary.count(lambda image: image.format),
+        "pixels": summary.count(ImageInfo.describe),
+        "height": _range(image.height for image in images),
+        "width": _range(image.width for image in images),
+        "shorter_side": _range(min(image.height, image.width) for image in images),
+        "file_bytes": _range(sizes) if sizes else None,
+        "bytes_in_all": round(sum(sizes) / len(sizes) * len(source)) if sizes else 0,
+        "values": [min(image.low for image in images), max(image.high for image in images)],
+        "mean": mean,
+        "std": std,
+        "unreadable": [{"name": image.name, "reason": image.reason} for image in summary.unreadable],
+        "identical": [[source.name(index) for index in group] for group in summary.identical()],
+    }
+
+
+def _mean_and_std(source: Source, summary: ImageSummary) -> tuple[list[float] | None, list[float] | None]:
+    """Return mean and std of the values in [0, 1]; None if their range is unknown."""
+    pixels = Pixels(channels=summary.channels, bits=16)
+    indices = [image.index for image in summary.images if image.fits(pixels.channels)]
+    try:
+        statistics = channel_statistics(source, indices, pixels)
+    except ValueError:
+        return None, None
+    return list(statistics.mean), list(statistics.std)
+
+
+def _range(numbers: Iterable[float]) -> dict[str, float]:
+    values = list(numbers)
+    return {"least": min(values), "median": median(values), "most": max(values)}
+
+
+def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the facts as lines for a person."""
+    labels, unlabelled = facts["labels"], facts["without_label"]
+    text = f"{len(labels):,} labels: {_counts(labels)}" if labels else "no labels (none are needed)"
+    text += f"; {unlabelled:,} without" if labels and unlabelled else ""
+    yield f"{facts['source']}: {facts['images']:,} images, {text}"
+    if facts["splits"]:
+        yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
+    if facts["reduced_to"]:
+        sides = " or ".join(map(str, facts["reduced_to"]))
+        yield f"packed with size={sides}: larger images were reduced to this shorter side in pixels"
+    if facts["looked_at"] < facts["images"]:
+        yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
+    yield f"  format      {_counts(facts['formats'])}"
+    yield f"  pixels      {_counts(facts['pixels'])}"
+    for name in ("height", "width", "shorter_side"):
+        text = "{least:g} to {most:g} pixels, median {median:g}".format(**facts[name])
+        yield f"  {name.partition('_')[0]:<11} {text}"
+    if facts["file_bytes"]:
+        typical, total = facts["file_bytes"]["median"] / 1024, facts["bytes_in_all"] / 2**20
+        yield f"  file        {typical:,.1f} KiB (median), about {total:,.1f} MiB in total"
+    yield f"  values      from {facts['values'][0]:g} to {facts['values'][1]:g}"
+    if facts["mean"]:
+        mean, std = ("; ".join(f"{value:.3f}" for value in facts[name]) for name in ("mean", "std"))
+        yield f"  mean, std   {mean} and {std}, per channel, of values from 0 to 1"
+    else:
+        yield "  mean, std   unknown: the values are not from 0 to 1; set data.range"
+    if facts["advice"]:
+        yield facts["advice"]
+    yield from _listed("unreadable", [f"{image['name']}: {image['reason']}" for image in facts["unreadable"]])
+    yield from _listed("identical", [" = ".join(group[:LISTED]) for group in facts["identical"]])
+
+
+def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield f"  {title:<11} {len(lines):,}"
+        yield from (f"    {line}" for line in lines[:LISTED])
+    if len(lines) > LISTED:
+        yield f"    and {len(lines) - LISTED:,} more; --json lists all"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    text = ", ".join(f"{name} {count:,}" for name, count in list(counts.items())[:LISTED])
+    return f"{text} and {len(counts) - LISTED:,} more" if len(counts) > LISTED else text
+
+
+def draw_views(
+    sheet: Path, source: Source, summary: ImageSummary, training: PretrainConfig, *, rows: int
+) -> None:
+    """Write the sheet of the views of some images, an image per row."""
+    pixels = build_pixels(training)
+    indices = [image.index for image in summary.images if image.fits(pixels.channels)]
+    originals: dict[int, Tensor] = {}
+    for index in [indices[row] for row in spread(len(indices), rows)]:
+        try:
+            originals[index] = read_image(source, index, pixels)
+        except UnreadableImage as error:
+            log.warning("no views of %s", error)
+    if not originals:
+        raise ValueError(f"{sheet} cannot be drawn: training could use none of the images")
+    views_of = make_views(training, source, list(originals), epoch=0)
+    panels = [
+        [(as_picture(picture), "") for picture in (original, *views)]
+        for original, views in zip(originals.values(), views_of, strict=True)
+    ]
+    titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
+    titles += [f"local {n + 1}" for n in range(training.views.local_count)]
+    write_sheet(panels, sheet, names=[source.name(index) for index in originals], titles=titles)

@@ -1,7 +1,10 @@
 """`dino-vit report`: write a page about a run, or serve it while the run goes on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,25 +20,31 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.classification.online import random_indices
-from dino_vit.reports.explorer import MAX_IMAGES, LoadedTeacher, build_map, to_json
-from dino_vit.reports.page import SECTIONS, Page, Pictures, render, serve
+from dino_vit.eval.online import random_indices
+from dino_vit.reports.explorer import (
+    MAX_IMAGES,
+    MIN_IMAGES,
+    LoadedTeacher,
+    build_map,
+    to_json,
+    write_embedding,
+)
+from dino_vit.reports.page import SECTIONS, Page, PageServer, Pictures, render
 from dino_vit.reports.record import RunRecord, read_run
 from dino_vit.reports.sheets import attention_rows, neighbour_rows, view_rows
-
-UNAVAILABLE = (ValueError, OSError, UnreadableImage)  # what files raise that are missing or damaged
 
 
 class ReportConfig(Settings):
     """Write one HTML file about a run."""
 
+    examples: ClassVar = ("report runs/pretrain", "report runs/pretrain --serve")
     positional: ClassVar = ("run",)
     switches: ClassVar = {"serve": "serve"}
 
     run: str = Field(description="folder of the run")
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: str | None = setting(None, "where the images are now; null: where the run read them")
-    images: int = Field(3000, ge=3, le=MAX_IMAGES, description="number of images on the map")
+    images: int = Field(3000, ge=MIN_IMAGES, le=MAX_IMAGES, description="number of images on the map")
     serve: bool = setting(False, "serve the page to a browser instead, and keep it up to date")
     address: str = setting("127.0.0.1", "address to serve on; the default is visible on this machine only")
     port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any free port")
@@ -56,7 +65,7 @@ def run(config: ReportConfig) -> ReportFile | None:
     record = read_run(Path(config.run))
     draw_pictures = partial(draw, config=config, device=accelerator.device)
     if config.serve:
-        serve(Page(record.folder, draw_pictures), config.address, config.port)
+        PageServer(Page(record.folder, draw_pictures), config.address, config.port).run()
         return None
     output = Path(config.output or record.folder / "report.html")
     html = render(record, draw_pictures(record)).encode()
@@ -67,50 +76,52 @@ def run(config: ReportConfig) -> ReportFile | None:
 def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:
     """Draw what the images and the checkpoints allow; the page explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
-    try:
+    with _explained(pictures, *SECTIONS, advice=" If the images have moved, say where with source=..."):
         source = open_source(config.source or record.config.data.source)
-    except UNAVAILABLE as error:
-        _explain(pictures, f"{error} If the images have moved, say where with source=...", *SECTIONS)
-        return pictures
-    try:
-        source = join_labels(source, labels) if labels else source
-    except UNAVAILABLE as error:
-        pictures.notes.append(f"The labels could not be read: {error}")
-    epoch = int(record.readings[-1].epoch) if record.readings else 0
-    try:
-        pictures.views = view_rows(record.config, source, epoch)
-    except UNAVAILABLE as error:
-        _explain(pictures, error, "views")
-    try:
-        _draw_network(pictures, record, source, config.images, device)
-    except UNAVAILABLE as error:
-        _explain(pictures, error, *SECTIONS[1:])
+        with _explained(pictures, "labels"):
+            source = join_labels(source, labels) if labels else source
+        with _explained(pictures, "views"):
+            epoch = int(record.history[-1].epoch) if record.history else 0
+            pictures.views = view_rows(record.config, source, epoch)
+        with _explained(pictures, *SECTIONS[1:]):
+            _draw_network(pictures, record, source, config, device)
     return pictures
 
 
 def _draw_network(
-    pictures: Pictures, record: RunRecord, source: Source, images: int, device: torch.device
+    pictures: Pictures, record: RunRecord, source: Source, config: ReportConfig, device: torch.device
 ) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         raise ValueError("the run has not written a checkpoint yet")
-    if checkpoint.metadata.get("source") != source.fingerprint:
-        pictures.notes.append("The images differ from those that the run started with.")
-    teacher = LoadedTeacher(checkpoint, device)
-    found = build_map(teacher, source, random_indices(source, record.config.seed)[:images])
+    teacher = LoadedTeacher(checkpoint.path, device)
+    indices = random_indices(source, record.config.seed)[: config.images]
+    images = build_map(teacher, source, indices)
     if teacher.has_attention:
-        pictures.attention = attention_rows(teacher, source, found)
+        pictures.attention = attention_rows(teacher, source, images)
     else:
-        name = record.config.model.title
-        pictures.missing["attention"] = f"{name} has no attention of a CLS token to show."
-    pictures.neighbours = neighbour_rows(teacher, source, found)
-    pictures.explorer = to_json(found)
-    drawn = "Map, attention" if teacher.has_attention else "Map"
-    pictures.notes.append(f"{drawn} and neighbours: teacher at step {checkpoint.step:,}.")
-    pictures.notes += found.notes
+        pictures.missing["attention"] = f"{record.config.model.title} has no attention of a CLS token."
+    pictures.neighbours = neighbour_rows(teacher, source, images)
+    pictures.map = to_json(images)
+    unreadable = len(indices) - len(images.indices)
+    notes = {
+        f"Map, attention and neighbours: teacher at step {checkpoint.step:,}.": True,
+        f"Unreadable images, left out of the map: {unreadable}.": unreadable > 0,
+        "The images differ from those that the run started with.": (
+            checkpoint.metadata.get("source") != source.fingerprint
+        ),
+        "The map is a PCA; for a t-SNE run `pip install scikit-learn`.": find_spec("sklearn") is None,
+    }
+    pictures.notes = [note for note, holds in notes.items() if holds]
+    if not config.serve and "tensorboard" in record.config.run.trackers:
+        write_embedding(images, record.folder / "logs" / "embedding", checkpoint.step)
 
 
-def _explain(pictures: Pictures, reason: object, *sections: str) -> None:
-    """Note why sections of the page are empty."""
-    log.warning("the report lacks %s: %s", ", ".join(sections), reason)
-    pictures.missing |= dict.fromkeys(sections, f"Not available: {reason}")
+@contextmanager
+def _explained(pictures: Pictures, *sections: str, advice: str = "") -> Iterator[None]:
+    """Note why sections of the page are empty, instead of raising what missing or damaged files raise."""
+    try:
+        yield
+    except (ValueError, OSError, UnreadableImage) as error:
+        log.warning("the report lacks %s: %s", ", ".join(sections), error)
+        pictures.missing |= dict.fromkeys(sections, f"Not available: {error}{advice}")

@@ -33,10 +33,8 @@ GENTLE: dict[str, object] = {
 }
 EVALUATIONS = 6  # in a short run
 PHASES = (
-    "optim.warmup_epochs",
-    "optim.freeze_last_layer_epochs",
-    "loss.warmup_teacher_temp_epochs",
-    "init.head_epochs",
+    *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
+    *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
 )
 SHORT = 30_000  # steps; shorter runs may never leave the uniform state without BatchNorm in the head
 
@@ -88,18 +86,14 @@ class _Choices:
 
     def __init__(self, config: PretrainConfig) -> None:
         self.config, self.given = config, given_keys(config)
-        self.made: list[Choice] = []
+        self.made: dict[str, Choice] = {}
 
     def choose(self, key: str, value: T, reason: str) -> T:
         """Choose `value` unless the user gave one; return the value in force."""
         if key in self.given:
             return cast(T, get(self.config, key))
-        self.override(key, value, reason)
+        self.made[key] = Choice(key, value, reason)
         return value
-
-    def override(self, key: str, value: object, reason: str) -> None:
-        """Choose a value even if the user gave one."""
-        self.made = [*(choice for choice in self.made if choice.key != key), Choice(key, value, reason)]
 
 
 def auto_choices(
@@ -120,13 +114,13 @@ def auto_choices(
     choices = _Choices(config)
     _choose_channels(choices, channels)
     _choose_sizes(choices, image_size)
-    prototypes = 2 ** round(log2(65536 * images / IMAGENET))
-    reason = f"a power of two near {images:,} images / 20, as ImageNet's 65536; at least 256"
-    choices.choose("head.prototypes", min(max(prototypes, 256), 65536), reason)
     steps = _choose_length(choices, images, global_batch, steps)
-    _choose_head(choices, steps)
-    _choose_rates(choices, steps, global_batch)
-    return choices.made
+    _choose_head(choices, images)
+    if steps < SHORT:
+        _choose_gentle(choices)
+    if config.method == "dino" or steps < SHORT:  # for a long run DINOv2 has published its own
+        _choose_rates(choices, steps, global_batch)
+    return list(choices.made.values())
 
 
 def _choose_channels(choices: _Choices, channels: int) -> None:
@@ -135,32 +129,30 @@ def _choose_channels(choices: _Choices, channels: int) -> None:
         for name in ("mean", "std"):
             choices.choose(f"data.{name}", None, "to be measured, since ImageNet's is for RGB")
         for name in ("saturation", "hue", "grey"):
-            choices.choose(f"photometry.{name}", 0.0, f"{channels} channels are not RGB")
+            choices.choose(f"augment.{name}", 0.0, f"{channels} channels are not RGB")
 
 
 def _choose_sizes(choices: _Choices, image_size: int) -> None:
     """Give a small image fewer, smaller patches: 14 x 14 of 16 at 224 pixels, 8 x 8 of 4 at 32."""
     views = choices.config.views
-    fixed: list[int] = []
+    given_sides: list[int] = []
     if "views.global_size" in choices.given:
-        fixed += views.global_shape
+        given_sides += views.global_shape
         image_size = min(views.global_shape)
     if "views.local_size" in choices.given:
-        fixed += views.local_shape
-    fitting = [p for p in PATCHES if all(side % p == 0 for side in fixed)] or PATCHES
-    patch = min(fitting, key=lambda p: abs(log2(p / _patch(image_size))))
-    if choices.config.model.timm:
-        patch = TIMM_PATCH
-    else:
-        reason = f"detail of {image_size} pixels: 16 at 224, 4 at 32"
-        patch = choices.choose("model.patch_size", patch, reason)
+        given_sides += views.local_shape
+    patch = TIMM_PATCH
+    if not choices.config.model.timm:
+        fitting = [size for size in PATCHES if all(side % size == 0 for side in given_sides)] or PATCHES
+        patch = min(fitting, key=lambda size: abs(log2(size / _patch(image_size))))
+        patch = choices.choose("model.patch_size", patch, f"for {image_size} pixels: 16 at 224, 4 at 32")
     side = max(min(image_size, 224) // patch, 2) * patch
     reason = f"images of {image_size} pixels in whole patches, up to 224"
     side = min(height_width(choices.choose("views.global_size", side, reason)))
     local = ceil(3 * side / (7 * patch)) * patch
-    choices.choose("views.local_size", local, f"3/7 of a global view, like 96 of 224, in patches of {patch}")
+    choices.choose("views.local_size", local, f"3/7 of a global view, in patches of {patch}")
     sigma = (0.1, max(0.1, min(2.0, round(2 * side / 224, 2))))
-    choices.choose("photometry.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
+    choices.choose("augment.blur_sigma", sigma, "in proportion to the view: up to 2 at 224")
 
 
 def _patch(image_size: int) -> float:
@@ -172,88 +164,71 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
     """Choose the length of the run and of the phases at its start; return the number of steps."""
     budget = choices.config.budget
     if not {"budget.epochs", "budget.steps", "budget.images", "budget.minutes"} & choices.given:
-        longer = 10 * round(10 * (IMAGENET / images) ** 0.25)
-        reason = f"a small set needs more passes: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
-        epochs = choices.choose("budget.epochs", min(max(longer, 30), 800), reason)
-        budget = budget.model_copy(update={"epochs": epochs})
+        epochs = min(max(10 * round(10 * (IMAGENET / images) ** 0.25), 30), 800)
+        reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
+        budget = budget.model_copy(update={"epochs": choices.choose("budget.epochs", epochs, reason)})
     steps = steps or max(1, budget.total_steps(images, global_batch))  # 0 is what `make_plan` refuses
     length = steps / max(1, images // global_batch)  # in epochs
     warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
     choices.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     choices.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
     for key in PHASES:
-        if choices.config.init is None and key == "init.head_epochs":
-            continue
-        value = cast(float, get(choices.config, key))
-        chosen = key.startswith("optim.") and key not in choices.given
-        if value >= length and not chosen:
+        value = cast(float, get(choices.config, key) or 0)
+        if key not in choices.made and value >= length:
             fitting = int(length / 10) if key.startswith("loss.") else _round(length / 10)
-            choices.override(key, fitting, f"{value:g} does not fit {length:.3g} epochs: a tenth of them")
-    interval = _round(min(10.0, length / EVALUATIONS))
+            reason = f"{value:g} does not fit {length:.3g} epochs: a tenth of them"
+            choices.made[key] = Choice(key, fitting, reason)
     if "run.eval_every_steps" not in choices.given:
+        interval = _round(min(10.0, length / EVALUATIONS))
         choices.choose("run.eval_every", interval, f"{EVALUATIONS} times in a run, at least every 10 epochs")
     return steps
 
 
-def _choose_head(choices: _Choices, steps: int) -> None:
-    """Make the head of a narrow network narrow too, and keep that of a short run from the uniform state."""
+def _choose_head(choices: _Choices, images: int) -> None:
+    """Give few images few prototypes, and a narrow network a narrow head."""
+    prototypes = min(max(2 ** round(log2(65536 * images / IMAGENET)), 256), 65536)
+    choices.choose("head.prototypes", prototypes, f"near {images:,} images / 20, from 256 to 65536")
     narrow = min(1.0, _width(choices.config) / PUBLISHED_WIDTH)
     for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
-    if steps < SHORT:
-        reason = "balanced targets learn faster in a short run; see docs/small-sets.md"
-        choices.choose("loss.centring", "sinkhorn", reason)
-        choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank; see docs/small-sets.md")
-        reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
-        choices.choose("head.batch_norm", True, reason)
-        for key, value in GENTLE.items():
-            if get(choices.config, key) != value:
-                choices.choose(key, value, f"DINO's, for a run of fewer than {SHORT:,} steps")
-    if {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & choices.given:
+
+
+def _choose_gentle(choices: _Choices) -> None:
+    """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
+    choices.choose("loss.centering", "sinkhorn", "balanced targets learn faster in a short run")
+    choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
+    reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
+    choices.choose("head.batch_norm", True, reason)
+    for key, value in GENTLE.items():
+        if get(choices.config, key) != value:
+            choices.choose(key, value, f"DINO's, for a run of fewer than {SHORT:,} steps")
+
+
+def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
+    """Let a short run move fast: temperature, half-life of the teacher and learning rate follow its steps."""
+    shortness, config = max(1.0, PUBLISHED_STEPS / steps), choices.config
+    if not {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & choices.given:
+        if config.loss.warmup_teacher_temp_epochs:
+            choices.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
+        reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
+        choices.choose("loss.teacher_temp", _round(max(0.02, 0.04 / shortness ** (1 / 9))), reason)
+    half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
+    reason = f"half-life of {half_life:.0f} steps for a run of {steps:,}: 173 x (steps / 125,000) ^ 0.4"
+    choices.choose("teacher.momentum", round(2 ** (-1 / half_life), 4), reason)
+    if config.optim.name != "adamw":
         return
-    if _is_long(choices, steps):
-        return
-    if choices.config.loss.warmup_teacher_temp_epochs:
-        choices.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
-    sharp = max(0.02, 0.04 / _shortness(steps) ** (1 / 9))
-    reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"
-    choices.choose("loss.teacher_temp", _round(sharp), reason)
+    published = min(max(batch, 512), 1024)  # the batches for which linear scaling was published
+    rate = 1e-3 * published / 512 * sqrt(batch / published)
+    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / _width(config)))
+    rate = min(rate * shortness ** (1 / 6), 5e-3)
+    reason = f"{rate:.2g} at batch {batch}: the recipe's, raised below width 384 and below 125,000 steps"
+    choices.choose("optim.lr", _round(rate / scaled_lr(1.0, batch, config.optim.lr_scaling)), reason)
 
 
 def _width(config: PretrainConfig) -> int:
     """Return the width of the backbone; that of timm's, still unknown, counts as the published one."""
     return PUBLISHED_WIDTH if config.model.timm else config.model.shape[0]
-
-
-def _is_long(choices: _Choices, steps: int) -> bool:
-    """Tell whether a run is one for which DINOv2 has published rates and temperatures."""
-    return choices.config.method == "dinov2" and steps >= SHORT
-
-
-def _shortness(steps: int) -> float:
-    """Return how many times shorter than the published run a run of `steps` is, at least 1."""
-    return max(1.0, PUBLISHED_STEPS / max(steps, 1))
-
-
-def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
-    """Let a short run move fast: the teacher's half-life and the learning rate follow the number of steps."""
-    shortness, optim = _shortness(steps), choices.config.optim
-    if _is_long(choices, steps):
-        return
-    half_life = max(20.0, PUBLISHED_HALF_LIFE / shortness**0.4)
-    formula = "173 x (steps / 125,000) ^ 0.4, from 20 to 173"
-    reason = f"half-life of {half_life:.0f} steps for a run of {steps:,}: {formula}"
-    choices.choose("teacher.momentum", round(2 ** (-1 / half_life), 4), reason)
-    if optim.name != "adamw":
-        return
-    published = min(max(batch, 512), 1024)  # the batches for which linear scaling was published
-    rate = 1e-3 * published / 512 * sqrt(batch / published)
-    rate *= sqrt(max(1.0, PUBLISHED_WIDTH / _width(choices.config)))
-    rate = min(rate * shortness ** (1 / 6), 5e-3)
-    reason = f"{rate:.2g} at batch {batch}: the recipe's, raised below width 384 and below 125,000 steps"
-    factor = scaled_lr(1.0, batch, optim.lr_scaling)
-    choices.choose("optim.lr", _round(rate / factor), reason)
 
 
 def init_choices(config: PretrainConfig) -> list[Choice]:
@@ -265,7 +240,7 @@ def init_choices(config: PretrainConfig) -> list[Choice]:
         choices.choose("optim.lr", 5e-5, "a tenth of the recipe's, to keep what the weights have learned")
     choices.choose("optim.layer_decay", 0.75, "early blocks are general already and move least")
     choices.choose("teacher.momentum", 0.9995, "a slow teacher stays near the weights it started from")
-    return choices.made
+    return list(choices.made.values())
 
 
 def _round(value: float) -> float:

@@ -1,9 +1,10 @@
-"""Show settings as commented YAML or as a JSON schema."""
+"""Show settings as text: commented YAML, or the lines of a help."""
 
-from typing import Any
+from collections.abc import Collection
 
 from dino_vit.config import yaml
 from dino_vit.config.settings import SettingInfo, Settings, section_of, settings_of, values
+from dino_vit.core.text import brief
 
 COLUMN = 34  # where the meaning of a setting begins
 
@@ -22,15 +23,19 @@ def to_yaml(config: Settings) -> str:
             lines += [f"# {inner.__doc__}" if inner else "", f"{prefix}:"]
         section = prefix
         line = f"{'  ' if prefix else ''}{name}: {yaml.write(value)}"
-        lines.append(f"{line:<{COLUMN - 2}}  # {meaning(settings_of(cls)[key])}")
+        lines.append(f"{line:<{COLUMN - 2}}  # {_meaning(settings_of(cls)[key])}")
     return "\n".join(lines) + "\n"
 
 
-def meaning(info: SettingInfo) -> str:
-    """Return what a setting means, with its choices."""
+def list_settings(cls: type[Settings], leave_out: Collection[str] = ()) -> str:
+    """Return a line for each setting: its name, default and meaning."""
+    lines = []
+    for key, info in settings_of(cls).items():
+        if key not in leave_out:
+            default = "..." if info.required else brief(yaml.write(info.default))
+            lines.append(f"  {f'{key}={default}':<{COLUMN}}  {_meaning(info)}")
+    return "\n".join(lines)
+
+
+def _meaning(info: SettingInfo) -> str:
     return f"{info.doc} [{'|'.join(info.choices)}]" if info.choices else info.doc
-
-
-def json_schema(cls: type[Settings]) -> dict[str, Any]:
-    """Return the JSON schema with which an editor completes and checks a YAML file of `cls`."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}

@@ -1,11 +1,12 @@
 """Load settings: defaults, then a YAML file of differences, then `section.name=value` on the command line.
 
-All mistakes are reported together, each with its origin, what is allowed and the nearest known name.
+pydantic checks the values; all mistakes are reported together, each with its origin.
 """
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,97 +15,146 @@ from pydantic_core import ErrorDetails
 
 from dino_vit.config import yaml
 from dino_vit.config.settings import (
-    SKIP_CONTRADICTIONS,
     C,
     ConfigError,
     Problem,
     Settings,
+    as_tuples,
     sections,
     settings_of,
+    values,
 )
-from dino_vit.config.settings import values as all_values
 from dino_vit.config.yaml import Entry
+from dino_vit.core import log
 from dino_vit.core.text import brief
 
+# Keys of an earlier version, which are understood for one more.
+RENAMED = {
+    "anchor": "gram",
+    "photometry": "augment",
+    "data.photometry": "data.augment_on",
+    "loss.centring": "loss.centering",
+    "model.checkpoint_blocks": "model.grad_checkpointing",
+    "readers": "num_workers",
+}
+
+# Settings of an earlier version that are constants now; their constants are understood for one more.
+FIXED: dict[str, object] = {
+    "views.ratio": (3 / 4, 4 / 3),
+    "loss.student_temp": 0.1,
+    "loss.center_momentum": 0.9,
+    "masks.probability": 0.5,
+    "masks.ratio": (0.1, 0.5),
+    "optim.head_weight_decay": 1.0,
+    "teacher.momentum_end": 1.0,
+}
+
+# Names in the reference of 2021 and in other libraries that are too far from ours to be taken for typos.
+OTHER_NAMES = {
+    "data.batch_size": "batch_size_per_gpu",
+    "data.channels": "in_chans in_channels",
+    "data.source": "data_path dataset root",
+    "data.workers": "num_workers",
+    "head.batch_norm": "use_bn_in_head",
+    "head.prototypes": "out_dim",
+    "init.weights": "pretrained",
+    "k": "top topk nb_knn",
+    "model.arch": "backbone",
+    "model.registers": "num_register_tokens",
+    "model.width": "embed_dim hidden_size",
+    "optim.accumulate": "gradient_accumulation_steps",
+    "optim.clip": "clip_grad max_norm",
+    "optim.lr": "learning_rate",
+    "output": "out",
+    "run.checkpoint_every": "saveckp_freq save_every",
+    "run.precision": "use_fp16 amp",
+    "source": "data_path dataset images path",
+    "teacher.momentum": "ema",
+    "views.global_count": "global_crops_number",
+    "views.global_size": "image_size img_size",
+    "views.local_count": "local_crops_number",
+    "weights": "checkpoint model pretrained",
+    "workers": "num_workers",
+}
+
+
 _Layer = dict[str, Entry]  # by dotted key
-AS_NEAR = 0.05  # of two names that may both be meant
-LARGEST_FILE = 1_000_000
 
 
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
     problems: list[Problem] = []
-    below = _layer(cls, _read_file(file) if file else [], problems)
+    below = _layer(cls, yaml.read(file.read_bytes(), str(file)) if file else [], problems)
     if isinstance(overrides, Mapping):
-        return _build(cls, below, _layer(cls, _in_code(overrides), problems), problems)
+        return _build(cls, below, _layer(cls, _flat(overrides), problems), problems)
     above: _Layer = {}
     for text in overrides:
-        one = _layer(cls, _read_override(cls, text, problems), problems)
-        above = _without(above, one) | one
+        layer = _layer(cls, _read_override(cls, text, problems), problems)
+        above = _without(above, layer) | layer
     return _build(cls, below, above, problems)
 
 
-def replace(config: C, values: Mapping[str, object]) -> C:
+def replace(config: C, changes: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
     cls, problems = type(config), list[Problem]()
-    below = {key: Entry(key, value, "unchanged") for key, value in all_values(config, given=True).items()}
-    return _build(cls, below, _layer(cls, _in_code(values), problems), problems)
+    below = {key: Entry(key, value, "unchanged") for key, value in values(config, given=True).items()}
+    return _build(cls, below, _layer(cls, _flat(changes), problems), problems)
 
 
-def _in_code(values: Mapping[str, object]) -> list[Entry]:
-    """Return values by dotted key, or by section and name, as entries of the types that settings have."""
+def _flat(nested: Mapping[str, object], prefix: str = "") -> list[Entry]:
+    """Return values by dotted key, or by section and name, as entries."""
     entries = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            entries += _in_code({f"{key}.{name}": inside for name, inside in value.items()})
-        else:
-            entries.append(Entry(key, _plain(value), "in code"))
+    for name, value in nested.items():
+        inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []
+        entries += inside or [Entry(f"{prefix}{name}", value, "in code")]
     return entries
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _read_file(file: Path) -> list[Entry]:
-    with file.open("rb") as opened:
-        data = opened.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise ValueError(f"{file} has more than {LARGEST_FILE:,} bytes and is no file of settings")
-    return yaml.read(data, str(file))
 
 
 def _read_override(cls: type[Settings], text: str, problems: list[Problem]) -> list[Entry]:
     key, equals, value = text.partition("=")
+    if not equals:
+        guesses = [f"write {key}=..." for key in nearest(text, cls) if key in settings_of(cls)]
+        hint = [*guesses, "write settings as name=value"][0]
+        problems.append(Problem(f"{brief(text)!r} on the command line is not key=value; {hint}", ()))
+        return []
     info = settings_of(cls).get(key)
-    if info and equals and info.takes_text and value != "null":
+    if info and info.takes_text and value != "null":
         return [Entry(key, value, "command line")]
     try:
-        if equals:
-            return yaml.read(value, "command line", key)
-        said = f"{brief(text)!r} on the command line is not key=value"
-        problems.append(Problem(f"{said}; {_hint(cls, text)}", ()))
+        return yaml.read(value, "command line", key)
     except ValueError as error:
         problems.append(Problem(f"{brief(text)} ({error})", (key,)))
-    return []
+        return []
 
 
-def _layer(cls: type[Settings], entries: Sequence[Entry], problems: list[Problem]) -> _Layer:
+def _layer(cls: type[Settings], entries: Iterable[Entry], problems: list[Problem]) -> _Layer:
     """Return the entries that are settings, and report the others."""
     layer: _Layer = {}
-    for entry in entries:
-        key, value, origin = entry
+    for given, value, origin in entries:
+        key = _current_name(cls, given)
         is_empty = value in (None, {}) and key in ("", *sections(cls))  # a file or section without settings
         if key in layer:
             text = f"{key} is given twice ({layer[key].origin} and {origin}); keep one"
             problems.append(Problem(text, (key,)))
         elif key in settings_of(cls):
-            layer[key] = entry
-        elif not is_empty:
+            layer[key] = Entry(key, value, origin)
+        elif not is_empty and not (key in FIXED and as_tuples(value) == FIXED[key]):
             problems.append(_unknown(cls, key, origin))
     return layer
+
+
+def _current_name(cls: type[Settings], key: str) -> str:
+    section, _, name = key.partition(".")
+    current = RENAMED.get(key) or (f"{RENAMED[section]}.{name}" if section in RENAMED else key)
+    if current not in settings_of(cls) or current == key:
+        return key
+    _say_renamed(section if section in RENAMED else key)
+    return current
+
+
+@cache
+def _say_renamed(old: str) -> None:
+    log.warning("%s is called %s now; the next version will refuse the old name", old, RENAMED[old])
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
@@ -121,6 +171,9 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
         return Problem(f"{origin}: write settings as `name: value`", ())
     guesses = [] if key in sections(cls) else nearest(key, cls)
     section = key.partition(".")[0]
+    if key in FIXED:
+        text = f"{key} is no longer a setting ({origin}); its value is fixed at {yaml.write(FIXED[key])}"
+        return Problem(text, (key,))
     if guesses:
         hint = f"did you mean {' or '.join(guesses)}?"
     elif section in sections(cls):
@@ -134,85 +187,79 @@ def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
     """Return the dotted keys that a mistyped one may mean, by their own, their last and their other names."""
     keys_by_name: dict[str, list[str]] = {}
-    for key in dict.fromkeys([*([] if "." in typed else sections(cls)), *settings_of(cls)]):
-        for name in {key, key.rpartition(".")[2], *cls.also_known_as.get(key, "").split()}:
+    for key in settings_of(cls):
+        for name in {key, key.rpartition(".")[2], *OTHER_NAMES.get(key, "").split()}:
             keys_by_name.setdefault(name, []).append(key)
     typed = typed.strip("-").replace("-", "_")
     last = typed.rpartition(".")[2]
     for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.75), (last, 0.75)):
-        if found := get_close_matches(text, keys_by_name, n=2, cutoff=cutoff):
-            near = [name for name in found if _likeness(text, name) > _likeness(text, found[0]) - AS_NEAR]
-            keys = dict.fromkeys(key for name in near for key in keys_by_name[name])
-            return sorted(keys, key=lambda key: -_likeness(typed, key))[:4]
-    return [key for key in settings_of(cls) if len(last) > 3 and last in key][:3]
-
-
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
-
-
-def _hint(cls: type[Settings], text: str) -> str:
-    guesses = [f"{key}=..." for key in nearest(text, cls) if key in settings_of(cls)]
-    sources = [f"{key}={text}" for key in settings_of(cls) if key.endswith("source")]
-    return f"write {[*guesses, *sources, f'{next(iter(settings_of(cls)))}=...'][0]}"
-
-
-def _rivals(cls: type[Settings], keys: Iterable[str]) -> set[str]:
-    known = settings_of(cls)
-    return {rival for key in keys if key in known for rival in known[key].rivals}
+        if matches := get_close_matches(text, keys_by_name, n=1, cutoff=cutoff):
+            return keys_by_name[matches[0]]
+    return []
 
 
 def _build(cls: type[C], below: _Layer, above: _Layer, problems: list[Problem]) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
-    rivals = _rivals(cls, [key for key, entry in above.items() if entry.value is not None])
+    infos = settings_of(cls)
+    rivals = {rival for key, entry in above.items() if entry.value is not None for rival in infos[key].rivals}
     layer = _without(below, {*above, *rivals}) | above
-    problems = problems + _validate(cls, layer, SKIP_CONTRADICTIONS)[1]
+    config, invalid = _validate(cls, layer)
+    problems += invalid
     # Check for contradictions without the wrong settings, to report everything at once and nothing twice.
     wrong = {key for problem in problems for key in problem.keys}
-    wrong |= _rivals(cls, wrong)
-    config, found = _validate(cls, _without(layer, wrong))
-    problems += [problem for problem in found if not wrong & set(problem.keys)]
+    wrong |= {rival for key in wrong & infos.keys() for rival in infos[key].rivals}
+    if wrong:
+        config, _ = _validate(cls, _without(layer, wrong))
+    for text, keys in config.contradictions() if config else ():
+        if not wrong & set(keys):
+            origins = ", ".join(f"{key}: {layer[key].origin}" for key in keys if key in layer)
+            problems.append(Problem(f"{text} ({origins})" if origins else text, keys))
     if config is None or problems:
         raise ConfigError(problems)
     return config
 
 
-def _validate(cls: type[C], layer: _Layer, context: object = None) -> tuple[C | None, list[Problem]]:
+def _validate(cls: type[C], layer: _Layer) -> tuple[C | None, list[Problem]]:
     nested: dict[str, Any] = {}
     for key, entry in layer.items():
         section, _, name = key.rpartition(".")
         inside = nested.setdefault(section, {}) if section else nested
-        # A list of one value needs no brackets.
-        alone = settings_of(cls)[key].is_list and not isinstance(entry.value, tuple | None)
-        inside[name] = (entry.value,) if alone else entry.value
+        inside[name] = entry.value
     try:
-        return cls.model_validate(nested, context=context), []
+        return cls.model_validate(nested), []
     except ValidationError as error:
-        details = error.errors(include_url=False)
-    # A union has an error for each of its types, and a list for each of its items.
-    by_key = {_key_of(cls, detail): detail for detail in reversed(details)}
-    return None, [problem for key in reversed(by_key) for problem in _explain(cls, layer, key, by_key[key])]
+        details: dict[str, list[ErrorDetails]] = {}  # a union has one for each type, a list for each item
+        for detail in error.errors(include_url=False):
+            details.setdefault(_key_of(cls, detail), []).append(detail)
+    return None, [_explain(cls, layer.get(key), key, details[key]) for key in details]
 
 
 def _key_of(cls: type[Settings], detail: ErrorDetails) -> str:
-    """Return the dotted key of the setting that an error is about; its last names are of items."""
-    section, *names = map(str, detail["loc"]) if detail["loc"] else [""]
+    """Return the dotted key of the setting that an error is about; its last names are of types and items."""
+    section, *names = map(str, detail["loc"])
     key = f"{section}.{names[0]}" if names else section
     return key if key in settings_of(cls) else section
 
 
-def _explain(cls: type[Settings], layer: _Layer, key: str, detail: ErrorDetails) -> Iterator[Problem]:
-    """Yield an error of pydantic as problems with their origins."""
-    error = detail.get("ctx", {}).get("error")
-    if isinstance(error, ConfigError):
-        for text, keys in error.problems:
-            origins = ", ".join(f"{key}: {layer[key].origin}" for key in keys if key in layer)
-            yield Problem(f"{text} ({origins})" if origins else text, keys)
-        return
-    info = settings_of(cls)[key]
-    if key in layer:
-        _, value, origin = layer[key]
-        yield Problem(f"{key} = {brief(yaml.write(value))} ({origin}): must be {info.allowed}", (key,))
-    else:
-        text = f"{key} is needed: {info.doc}"
-        yield Problem(f"{text}, {info.allowed}" if info.choices else text, (key, key.partition(".")[0]))
+def _explain(cls: type[Settings], entry: Entry | None, key: str, details: list[ErrorDetails]) -> Problem:
+    """Return an error of pydantic as a sentence: what was given, and what is allowed."""
+    if entry is None:
+        needed = settings_of(cls)[key]
+        choices = f", one of {', '.join(needed.choices)}" if needed.choices else ""
+        return Problem(f"{key} is needed: {needed.doc}{choices}", (key, key.partition(".")[0]))
+    allowed = " or ".join(dict.fromkeys(map(_allowed, details)))
+    info, value = settings_of(cls).get(key), entry.value
+    if info and isinstance(value, str) and (similar := get_close_matches(value, info.choices, n=1)):
+        allowed = f"did you mean {similar[0]}?"
+    return Problem(f"{key} = {brief(yaml.write(entry.value))} ({entry.origin}): {allowed}", (key,))
+
+
+def _allowed(detail: ErrorDetails) -> str:
+    """Return pydantic's message, such as "Input should be a valid integer", as what a setting must be."""
+    items = [part for part in detail["loc"] if isinstance(part, int)]
+    message = "must be given" if detail["type"] == "missing" else detail["msg"]
+    message = re.sub(r"^\w+ should ", "must ", message).replace("valid tuple", "list")
+    message = message.replace("valid dictionary or instance of", "section of").replace(
+        " after validation", ""
+    )
+    return f"item {items[-1] + 1} {message}" if items else message

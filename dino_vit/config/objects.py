@@ -1,6 +1,6 @@
 """Python objects that a setting names: `python:MODULE:NAME`, or one that a program passed to a function."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 _passed: dict[str, object] = {}
 
@@ -23,21 +23,17 @@ def is_object(spec: str) -> bool:
 
 def find(spec: str) -> object:
     """Return the object of a name; a class in a module is called without arguments."""
-    kind, _, rest = spec.partition(":")
+    kind, _, name = spec.partition(":")
     if kind == "object":
         if spec not in _passed:
-            raise ValueError(
-                f"{spec} is an object that a Python program passed, and not known here: run that program, or "
-                "write python:MODULE:NAME, which is imported"
-            )
+            text = f"{spec} is an object of a Python program, and not known here: run that program"
+            raise ValueError(f"{text}, or write python:MODULE:NAME, which is imported")
         return _passed[spec]
-    module, _, name = rest.rpartition(":")
-    if not module or not name:
+    if not all(name.rpartition(":")):
         raise ValueError(f"{spec!r} is not valid: write python:MODULE:NAME, such as python:photos:Photos")
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{spec} cannot be imported: {error}. Modules are looked for in PYTHONPATH, among others"
-        ) from error
-    return found() if isinstance(found, type) else found
+        value: object = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        advice = "Modules are looked for in PYTHONPATH, among others"
+        raise ValueError(f"{spec} cannot be imported: {error}. {advice}") from error
+    return value() if isinstance(value, type) else value

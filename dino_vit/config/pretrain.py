@@ -1,64 +1,12 @@
-"""The configuration of a pretraining: its sections, the names that people bring along, what auto fills in."""
+"""The configuration of a pretraining: its sections, the defaults of a method, what auto fills in."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import ModelWrapValidatorHandler, model_validator
+from pydantic import model_validator
 
 from dino_vit.config import checks, sections
 from dino_vit.config.settings import Problem, Seed, Settings, given_keys, setting
-
-# Names in the 2021 reference and in other libraries, for suggestions.
-ALSO_KNOWN_AS = {
-    "output": "output_dir out",
-    "data.source": "data_path dataset path root",
-    "data.batch_size": "batch_size_per_gpu",
-    "data.workers": "num_workers",
-    "data.channels": "in_chans in_channels",
-    "data.bits": "bit_depth depth dtype",
-    "data.range": "value_range min_max",
-    "model.arch": "model backbone",
-    "model.width": "embed_dim dim hidden_size",
-    "model.depth": "num_layers layers",
-    "model.heads": "num_heads",
-    "model.patch_size": "patch",
-    "model.registers": "num_register_tokens",
-    "model.drop_path": "drop_path_rate",
-    "head.prototypes": "out_dim n_prototypes output_dim",
-    "head.layers": "nlayers",
-    "head.batch_norm": "use_bn_in_head use_bn",
-    "views.global_count": "global_crops_number n_global_views",
-    "views.global_size": "global_crop_size image_size img_size",
-    "views.global_scale": "global_crops_scale",
-    "views.local_count": "local_crops_number n_local_views",
-    "views.local_size": "local_crop_size",
-    "views.local_scale": "local_crops_scale",
-    "photometry.jitter": "color_jitter",
-    "photometry.grey": "gray grayscale",
-    "photometry.blur_sigma": "blur_radius",
-    "photometry.solarise": "solarize solarization",
-    "photometry.noise": "gaussian_noise",
-    "photometry.noise_std": "noise_sigma",
-    "data.weights": "sample_weights sampling_weights",
-    "optim.name": "optimizer",
-    "optim.lr": "learning_rate base_lr",
-    "optim.min_lr": "final_lr",
-    "optim.weight_decay": "wd",
-    "optim.clip": "clip_grad max_norm",
-    "optim.freeze_last_layer_epochs": "freeze_last_layer",
-    "optim.layer_decay": "layerwise_decay",
-    "optim.accumulate": "gradient_accumulation_steps accumulate_grad_batches",
-    "teacher.momentum": "momentum_teacher ema",
-    "budget.epochs": "max_epochs num_epochs",
-    "budget.steps": "max_steps iterations",
-    "budget.images": "samples",
-    "run.precision": "use_fp16 amp",
-    "run.log_every": "print_freq",
-    "run.checkpoint_every": "saveckp_freq save_every",
-    "run.trackers": "logger report_to",
-    "init": "pretrained checkpoint",
-    "anchor": "gram",
-}
 
 # Defaults that differ from those of method=dino: DINOv2's "fast" setup of a ViT-L/16 on ImageNet-1k, of which
 # a smaller ViT takes all but the length and the batch.
@@ -86,32 +34,27 @@ METHODS: dict[str, dict[str, object]] = {
 AUTO_KEYS = frozenset(
     (
         *("data.channels", "data.mean", "data.std", "model.patch_size", "head.prototypes", "budget.epochs"),
-        *("views.global_size", "views.local_size", "photometry.blur_sigma"),
-        *("photometry.saturation", "photometry.hue", "photometry.grey"),
+        *("views.global_size", "views.local_size", "augment.blur_sigma"),
+        *("augment.saturation", "augment.hue", "augment.grey"),
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
-        *("loss.centring", "loss.koleo_weight", "run.eval_every"),
+        *("loss.centering", "loss.koleo_weight", "run.eval_every"),
         *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
         *("optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
 # What it fits to the length of the run or to its minutes, also where the user gave something else or nothing.
 FITTED_KEYS = frozenset(
-    (
-        *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
-        *("model.width", "model.depth", "model.heads"),
-    )
+    {"loss.warmup_teacher_temp_epochs", "init.head_epochs", "model.width", "model.depth", "model.heads"}
 )
 
 
 class PretrainConfig(Settings):
     """Self-supervised pretraining of a vision transformer with DINO."""
 
-    method: Literal["dino", "dinov2"] = setting(
-        "dino", "dino: the defaults of 2021; dinov2: of 2023, with masked patches"
-    )
+    method: Literal["dino", "dinov2"] = setting("dino", "defaults of 2021, or of 2023 with masked patches")
     recipe: Literal["dino", "auto"] = setting(
-        "dino", "dino: the published recipe; auto: choose what is not given from the images"
+        "dino", "as published; auto: fit what is not given to the images"
     )
     seed: Seed = setting(0, "seed of every random number")
     output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
@@ -119,39 +62,35 @@ class PretrainConfig(Settings):
     model: sections.Model = sections.Model()
     head: sections.Head = sections.Head()
     views: sections.Views = sections.Views()
-    photometry: sections.Photometry = sections.Photometry()
+    augment: sections.AugmentSettings = sections.AugmentSettings()
     loss: sections.Loss = sections.Loss()
-    masks: sections.Masks = sections.Masks()
     optim: sections.Optim = sections.Optim()
     teacher: sections.Teacher = sections.Teacher()
     budget: sections.Budget = sections.Budget()
     run: sections.Run = sections.Run()
-    anchor: sections.Anchor | None = setting(None, "set anchor.weights to hold patches to an earlier teacher")
+    gram: sections.Gram | None = setting(None, "set gram.weights to hold patches to an earlier teacher")
     init: sections.Init | None = setting(None, "set init.weights to start from trained weights")
 
-    also_known_as: ClassVar = ALSO_KNOWN_AS
+    positional: ClassVar = ("data.source", "output")
+    examples: ClassVar = (
+        "pretrain photos runs/photos budget.minutes=20",
+        "pretrain --config configs/pretrain/vits16.yaml data.source=photos",
+    )
+    resumes: ClassVar = True
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _defaults_of_the_method(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+    @model_validator(mode="after")
+    def _defaults_of_the_method(self) -> Self:
         """Use the method's defaults where nothing was given, without their counting as given."""
-        defaults = METHODS.get(given.get("method", "dino"), {}) if isinstance(given, dict) else {}
-        whole: dict[str, Any] = dict(given) if defaults else given
-        arch = whole["model"].get("arch") if defaults and isinstance(whole.get("model"), dict) else None
-        unused = sections.OF_OUR_TRANSFORMERS if str(arch).startswith("timm:") else frozenset[str]()
-        filled = []
-        for key, value in defaults.items():
-            if key in unused:
+        for key, value in METHODS.get(self.method, {}).items():
+            if self.model.timm and key in sections.OF_OUR_TRANSFORMERS:
                 continue
-            section, _, name = key.partition(".")
-            inside = whole.setdefault(section, {})
-            if isinstance(inside, dict) and name not in inside:
-                whole[section] = {**inside, name: value}
-                filled.append((section, name))
-        config = build(whole)
-        for section, name in filled:
-            getattr(config, section).model_fields_set.discard(name)
-        return config
+            name, _, field = key.partition(".")
+            section = getattr(self, name)
+            if field not in section.model_fields_set:
+                section = section.model_copy()  # which keeps what counts as given
+                section.__dict__[field] = value
+                self.__dict__[name] = section
+        return self
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield every refused combination, except of settings that recipe=auto has yet to fill in."""
@@ -165,10 +104,9 @@ class PretrainConfig(Settings):
 
     def _problems(self) -> Iterator[Problem]:
         yield from checks.check_model(self.model, self.optim)
-        yield from checks.check_parameters(self.model, self.head)
-        yield from checks.check_views(self.views, self.photometry, self.model)
-        yield from checks.check_channels(self.data, self.photometry)
+        yield from checks.check_views(self.views, self.augment, self.model)
+        yield from checks.check_channels(self.data, self.augment)
         yield from checks.check_temperatures(self.loss)
-        yield from checks.check_masks(self.loss, self.masks, self.head, self.views, self.model)
-        yield from checks.check_rates(self.optim, self.teacher, self.data)
+        yield from checks.check_masks(self.loss, self.head, self.views, self.model)
+        yield from checks.check_rates(self.optim, self.data)
         yield from checks.check_lengths(self.budget, self.run)

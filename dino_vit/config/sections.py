@@ -38,9 +38,11 @@ OF_OUR_TRANSFORMERS = frozenset(
     )
 )
 HEAD_CHANNELS = 64  # of every named size but vit_huge
+STUDENT_TEMPERATURE = 0.1
+CENTER_MOMENTUM = 0.9  # of the mean of the teacher's outputs, with loss.centering=ema
+Factor = Annotated[float, Field(ge=1, le=100)]
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[PositiveShare, PositiveShare]
-Ratio = Annotated[float, Field(ge=0.001, le=1000)]
 Sigma = Annotated[float, Field(gt=0, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
 
@@ -48,50 +50,24 @@ Triple = tuple[Probability, Probability, Probability]
 class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
-    source: str = setting(
-        "synthetic", "folder, list, tar shards, zip, Parquet, array, hf:NAME or `synthetic`"
-    )
-    labels: str | None = setting(
-        None, "file of labels by name, for evaluation only; null: the source's own", resumable=True
-    )
-    weights: str | None = setting(
-        None, "file of (name, weight): how often images are drawn; null: all equally", resumable=True
-    )
+    source: str = setting("synthetic", "folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`")
+    labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
+    weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
-    workers: FewOrZero | None = setting(
-        None, "loader processes; null: by the number of cores", resumable=True
-    )
-    order: Literal["global", "window"] | None = setting(
-        None, "global: from anywhere; window: some shards at a time; null: window if remote"
-    )
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
+    order: Literal["global", "window"] | None = setting(None, "of all images or some shards; null: by source")
     window: Few = setting(16, "shards that data.order=window mixes at a time")
-    cache: str | None = setting(
-        None, "folder for copies of remote shards; null: in ~/.cache/dino-vit", resumable=True
-    )
-    cache_gb: NonNegative = setting(
-        50.0, "size of data.cache; 0: no copies, a request for each image", resumable=True
-    )
+    cache: str | None = setting(None, "copies of remote shards; null: ~/.cache/dino-vit", resumable=True)
+    cache_gb: NonNegative = setting(50.0, "size of data.cache; 0: a request for each image", resumable=True)
     channels: Dimension = setting(3, "of an image; grey is repeated to make 3, alpha counts in 2 and 4")
-    bits: Literal[8, 16] | None = setting(
-        None, "8: bytes; 16: anything deeper, as floats; null: as the images have"
-    )
-    range: tuple[Number, Number] | None = setting(
-        None, "values that become 0 and 1; null: 0 and the largest of the type, 1 for floats"
-    )
-    mean: tuple[Number, ...] | None = setting(
-        (0.485, 0.456, 0.406), "mean per channel, of pixels from 0 to 1; null: measured"
-    )
-    std: tuple[Positive, ...] | None = setting(
-        (0.229, 0.224, 0.225), "std per channel, of pixels from 0 to 1; null: measured"
-    )
-    photometry: Literal["auto", "worker", "device"] = setting(
-        "auto", "where colours are changed; auto: where a measurement finds it faster"
-    )
+    bits: Literal[8, 16] | None = setting(None, "8: bytes; 16: anything deeper; null: as the images have")
+    range: tuple[Number, Number] | None = setting(None, "values of black and white; null: of the type")
+    mean: tuple[Number, ...] | None = setting((0.485, 0.456, 0.406), "of values from 0 to 1; null: measured")
+    std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
+    augment_on: Literal["auto", "worker", "device"] = setting("auto", "where to augment; auto: the faster")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
-    max_unreadable: Probability = setting(
-        0.1, "share of unreadable images above which a run ends", resumable=True
-    )
+    max_unreadable: Probability = setting(0.1, "unreadable share that ends a run", resumable=True)
 
 
 class Model(Settings):
@@ -103,33 +79,21 @@ class Model(Settings):
     depth: Few | None = setting(None, "number of blocks")
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
-    positions: Literal["learned", "rotary"] = setting(
-        "learned", "learned: an embedding of each; rotary: as in DINOv3, with keys without bias"
-    )
-    rotary_rescale: Annotated[float, Field(ge=1, le=100)] | None = setting(
-        2.0, "rescale rotary positions in training by up to this factor, up or down; null: never"
-    )
+    positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's, with keys without bias")
+    rotary_rescale: Factor | None = setting(2.0, "rescale rotary positions in training by up to this factor")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting(
-        "linear", "linear: from 0 in the first block; uniform: the same in all"
+        "linear", "from 0 at the first block, or equal"
     )
     layer_scale: Positive | None = setting(None, "initial scale of the branches of a block; null: none")
-    checkpoint_blocks: bool = setting(
-        False, "recompute blocks in the backward pass: less memory, more time", resumable=True
-    )
+    grad_checkpointing: bool = setting(False, "recompute blocks to save memory", resumable=True)
 
     @model_validator(mode="before")
     @classmethod
     def _patches_of_the_named_size(cls, given: Any) -> Any:
-        arch = given.get("arch") if isinstance(given, dict) else None
-        if (
-            isinstance(arch, str)
-            and arch in VIT_SIZES
-            and VIT_SIZES[arch]["patch_size"] != cls.model_fields["patch_size"].default
-        ):
-            return {"patch_size": VIT_SIZES[arch]["patch_size"], **given}
-        return given
+        is_huge = isinstance(given, dict) and given.get("arch") == "vit_huge"
+        return {"patch_size": VIT_SIZES["vit_huge"]["patch_size"], **given} if is_huge else given
 
     @property
     def timm(self) -> str | None:
@@ -177,7 +141,6 @@ class Views(Settings):
     local_count: FewOrZero = setting(8, "local views of an image")
     local_size: Side = setting(96, "in pixels: side, or [height, width]")
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
-    ratio: tuple[Ratio, Ratio] = setting((3 / 4, 4 / 3), "width : height of a view, from and to")
 
     @property
     def shapes(self) -> list[Size]:
@@ -195,7 +158,7 @@ class Views(Settings):
         return height_width(self.local_size)
 
 
-class Photometry(Settings):
+class AugmentSettings(Settings):
     """Colour and sharpness, drawn for each view; triples are for the first global, other globals, locals."""
 
     flip: Probability = setting(0.5, "probability of a horizontal flip")
@@ -209,30 +172,22 @@ class Photometry(Settings):
     blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
     noise: Probability = setting(0.0, "probability of noise in every pixel and channel, added last")
-    noise_std: tuple[PositiveShare, PositiveShare] = setting(
-        (0.01, 0.1), "standard deviation of the noise for values from 0 to 1, from and to"
-    )
-    module: str | None = setting(
-        None, "python:MODULE:NAME, a module that changes batches of views in place of all these"
-    )
+    noise_std: Share = setting((0.01, 0.1), "standard deviation for values from 0 to 1, from and to")
+    module: str | None = setting(None, "python:MODULE:NAME, a module on batches of views instead of these")
 
 
 class Loss(Settings):
     """The terms of the loss, and how the teacher's outputs are centred and sharpened."""
 
-    student_temp: Positive = setting(0.1, "temperature of the student")
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
     warmup_teacher_temp: Positive = setting(0.04, "temperature of the teacher at the start")
     warmup_teacher_temp_epochs: CountOrZero = setting(0, "epochs from warmup_teacher_temp to teacher_temp")
-    centring: Literal["ema", "sinkhorn"] = setting(
-        "ema", "ema: a mean over steps; sinkhorn: all prototypes used equally in each pass"
-    )
-    center_momentum: BelowOne = setting(0.9, "EMA of the teacher's mean output, with centring=ema")
+    centering: Literal["ema", "sinkhorn"] = setting("ema", "a mean over steps, or equal use in a micro-batch")
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
 
 
-class Anchor(Settings):
+class Gram(Settings):
     """Hold the patches to the cosines that an earlier teacher sees between them, late in a run."""
 
     weights: str = Field(description="weights of that teacher: a kept checkpoint, or another run or file")
@@ -240,21 +195,12 @@ class Anchor(Settings):
     scale: Literal[1, 2] = setting(1, "2: the earlier teacher sees the global views at twice their size")
 
 
-class Masks(Settings):
-    """The patches of global views that the student does not see, with loss.patch_weight."""
-
-    probability: Probability = setting(0.5, "share of the global views with masked patches")
-    ratio: Share = setting((0.1, 0.5), "share of the patches of such a view, from and to")
-
-
 class Optim(Settings):
     """The student's optimiser and its schedules."""
 
     name: Literal["adamw", "sgd", "lars"] = setting("adamw", "optimiser")
     lr: Positive = setting(5e-4, "peak learning rate at a global batch of 256")
-    lr_scaling: Literal["linear", "sqrt", "none"] = setting(
-        "linear", "how lr grows with the global batch over 256"
-    )
+    lr_scaling: Literal["linear", "sqrt", "none"] = setting("linear", "of lr with the global batch over 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(10.0, "epochs of linear warm-up")
     weight_decay: NonNegative = setting(0.04, "weight decay at the start")
@@ -262,25 +208,17 @@ class Optim(Settings):
     clip: Positive = setting(3.0, "largest norm of a gradient")
     clip_mode: Literal["tensor", "module", "global", "none"] = setting("tensor", "what the norm is over")
     freeze_last_layer_epochs: NonNegative = setting(1.0, "epochs before the prototypes learn")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = setting(
-        None, "factor on lr per block towards the input; null: none"
-    )
+    layer_decay: PositiveShare | None = setting(None, "factor on lr per block towards the input")
     patch_embed_lr: Probability = setting(1.0, "factor on lr of the patch embedding")
-    head_weight_decay: NonNegative = setting(1.0, "factor on the weight decay of the heads")
     accumulate: Dimension = setting(1, "forward passes per optimiser step", resumable=True)
 
 
 class Teacher(Settings):
     """The exponential moving average of the student, or a frozen network that is there already."""
 
-    weights: str | None = setting(
-        None, "run or weights of a frozen teacher to learn from; null: the average of the student"
-    )
-    patch_weight: NonNegative = setting(
-        1.0, "weight of the cosine of patches with those of a frozen teacher without heads"
-    )
-    momentum: Probability = setting(0.996, "EMA momentum at the start; nearer to 1 is slower")
-    momentum_end: Probability = setting(1.0, "EMA momentum at the end, after a cosine")
+    weights: str | None = setting(None, "run or weights of a frozen teacher; null: the student's average")
+    patch_weight: NonNegative = setting(1.0, "weight of patches, with a frozen teacher without heads")
+    momentum: Probability = setting(0.996, "EMA momentum at the start; 1 at the end, after a cosine")
 
 
 class Budget(Settings):
@@ -295,9 +233,7 @@ class Budget(Settings):
     @property
     def unit(self) -> str:
         """The unit that is given."""
-        return next(
-            unit for unit in ("steps", "images", "minutes", "epochs") if getattr(self, unit) is not None
-        )
+        return next(name for (name,) in self.one_of if getattr(self, name) is not None)
 
     def total_steps(self, images: int, batch: int) -> int:
         """Return the optimiser steps; the images that do not fill a last batch wait for the next epoch.
@@ -313,28 +249,16 @@ class Run(Settings):
     one_of: ClassVar = (("eval_every",), ("eval_every_steps",))
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
     compile: bool = setting(False, "compile the networks with torch.compile")
-    sharded: bool = setting(
-        False,
-        "share weights, their averages and the optimiser's state among processes (FSDP)",
-        resumable=True,
-    )
+    sharded: bool = setting(False, "shard networks and optimiser among processes (FSDP2)", resumable=True)
     log_every: Count = setting(50, "steps between log lines", resumable=True)
-    eval_every: Positive | None = setting(
-        10.0, "epochs between online evaluations, such as 0.5; null: never", resumable=True
-    )
-    eval_every_steps: Count | None = setting(
-        None, "steps between online evaluations, instead of eval_every", resumable=True
-    )
+    eval_every: Positive | None = setting(10.0, "epochs between evaluations; null: never", resumable=True)
+    eval_every_steps: Count | None = setting(None, "the same in steps", resumable=True)
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
-    keep_every: Count | None = setting(
-        None, "steps between checkpoints that are never deleted; null: none", resumable=True
-    )
+    keep_every: Count | None = setting(None, "steps between checkpoints that stay", resumable=True)
     trackers: tuple[str, ...] = setting(("tensorboard",), "Accelerate trackers", resumable=True)
-    peer_timeout: Positive = setting(10.0, "minutes that a step waits for another process", resumable=True)
+    peer_timeout: Positive = setting(10.0, "minutes to wait for another rank", resumable=True)
     max_nonfinite_steps: Count = setting(5, "non-finite steps in a row that end the run", resumable=True)
-    resume: Literal["same", "changed", "never"] = setting(
-        "same", "resume in `output` with the same settings, with changed ones, or never", resumable=True
-    )
+    resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)
 
 
 class Init(Settings):
@@ -343,8 +267,6 @@ class Init(Settings):
     weights: str = Field(description="run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
     format: WeightsFormat | None = setting(None, "format of files that look alike; null: detected")
-    trained_size: Side | None = setting(
-        None, "side, or [height, width], of the images of weights whose positions form no square"
-    )
+    trained_size: Side | None = setting(None, "image size of weights whose positions form no square")
     heads: Few | None = setting(None, "attention heads of weights that do not state them")
     head_epochs: NonNegative = setting(1.0, "epochs in which only the heads learn")

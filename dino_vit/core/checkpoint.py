@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.core import log
-from dino_vit.core.distributed import copy_whole
+from dino_vit.core.distributed import copy_full_tensor
 from dino_vit.core.storage import OWN_KEY, StorageError, read_tensors, write_tensors
 
 NAME = re.compile(r"step-\d{8,}\.safetensors")
@@ -45,13 +45,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tensors, metadata = read_tensors(path)
     if OWN_KEY not in metadata:
         raise StorageError(f"{path} was not written by dino-vit")
-    try:
-        described = json.loads(metadata[OWN_KEY])
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise StorageError(f"{path} is damaged: its metadata is not JSON: {error}") from error
-    if not isinstance(described, dict):
-        raise StorageError(f"{path} is damaged: its metadata is not an object")
-    return Checkpoint(path, tensors, described)
+    return Checkpoint(path, tensors, json.loads(metadata[OWN_KEY]))
 
 
 class Checkpoints:
@@ -88,8 +82,8 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Return the checkpoint files, unverified, the oldest step first."""
-        found = [path for path in self.folder.glob("*.safetensors") if NAME.fullmatch(path.name)]
-        return sorted(found, key=_step)
+        checkpoints = [path for path in self.folder.glob("*.safetensors") if NAME.fullmatch(path.name)]
+        return sorted(checkpoints, key=_step)
 
     def _prune(self, newest: int, best: Mapping[str, Any] | None) -> None:
         """Keep the last ones, the best one and every `keep_every`-th; later steps are of an abandoned run."""
@@ -160,17 +154,16 @@ def collect(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str,
 @torch.no_grad()
 def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> None:
     """Restore modules and optimiser from a checkpoint that has exactly their tensors."""
-    targets, found = collect(modules, optimizer), checkpoint.tensors
+    targets, tensors = collect(modules, optimizer), checkpoint.tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [name for name in sorted({*shapes, *saved}) if shapes.get(name) != saved.get(name)]
     if wrong:
-        shown = [
-            f"{name} is {saved.get(name, 'missing')} in the file and {shapes.get(name, 'missing')} here"
-            for name in wrong[:3]
-        ]
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise StorageError(f"{checkpoint.path} is of another network or optimiser: {'; '.join(shown)}{more}")
+        name, more = wrong[0], f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise StorageError(
+            f"{checkpoint.path} is of another network or optimiser: {name} is {saved.get(name, 'missing')} "
+            f"in the file and {shapes.get(name, 'missing')} here{more}"
+        )
     # Nothing was changed so far: a checkpoint that does not fit leaves everything as it is.
     for name, target in targets.items():
-        copy_whole(target, found[name])
+        copy_full_tensor(target, tensors[name])

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -45,25 +44,13 @@ def limit_waits(minutes: float) -> None:
     set_timeout(limit + spare, dist.group.WORLD)
 
 
-def local_world_size() -> int:
-    """Return the number of processes on this host; all processes must make the first call together."""
-    return _processes_here() if world_size() > 1 else 1
-
-
-@cache
-def _processes_here() -> int:
-    hosts: list[str] = [""] * world_size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=_host_group())
-    return hosts.count(socket.gethostname())
-
-
 def is_main_process() -> bool:
     """Return whether this is rank 0, the process that prints and writes."""
     return rank() == 0
 
 
-def share(items: Items) -> Items:
-    """Return this process's contiguous part of some items; `all_gather` restores their order."""
+def rank_slice(items: Items) -> Items:
+    """Return this rank's contiguous part of some items; `all_gather` restores their order."""
     first, last = (len(items) * part // world_size() for part in (rank(), rank() + 1))
     return items[first:last]  # type: ignore[return-value]  # a slice is of the same type
 
@@ -79,22 +66,12 @@ def all_reduce_mean(tensor: Tensor) -> Tensor:
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Return the sum over all processes, with gradient."""
-    total: Tensor = _Sum.apply(tensor) if world_size() > 1 else tensor
+    if world_size() == 1:
+        return tensor
+    from torch.distributed.nn import functional
+
+    total: Tensor = functional.all_reduce(tensor)  # type: ignore[no-untyped-call]
     return total
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over all processes of a tensor, and of the gradients of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _Sum.forward(ctx, gradient)
 
 
 def all_reduce_logsumexp(tensor: Tensor) -> Tensor:
@@ -121,28 +98,20 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate the rows of all processes by rank, without gradient; their numbers of rows may differ."""
     if world_size() == 1:
         return tensor
-    mine = torch.tensor([len(tensor)], device=tensor.device)
-    lengths = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(lengths, mine)
-    counts = [int(length) for length in lengths]
+    counts = all_gather_equal(torch.tensor([len(tensor)], device=tensor.device)).tolist()
     # NCCL and gloo gather tensors of one shape only.
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor.detach()
-    rows = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(rows, padded)
-    return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
+    parts = all_gather_equal(padded).view(len(counts), *padded.shape)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def any_process(flag: bool) -> bool:
     """Return whether the flag is set in any process, without a device synchronisation."""
-    if world_size() == 1:
-        return flag
-    flags = torch.tensor([int(flag)])
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=_host_group())
-    return bool(flags.item())
+    return bool(_largest(torch.tensor([int(flag)])).item())
 
 
-def of_first_process(number: int) -> int:
+def broadcast_int(number: int) -> int:
     """Return what rank 0 passes, in all processes, without waiting for an accelerator."""
     if world_size() == 1:
         return number
@@ -153,11 +122,15 @@ def of_first_process(number: int) -> int:
 
 def all_equal(number: int) -> bool:
     """Tell whether all processes pass the same number, without waiting for an accelerator."""
-    if world_size() == 1:
-        return True
-    extremes = torch.tensor([number, -number])  # their maxima add up to 0 if all numbers are equal
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=_host_group())
-    return bool(extremes.sum() == 0)
+    # The maxima of the numbers and of their negatives add up to 0 if all numbers are equal.
+    return bool(_largest(torch.tensor([number, -number])).sum() == 0)
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """Return the element-wise maximum over all processes of a tensor on the CPU."""
+    if world_size() > 1:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=_host_group())
+    return numbers
 
 
 def wait_for_all() -> None:
@@ -165,13 +138,13 @@ def wait_for_all() -> None:
     any_process(False)
 
 
-def shard(
+def apply_fsdp(
     network: nn.Module, parts: Iterable[nn.Module], methods: Sequence[str], device: torch.device
 ) -> None:
-    """Leave each process on its device a share of a network's parameters, by PyTorch's FSDP.
+    """Shard a network's parameters over the processes by FSDP2.
 
-    They are gathered for a pass, which is a call of the network's `forward` or of one of its `methods`: those
-    of a part while it is in use, the others from beginning to end.
+    They are gathered for a call of the network's `forward` or of one of its `methods`: those of a part while
+    it is in use, the others from beginning to end.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -186,15 +159,15 @@ def shard(
         register_fsdp_forward_method(network, name)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor of which each process may hold a shard; all processes must make the call."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of one that FSDP may have sharded; all processes must make the call."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 @torch.no_grad()
-def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Copy a whole tensor into one of which each process may hold a shard."""
+def copy_full_tensor(target: Tensor, source: Tensor) -> None:
+    """Copy a full tensor into one that FSDP may have sharded."""
     if hasattr(target, "full_tensor"):
         from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -8,10 +8,8 @@ from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, lockf
 from pathlib import Path
 
+from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
-
-# What a file system without locks answers.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -20,75 +18,35 @@ def locked(folder: Path) -> Iterator[None]:
     if not is_main_process():
         yield
         return
-    found = folder.exists()
+    existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    descriptor = _lock(path)
-    if descriptor is None:
-        path = folder / ".lease"
-        descriptor = _lease(path)
-    with suppress(OSError):  # a full disk is no reason to stop: the text is for people
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}".encode())
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            path.unlink()
-            if not found:
-                folder.rmdir()  # if nothing was written
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a file and return its descriptor, or None if the file system has no locks.
-
-    Unlike `flock`, a POSIX record lock is not inherited by loader processes, which outlive a killed run by
-    some seconds.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with open(path, "a+b", buffering=0) as file:
+        _lock(file.fileno(), path)
+        with suppress(OSError):  # a full disk is no reason to stop: the text is for people
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
         try:
-            lockf(descriptor, LOCK_EX | LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(_taken(path)) from None
-            if error.errno not in _NO_LOCKS:
-                raise
-            path.unlink(missing_ok=True)
-            return None
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+                if not existed:
+                    folder.rmdir()  # if nothing was written
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        # DataLoader workers, which outlive a killed run by some seconds, would inherit the lock of `flock`.
+        lockf(descriptor, LOCK_EX | LOCK_NB)
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-        os.close(descriptor)  # the holder before this one has removed the file
-
-
-def _lease(path: Path) -> int:
-    """Make a file that names its process; one whose process has died on this host is replaced."""
-    with suppress(OSError, ValueError):
-        pid, host = path.read_text().split()
-        if host == socket.gethostname() and not _lives(int(pid)):
-            path.unlink()
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        raise ValueError(f"{_taken(path)}. If it no longer runs, remove {path}") from None
-
-
-def _lives(pid: int) -> bool:
-    """Tell whether a process other than this one lives: in a container started again both may be number 1."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid != os.getpid()
-
-
-def _taken(path: Path) -> str:
-    holder = ""
-    with suppress(OSError):
-        pid, _, host = path.read_text().partition(" ")
-        holder = f" (process {pid} on {host})" if host else ""
-    return f"another run is using {path.parent}{holder}: wait until it ends, or give another output"
+            return
+        holder = "it is just ending"  # and has removed the file that this process opened
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # as Lustre without its option -o flock
+            log.warning("%s cannot be locked (%s): start no second run in this folder", path, error.strerror)
+            return
+        holder = f"process {path.read_text()}" if path.exists() else "it is just ending"
+    raise ValueError(
+        f"another run is using {path.parent} ({holder}): wait until it ends, or give another output"
+    )

@@ -3,13 +3,12 @@
 import logging
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
-from typing import Any
+from importlib.util import find_spec
+from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
@@ -18,10 +17,15 @@ from dino_vit.core.text import printable
 
 PATIENCE = 2.0  # seconds; shorter work shows nothing
 LINE_EVERY = 20.0  # seconds, without a terminal
-NOTEBOOK_COLUMNS = 120
 
-# Said by tqdm, which libraries import, in a notebook without ipywidgets.
-warnings.filterwarnings("ignore", message="IProgress not found")
+
+def live_console(stream: TextIO) -> Console | None:
+    """Return a console that can redraw: of a terminal, or of a notebook with ipywidgets."""
+    console = Console(file=stream)
+    # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
+    terminal = stream.isatty() and not console.is_dumb_terminal
+    notebook = console.is_jupyter and stream is sys.stderr and find_spec("ipywidgets")
+    return console if terminal or notebook else None
 
 
 class Advance:
@@ -31,14 +35,10 @@ class Advance:
         self.title, self.total = printable(title), total
         self.done, self.note = 0, ""
         self.start = self.shown = time.monotonic()
-        notebook = in_notebook()
         # Only rank 0 logs at this level.
-        visible = (notebook or sys.stderr.isatty()) and log.isEnabledFor(logging.INFO)
-        console = Console(stderr=True)
-        self.bar = Progress(console=console, transient=True, auto_refresh=False) if visible else None
+        console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
+        self.bar = Progress(console=console, transient=True, auto_refresh=False) if console else None
         self.task = self.bar.add_task(escape(self.title), total=total) if self.bar else None
-        if self.bar and notebook:
-            self.bar.live = NotebookLive(self.bar.get_renderable, transient=True)  # type: ignore[assignment]
 
     def __call__(self, count: int, note: str = "") -> None:
         """Count more items, with a note on them."""
@@ -90,52 +90,3 @@ def duration(seconds: float) -> str:
 def plural(number: int, one: str, many: str | None = None) -> str:
     """Return a number with its noun, such as "1 image" or "2,000 images"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def in_notebook() -> bool:
-    """Return whether this process runs the cells of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return hasattr(shell, "kernel")  # which the shell of a terminal has not
-
-
-class NotebookLive:
-    """What `rich.live.Live` is on a terminal; rich's own needs ipywidgets in a notebook."""
-
-    def __init__(self, get_renderable: Callable[[], RenderableType], *, transient: bool = False) -> None:
-        self.get_renderable, self.transient = get_renderable, transient
-        # For lines that stay.
-        self.console = Console(file=sys.stderr, width=NOTEBOOK_COLUMNS, force_jupyter=False)
-        self.handle: Any = None
-
-    def start(self, refresh: bool = True) -> None:
-        """Show the bar, unless it is shown already."""
-        from IPython.display import display
-
-        if self.handle is None:
-            self.handle = display({"text/html": ""}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-            if refresh:
-                self.refresh()
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the bar is shown."""
-        return self.handle is not None
-
-    def refresh(self) -> None:
-        """Draw the bar as it is now."""
-        page = Console(record=True, file=StringIO(), width=NOTEBOOK_COLUMNS, force_jupyter=False)
-        page.print(self.get_renderable())
-        style = "margin:0; line-height:normal; font-family:monospace"
-        drawn = page.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
-        self._show(drawn)
-
-    def stop(self) -> None:
-        """Leave the bar as it is, or remove it if it is transient."""
-        if self.handle is not None and self.transient:
-            self._show("")
-        elif self.handle is not None:
-            self.refresh()
-
-    def _show(self, page: str) -> None:
-        self.handle.update({"text/html": page}, raw=True)

@@ -20,7 +20,7 @@ class RngPurpose(IntEnum):
 
     ORDER = 1
     BOXES = 2
-    PHOTOMETRY = 3
+    AUGMENT = 3
     NETWORK = 4
     SYNTHETIC = 5
     REPLACEMENT = 6
@@ -30,7 +30,6 @@ class RngPurpose(IntEnum):
     MASKS = 10
     SHARDS = 11
     WINDOW = 12
-    DISTURBANCE = 13
 
 
 def random_bits(seed: int, purpose: RngPurpose, *keys: Key) -> NDArray[np.uint64]:

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from collections.abc import Iterable, MutableMapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -16,14 +15,10 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from dino_vit.core import log
-from dino_vit.core.distributed import START, end_processes, local_world_size
-from dino_vit.core.native import keep_freed_memory
-from dino_vit.core.storage import utf8_path
-from dino_vit.core.text import printable
+from dino_vit.core.distributed import START, end_processes
 
 Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_open_paths = ExitStack()  # of trackers, for as long as the process runs
 
 
 def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) -> Accelerator:
@@ -33,7 +28,6 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     """
     check_trackers(trackers)
     atexit.register(end_processes)
-    keep_freed_memory()
     adopt_slurm(os.environ)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     # Without cpu=True, Accelerate would start each process on a machine without GPUs as a run of its own.
@@ -41,9 +35,6 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     if cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise each process would use all cores
         os.environ["OMP_NUM_THREADS"] = str(cores_of_a_process(launched))
         torch.set_num_threads(cores_of_a_process(launched))
-    if trackers and printable(folder) != str(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        folder = Path(_open_paths.enter_context(utf8_path(folder)))
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="no",  # autocast is explicit in the loop
@@ -59,7 +50,6 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
             f"{launched} processes were launched, but each runs alone on {accelerator.device.type}; "
             "launch one, or hide the device (ACCELERATE_USE_CPU=1)"
         )
-    local_world_size()  # known from now on in each process alone
     if not accelerator.is_main_process:
         log.setLevel(logging.ERROR)  # log on rank 0 only
     return accelerator
@@ -133,7 +123,7 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
     return "no"
 
 
-def synchronise(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until an accelerator has done its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()

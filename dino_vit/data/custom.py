@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dino_vit.config.objects import title_of
+from dino_vit.config.objects import find, title_of
 from dino_vit.core.text import printable
-from dino_vit.data.images import formats
+from dino_vit.data.images.decode import from_given
 from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.source import spread
@@ -46,7 +46,7 @@ class CustomSource:
         try:
             item = read(index) if read else self.given[index]
             image = item[0] if isinstance(item, tuple) else item
-            return formats.from_given(image, alpha=False, max_pixels=MAX_PIXELS)
+            return from_given(image, alpha=False, max_pixels=MAX_PIXELS)
         except (OSError, ValueError):
             raise
         except Exception as error:  # of any kind, as the code is not ours; the image counts as unreadable
@@ -67,8 +67,8 @@ class CustomSource:
         return f"{title_of(self.given)}-{digest[:12]}"
 
     def _method(self, name: str) -> Callable[[int], Any] | None:
-        found = getattr(self.given, name, None)  # a data set may have a `name` that is a text
-        return found if callable(found) else None
+        method = getattr(self.given, name, None)  # a data set may have a `name` that is a text
+        return method if callable(method) else None
 
     def _labels(self) -> tuple[NDArray[np.int32], Sequence[str]]:
         """Return the number of the class of each image, -1 for none, and the names of the classes."""
@@ -84,12 +84,12 @@ class CustomSource:
             numbered = number_labels(targets)
             return numbered.numbers, tuple(numbered.classes)
         names = [str(name) for name in classes]
-        places: dict[object, int] = {name: place for place, name in enumerate(names)}
-        places |= {place: place for place in range(len(names))} | {None: -1}
-        if unknown := [target for target in targets if target not in places]:
+        numbers: dict[object, int] = {name: number for number, name in enumerate(names)}
+        numbers |= {number: number for number in range(len(names))} | {None: -1}
+        if unknown := [target for target in targets if target not in numbers]:
             text = f"{title_of(self.given)} has the label {unknown[0]!r}, which is none of its"
-            raise ValueError(f"{text} {len(names)} classes, nor the place of one")
-        return np.array([places[target] for target in targets], dtype=np.int32), tuple(names)
+            raise ValueError(f"{text} {len(names)} classes, nor the index of one")
+        return np.array([numbers[target] for target in targets], dtype=np.int32), tuple(names)
 
     def _digest(self) -> str:
         """Return a digest of the names and of a few images."""
@@ -99,3 +99,9 @@ class CustomSource:
                 item = self.read(index)
                 digest.update(item if isinstance(item, bytes) else item.contiguous().numpy().tobytes())
         return f"{title_of(self.given)}-{len(self)}-{digest.hexdigest()[:32]}"
+
+
+def open_custom(spec: str) -> CustomSource:
+    """Open the object that `python:MODULE:NAME` names."""
+    given = find(spec)
+    return given if isinstance(given, CustomSource) else CustomSource(given)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural
-from dino_vit.core.text import printable
+from dino_vit.core.text import brief, printable
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
 from dino_vit.data.splits import below_shared, find_splits, splits_of
@@ -23,7 +23,7 @@ from dino_vit.data.splits import below_shared, find_splits, splits_of
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
 )
-LABEL_COLUMNS = tuple(
+LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
@@ -97,7 +97,7 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
 
 def _line_entry(line: str) -> Entry:
     stripped = line.rstrip()
-    ends = [found.end() for found in _END.finditer(stripped)]
+    ends = [match.end() for match in _END.finditer(stripped)]
     if ends:
         return Entry(stripped[: ends[-1]], stripped[ends[-1] :].lstrip("\t ,") or None)
     name, _, label = line.partition("\t")  # no suffix of an image
@@ -110,10 +110,7 @@ def _rows(path: str, text: str, delimiter: str) -> list[list[str]]:
     try:
         return [row for row in table if any(row)]
     except csv.Error as error:
-        raise ValueError(
-            f"{path}, line {table.line_num}: {error}. A cell that begins with a quote must end with one, and "
-            "quotes inside it are doubled."
-        ) from error
+        raise ValueError(f"{path}, line {table.line_num}: {error}") from error
 
 
 def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> Iterator[Entry]:
@@ -123,8 +120,7 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     start = 1 if header else 0
     name = _find_column(header, PATH_COLUMNS)
     if name is None:
-        sample = rows[min(start, len(rows) - 1)]
-        name = next((index for index, cell in enumerate(sample) if _is_path(cell)), 0)
+        name = next((index for index, cell in enumerate(rows[start]) if _is_path(cell)), 0)
     label = _find_column(header, columns)
     if label is None and len(rows[0]) == 2:
         label = 1 - name
@@ -133,10 +129,7 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
     for number, row in enumerate(rows[start:], start + 1):
         if len(row) <= max(name, label or 0):
-            raise ValueError(
-                f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {row!r:.80}. "
-                f"Put names with a comma in quotes."
-            )
+            raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {row!r:.80}")
         yield Entry(row[name], None if label is None else row[label].strip() or None)
 
 
@@ -206,13 +199,8 @@ def parse_json(text: str | bytes, name: str) -> object:
     """Return what a text in JSON means; raise ValueError with its name if it is invalid."""
     try:
         return json.loads(text)
-    except UnicodeDecodeError:
-        reason = "it is not text in UTF-8"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as error:
-        reason = str(error)
-    raise ValueError(f"{name} is not valid JSON: {reason}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
 def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, object]:

@@ -21,10 +21,8 @@ def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float6
     names = [source.name(index) for index in range(len(source))]
     missing = [name for name in names if table.get(name) in (None, "")]
     if missing:
-        raise ValueError(
-            f"{path} has no weight for {len(missing)} of {len(names)} images, such as '{missing[0]:.200}'. "
-            f"Each image needs one, 0 to never draw it; names must be equal, including the suffix."
-        )
+        count = f"{len(missing)} of {len(names)} images"
+        raise ValueError(f"{path} has no weight for {count}, such as '{missing[0]:.200}'; 0 is for never")
     surplus = table.keys() - set(names)
     if surplus:
         extra = plural(len(surplus), "weight")
@@ -42,17 +40,16 @@ def _weight(path: str, name: str, value: object) -> float:
     except ValueError:
         weight = math.nan
     if not 0 <= weight < math.inf:
-        raise ValueError(
-            f"{path} gives '{name:.200}' the weight {value!r:.200}; it must be a finite number, 0 or more."
-        )
+        text = "it must be a finite number, 0 or more"
+        raise ValueError(f"{path} gives '{name:.200}' the weight {value!r:.200}; {text}")
     return weight
 
 
 def describe_sampling(weights: NDArray[np.float64]) -> str:
     """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
-    share = weights / weights.sum()
+    probabilities = weights / weights.sum()
     never = np.count_nonzero(weights == 0)
-    text = f"sampling weights: {1 / (share**2).sum():,.0f} of {len(weights):,} images effectively"
+    text = f"sampling weights: {1 / (probabilities**2).sum():,.0f} of {len(weights):,} images effectively"
     return f"{text}; {never:,} are never drawn" if never else text
 
 

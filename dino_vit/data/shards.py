@@ -1,53 +1,70 @@
-"""Images in shards, and copies of remote shards on a local disk, which all processes of a host read.
+"""Images in shards (files of many images), and local copies of remote ones, which all of a host read.
 
-A folder of copies has a bound, may be shared by several runs, and may be deleted at any time. A copy appears
-under its name when it is complete; a shard without a copy is read by a request for each image.
+The folder of the copies has a bound, may be shared by several runs, and may be deleted at any time. A copy
+appears under its name when it is complete; a shard without a copy is read by a request for each image.
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from fcntl import LOCK_EX, LOCK_NB, flock
+from functools import cache, cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.data.sources.files import Ranges, read_range
+from dino_vit.core import log
+from dino_vit.core.text import brief
+from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, SourceLost, read_file, retry
 from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
 from dino_vit.data.sources.source import Source, Subset
 
-SUFFIX = ".shard"  # of a copy
+SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
 SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
-# Write the copy of a shard, given by its path and its content, if that is not the shard itself.
+SUMS_TIMEOUT_S = 10  # for which digests are requested again if they cannot be read
+PART = 4 * 2**20  # bytes of a request
+REQUESTS = 8  # at a time, as object stores answer a single one slowly
+RECENT_S = 600  # for which a copy that another run uses is spared
+POLL_S = 0.2  # between two looks at the position of the run
+# Write the local copy of a shard, given by its path and its content, if that is not the shard itself.
 Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 
 
 class DamagedShard(ValueError):
-    """A shard does not have the digest that is stated for it."""
+    """A shard does not have the digest that is stated for it, or cannot be unpacked."""
 
 
-def copies_folder(given: str | None = None) -> Path:
-    """Return the folder for copies of shards."""
+def shard_cache_folder(given: str | None = None) -> Path:
+    """Return the folder for local copies of shards."""
     return Path(given).expanduser() if given else cache_folder() / "shards"
 
 
 @dataclass(frozen=True)
-class ShardCopies:
-    """Where the copies of some remote shards lie, and their reading."""
+class LocalCopies:
+    """Where the local copies of some remote shards lie, and their reading."""
 
     folder: Path
     paths: Sequence[str]
-    stamps: NDArray[np.int64]
+    file_signatures: NDArray[np.int64]
     sizes: NDArray[np.int64]  # about how long each copy is
 
     @cached_property
     def names(self) -> list[str]:
         """The names of the copies, other ones if a shard was changed."""
-        keys = (f"{url}\0{stamp[0]}\0{stamp[1]}" for url, stamp in zip(self.paths, self.stamps, strict=True))
+        keys = (
+            f"{url}\0{size}\0{version}"
+            for url, (size, version, _) in zip(self.paths, self.file_signatures, strict=True)
+        )
         return [f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}" for key in keys]
 
     def path(self, shard: int) -> Path:
@@ -60,18 +77,13 @@ class ShardCopies:
     def size(self, shard: int) -> int:
         return int(self.sizes[shard])
 
-    def read(self, file: int, start: int, size: int) -> bytes | None:
+    def read(self, shard: int, start: int, size: int) -> bytes | None:
         """Return a range of the copy of a shard, or None if there is none.
 
         A copy is not held open: once deleted, it must not take room on the disk.
         """
-        with suppress(OSError):
-            number = os.open(self.path(file), os.O_RDONLY)
-            try:
-                exists = start + size <= os.fstat(number).st_size  # before so much memory is taken
-                data = read_range(number, start, size) if exists else b""
-            finally:
-                os.close(number)
+        with suppress(OSError), self.path(shard).open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, start)
             return data if len(data) == size else None
         return None
 
@@ -88,9 +100,10 @@ class ShardedSource(IndexedSource):
         sizes: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(index)
-        stamps = index.stamps
-        self.ranges, self.unpack = Ranges(files, stamps), unpack
-        self.copies = ShardCopies(copies_folder(), files, stamps, stamps[:, 0] if sizes is None else sizes)
+        signatures = index.file_signatures
+        self.ranges, self.unpack = ByteRangeReader(files, signatures), unpack
+        sizes = signatures[:, 0] if sizes is None else sizes
+        self.local_copies = LocalCopies(shard_cache_folder(), files, signatures, sizes)
 
     @property
     def shards(self) -> NDArray[np.int32]:
@@ -101,6 +114,200 @@ class ShardedSource(IndexedSource):
 def shards_of(source: Source) -> tuple[ShardedSource, NDArray[np.int32]] | None:
     """Return the source that reads a source's images from shards, and the shard of each image."""
     if isinstance(source, Subset):
-        found = shards_of(source.source)
-        return found and (found[0], found[1][np.asarray(source.indices)])
+        sharded = shards_of(source.source)
+        return sharded and (sharded[0], sharded[1][np.asarray(source.indices)])
     return (source, source.shards) if isinstance(source, ShardedSource) else None
+
+
+class ShardCache:
+    """Make local copies of shards, and delete others so that all in the folder stay within `limit` bytes."""
+
+    def __init__(self, source: ShardedSource, limit: float) -> None:
+        self.copies, self.ranges, self.unpack = source.local_copies, source.ranges, source.unpack
+        self.limit = limit
+        self.stop = threading.Event()
+        self._sums = cache(_read_sums)
+
+    def copy(self, shard: int) -> bool:
+        """Copy a shard if it has no copy, or return False if another run is about to."""
+        path = self.copies.path(shard)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(PARTIAL)
+        with _claimed(partial) as descriptor:
+            if descriptor is None:
+                return False
+            if not path.exists():
+                self._write(shard, descriptor)
+                os.fsync(descriptor)
+                os.replace(partial, path)
+        return True
+
+    def _write(self, shard: int, descriptor: int) -> None:
+        """Write the copy of a shard to an open file."""
+        if self.unpack is None:
+            self._download(shard, descriptor)
+            return
+        with TemporaryFile(dir=self.copies.folder) as packed, open(descriptor, "wb", closefd=False) as copy:
+            self._download(shard, packed.fileno())
+            self.unpack(self.copies.paths[shard], packed, copy)
+
+    def _download(self, shard: int, descriptor: int) -> None:
+        """Write a shard to an open file, and verify it."""
+        url, size = self.copies.paths[shard], int(self.copies.file_signatures[shard, 0])
+
+        def download(start: int) -> None:
+            if self.stop.is_set():
+                raise SourceLost(f"{url} is no longer needed")
+            length = min(PART, size - start)
+            data = retry(lambda: self.ranges.request(shard, start, length), url, self.stop)
+            os.pwrite(descriptor, data, start)
+
+        for _ in range(2):
+            retry(lambda: self.ranges.check_unchanged(shard), url, self.stop)
+            os.ftruncate(descriptor, 0)
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                deque(pool.map(download, range(0, size, PART)), maxlen=0)
+            retry(lambda: self.ranges.check_unchanged(shard), url, self.stop)
+            if self._has_stated_digest(url, descriptor):
+                return
+        raise DamagedShard(
+            f"{url} is damaged: its digest is not the one in {SUMS} beside it. Copy or pack it again"
+        )
+
+    def _has_stated_digest(self, url: str, descriptor: int) -> bool:
+        """Tell whether a file has the digest that is stated beside the shard, if one is."""
+        folder, _, name = url.rpartition("/")
+        stated = self._sums(folder).get(name)
+        if stated is None:
+            return True
+        with open(descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest() == stated
+
+    def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
+        """Delete copies until there is room for a shard: those that are needed last go first.
+
+        Copies in `keep` stay, and those of other runs as long as they are used, if that is enough.
+        """
+        ours = dict(zip(self.copies.names, uses.tolist(), strict=True))
+        kept = {self.copies.names[number] for number in keep}
+        files, total = [], self.copies.size(shard)
+        self.copies.folder.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(self.copies.folder):
+            with suppress(FileNotFoundError):  # another run deletes too
+                status = entry.stat()
+                if entry.name.endswith(PARTIAL) and _delete_if_abandoned(Path(entry.path)):
+                    continue
+                total += status.st_size
+                if entry.name.endswith(SUFFIX) and entry.name not in kept:
+                    used = entry.name not in ours and time.time() - status.st_mtime < RECENT_S
+                    files.append((used, -ours.get(entry.name, 2**63), status.st_mtime, entry, status.st_size))
+        for *_, entry, size in sorted(files, key=lambda file: file[:3]):
+            if total <= self.limit:
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(entry.path)
+            total -= size
+
+
+class Prefetch:
+    """A thread that keeps local copies of the shards that come next, the nearest first.
+
+    `next_uses` tells, from a position of the run on, after how many images each shard is needed next; those
+    within `ahead` images are copied, as far as the cache holds them.
+    """
+
+    def __init__(self, cache: ShardCache, next_uses: Callable[[int], NDArray[np.int64]], ahead: int) -> None:
+        self.cache, self.next_uses, self.ahead = cache, next_uses, ahead
+        self.position = 0
+        self.failure: ValueError | ChangedFile | None = None  # why a run must end
+
+    @contextmanager
+    def running(self, position: int) -> Iterator[None]:
+        """Run the thread, from a position of the run (in steps) on, which `self.position` then follows."""
+        self.position, self.failure = position, None
+        stop = self.cache.stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stop,), name="shards", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(POLL_S)  # it may wait for an answer of a server
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                pause = 0.0 if self.copy_next() else POLL_S
+            except (DamagedShard, ChangedFile) as error:
+                self.failure = error
+                return
+            except SourceLost:  # logged already; a run may do without as long as there are other copies
+                pause = POLL_S
+            except OSError as error:
+                log.warning("no shard is copied to data.cache at present: %s", brief(error, 300))
+                pause = 10
+            stop.wait(pause)
+
+    def copy_next(self) -> bool:
+        """Copy the nearest shard that is missing; return False if there is none."""
+        copies = self.cache.copies
+        uses = self.next_uses(self.position)
+        near = [shard for shard in np.argsort(uses, kind="stable").tolist() if uses[shard] < self.ahead]
+        sizes = np.cumsum([copies.size(shard) for shard in near])
+        near = near[: np.searchsorted(sizes, self.cache.limit, side="right")]
+        for shard in near:
+            path = copies.path(shard)
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > RECENT_S / 10:
+                    os.utime(path)  # tells other runs that it is used
+                continue
+            self.cache.make_room(shard, uses, near)
+            if self.cache.copy(shard):
+                return True
+        return False
+
+
+def _read_sums(folder: str) -> dict[str, str]:
+    """Return the digests by name of the files in a remote folder, where they are stated."""
+    url = f"{folder}/{SUMS}"
+
+    def read() -> bytes:
+        with suppress(FileNotFoundError, PermissionError):  # object stores forbid what is not there
+            return read_file(url)
+        return b""
+
+    try:
+        text = retry(read, url, timeout_s=SUMS_TIMEOUT_S).decode(errors="replace")
+    except SourceLost as error:
+        reason = brief(error.__cause__, 200)
+        log.warning("copies of shards are not verified by %s, which cannot be read (%s)", url, reason)
+        return {}
+    return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", text, re.MULTILINE)}
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[int | None]:
+    """Open a file for this process alone, or yield None; the system ends the claim of a process that dies."""
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield descriptor if _lock(descriptor, partial) else None
+    finally:
+        if _lock(descriptor, partial):  # not if it was renamed
+            partial.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock an open file, unless another process has done so, has renamed the file or has deleted it."""
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _delete_if_abandoned(partial: Path) -> bool:
+    """Delete a file that a killed run has left incomplete."""
+    with _claimed(partial) as descriptor:
+        return descriptor is not None

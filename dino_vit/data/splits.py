@@ -14,7 +14,7 @@ _KNOWN = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 
 
 class Splits(NamedTuple):
-    """The folders to learn from and to evaluate on, and the places of their images in the source."""
+    """The folders to learn from and to evaluate on, and the indices of their images."""
 
     train: str
     held_out: str
@@ -37,14 +37,14 @@ def are_splits(folders: Collection[str]) -> bool:
 
 
 def find_splits(names: Iterable[bytes]) -> dict[str, tuple[int, int]]:
-    """Return the first and the last place, plus one, of each split among sorted paths; empty if none."""
-    found: dict[str, tuple[int, int]] = {}
-    for place, name in enumerate(names):
+    """Return the first and the last index, plus one, of each split among sorted paths; empty if none."""
+    splits: dict[str, tuple[int, int]] = {}
+    for index, name in enumerate(names):
         folder, slash, _ = name.partition(b"/")
         if slash:
             text = folder.decode(errors="replace")
-            found[text] = found.get(text, (place, 0))[0], place + 1
-    return found if are_splits(found) else {}
+            splits[text] = splits.get(text, (index, 0))[0], index + 1
+    return splits if are_splits(splits) else {}
 
 
 def splits_of(source: Source) -> Mapping[str, range]:

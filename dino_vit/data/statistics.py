@@ -40,7 +40,6 @@ class ImageInfo:
     kind: str  # uint8, float32, ...
     low: float
     high: float
-    moments: Tensor | None  # (2, C): mean and mean square of values in [0, 1]; None if they are not
 
     @property
     def deep(self) -> bool:
@@ -92,23 +91,6 @@ class ImageSummary:
             steps[f"unreadable, first {self.unreadable[0]}"] = len(self.unreadable)
         text = f"{len(self.images)} images inspected: {', '.join(kinds)}"
         return "; ".join([text, *(f"{count} {step}" for step, count in steps.most_common())])
-
-    def mean_and_std(self) -> tuple[list[float], list[float]] | None:
-        """Return mean and std for the most frequent number of channels; grey counts as RGB beside RGB."""
-        counts = Counter(image.channels for image in self.images)
-        if not counts:
-            return None
-        channels = 3 if counts[3] else counts.most_common(1)[0][0]
-        usable = {3, 1} if channels == 3 else {channels}
-        moments = [
-            image.moments[:, : image.channels].expand(2, channels)  # without alpha
-            for image in self.images
-            if image.channels in usable and image.moments is not None
-        ]
-        if not moments:
-            return None
-        mean, square = torch.stack(moments).mean(dim=0)
-        return mean.tolist(), (square - mean**2).clamp_min(0).sqrt().tolist()
 
     def identical(self) -> list[list[int]]:
         """Return groups of indices of images that are the same byte for byte."""
@@ -184,18 +166,10 @@ def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | Unre
         kind=kind_of(image),
         low=float(values.min()),
         high=float(values.max()),
-        moments=_unit_moments(image),
     )
 
 
-def _unit_moments(image: Tensor) -> Tensor | None:
-    try:
-        return _moments(Pixels(channels=len(image), bits=16).conform(image))
-    except ValueError:
-        return None
-
-
-class Statistics(NamedTuple):
+class ChannelStatistics(NamedTuple):
     """Mean and std per channel of pixels in [0, 1]; each image has the same weight."""
 
     mean: tuple[float, ...]
@@ -204,10 +178,10 @@ class Statistics(NamedTuple):
     images: int
 
 
-def measure(source: Source, indices: Sequence[int], pixels: Pixels) -> Statistics:
+def channel_statistics(source: Source, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
     """Measure mean and std of images as they are trained on."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        results = list(pool.map(partial(_measure_image, source, pixels), indices))
+        results = list(pool.map(partial(_image_statistics, source, pixels), indices))
     moments = [result for result in results if isinstance(result, Tensor)]
     if not moments:
         failure = next(result for result in results if isinstance(result, UnreadableImage))
@@ -215,19 +189,16 @@ def measure(source: Source, indices: Sequence[int], pixels: Pixels) -> Statistic
     stacked = torch.stack(moments)
     mean, square, _ = stacked.mean(dim=0)
     std = (square - mean**2).clamp_min(0).sqrt()
-    return Statistics(tuple(mean.tolist()), tuple(std.tolist()), float(stacked[:, 2].max()), len(moments))
+    return ChannelStatistics(
+        tuple(mean.tolist()), tuple(std.tolist()), float(stacked[:, 2].max()), len(moments)
+    )
 
 
-def _measure_image(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
+def _image_statistics(source: Source, pixels: Pixels, index: int) -> Tensor | UnreadableImage:
     """Return the mean, the mean square and the highest value of each channel, (3, C), in float64."""
     try:
         image = unit_scale(read_image(source, index, pixels))
     except UnreadableImage as error:
         return error
-    return torch.cat((_moments(image), image.amax(dim=(1, 2))[None].double()))
-
-
-def _moments(image: Tensor) -> Tensor:
-    """Return the mean and the mean square of each channel of an image (C, H, W): (2, C), in float64."""
-    variance, mean = torch.var_mean(image, dim=(1, 2), correction=0)
-    return torch.stack((mean.double(), variance.double() + mean.double() ** 2))
+    variance, mean = (moment.double() for moment in torch.var_mean(image, dim=(1, 2), correction=0))
+    return torch.stack((mean, variance + mean**2, image.amax(dim=(1, 2)).double()))

@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.storage import write_bytes
-from dino_vit.weights.names import is_name
 
 _Z = NormalDist().inv_cdf(0.975)  # of a 95 % confidence interval
 
@@ -27,6 +28,25 @@ class Accuracy(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.percent:.2f} % ({self.low:.2f} to {self.high:.2f})"
+
+
+class Predictions(NamedTuple):
+    """The class of each image that could be read, as numbers of `classes`."""
+
+    images: NDArray[np.int64]  # in the source
+    predicted: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    classes: tuple[str, ...]
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Which images were classified rightly."""
+        return self.predicted == self.targets
+
+    def by_image(self) -> dict[int, tuple[str, bool]]:
+        """Return the predicted class of each image, and whether it is right."""
+        rows = zip(self.images.tolist(), self.predicted, self.right.tolist(), strict=True)
+        return {image: (self.classes[number], right) for image, number, right in rows}
 
 
 def accuracy(correct: int, images: int) -> Accuracy:
@@ -66,12 +86,12 @@ def classification_results(ranked: Tensor, targets: Tensor, classes: Sequence[st
     return {
         "top1": top_k_accuracy(ranked, targets, 1)._asdict(),
         "top5": top_k_accuracy(ranked, targets, 5)._asdict(),
-        **accuracy_of_guesses(targets, classes),
-        "per_class": {classes[target]: one._asdict() for target, one in per_class.items()},
+        **trivial_baselines(targets, classes),
+        "per_class": {classes[target]: of_class._asdict() for target, of_class in per_class.items()},
     }
 
 
-def accuracy_of_guesses(targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+def trivial_baselines(targets: Tensor, classes: Sequence[str]) -> dict[str, Any]:
     """Return what a guess by chance, and always the largest class, come to in per cent."""
     counts = torch.bincount(targets, minlength=len(classes))
     largest = int(counts.argmax())
@@ -97,6 +117,8 @@ def results_path(name: str, *, weights: str, output: str | None = None) -> Path:
     """Return `output`, or eval/NAME.json in the run's folder, or a file beside the weights."""
     if output is not None:
         return Path(output)
+    from dino_vit.weights.reading import is_name  # a run that trains reads no weights
+
     if is_name(weights):
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}.json")
     path = Path(weights)

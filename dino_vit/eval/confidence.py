@@ -1,8 +1,9 @@
-"""How sure a figure is, and whether two backbones differ that judged the same images."""
+"""How sure a figure is, whether two backbones differ on the same images, and which of several is best."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 RESAMPLES = 1000  # of the images
+CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
 
 
 class Interval(NamedTuple):
@@ -31,6 +33,9 @@ class Difference(NamedTuple):
     low: float
     high: float
     p: float
+
+    def __neg__(self) -> "Difference":
+        return Difference(-self.points, -self.high, -self.low, self.p)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +63,26 @@ class Measured:
 
     @property
     def interval(self) -> Interval:
-        return with_confidence(self.parts, self.figure)
+        return Interval(100 * self.value, *_quantiles(self.resampled()))
+
+    def resampled(self) -> Tensor:
+        """Return the figure of images drawn with replacement; the draws are the same for as many images."""
+        parts = [part.cpu().double() for part in self.parts]
+        images = len(parts[0])
+        generator = torch.Generator().manual_seed(0)
+        figures = []
+        for _ in range(RESAMPLES):
+            rows = torch.randint(images, (images,), generator=generator)
+            weights = rows.bincount(minlength=images).double()
+            figures.append(self.figure(*(torch.tensordot(weights, part, dims=1) for part in parts)))
+        return torch.stack(figures)
 
     @property
     def right(self) -> Tensor | None:
         """Which images were judged rightly (n,), if an image is either right or wrong."""
-        right, count = self.parts[0], self.parts[-1]
-        is_share = len(self.parts) == 2 and right.ndim == 1 and bool((count == 1).all())
-        return right.bool() if is_share and bool(((right == 0) | (right == 1)).all()) else None
+        shares = self.parts[0]
+        is_share = self.figure is _mean and bool(((shares == 0) | (shares == 1)).all())
+        return shares.bool() if is_share else None
 
 
 def measured_share(title: str, images: NDArray[np.int64], shares: Tensor) -> Measured:
@@ -78,6 +95,15 @@ def _mean(total: Tensor, count: Tensor) -> Tensor:
     return total / count
 
 
+def with_confidence(parts: Sequence[Tensor], figure: Callable[..., Tensor]) -> Interval:
+    """Return a figure of sums over images with its confidence interval."""
+    return Measured(title="", images=np.arange(len(parts[0])), parts=parts, figure=figure).interval
+
+
+def _quantiles(resampled: Tensor) -> tuple[float, float]:
+    return float(100 * resampled.nanquantile(0.025)), float(100 * resampled.nanquantile(0.975))
+
+
 def difference(first: Measured, second: Measured) -> Difference:
     """Compare two backbones on the images that both have judged.
 
@@ -86,19 +112,14 @@ def difference(first: Measured, second: Measured) -> Difference:
     """
     images = np.intersect1d(first.images, second.images)
     first, second = first.of(images), second.of(images)
-    resampled = torch.stack([a - b for a, b in zip(*map(_resampled, (first, second)), strict=True)])
-    low, high = (float(100 * resampled.nanquantile(q)) for q in (0.025, 0.975))
+    resampled = first.resampled() - second.resampled()
     right, other = first.right, second.right
     if right is not None and other is not None:
         p = mcnemar(int((right & ~other).sum()), int((other & ~right).sum()))
     else:
         beyond = min(int((resampled <= 0).sum()), int((resampled >= 0).sum()))
         p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
-    return Difference(100 * (first.value - second.value), low, high, p)
-
-
-def _resampled(measured: Measured) -> Iterator[Tensor]:
-    return resample(measured.parts, measured.figure)
+    return Difference(100 * (first.value - second.value), *_quantiles(resampled), p)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -113,19 +134,61 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * float((logs - count * math.log(2)).exp().sum()))
 
 
-def with_confidence(parts: Sequence[Tensor], figure: Callable[..., Tensor]) -> Interval:
-    """Return a figure of sums over images, and its quantiles over images drawn with replacement."""
-    resampled = torch.stack(list(resample(parts, figure)))
-    low, high = (float(100 * resampled.nanquantile(q)) for q in (0.025, 0.975))
-    return Interval(float(100 * figure(*(part.cpu().double().sum(0) for part in parts))), low, high)
+class Pair(NamedTuple):
+    """Two backbones by one figure."""
+
+    figure: str
+    better: str
+    other: str
+    difference: Difference
 
 
-def resample(parts: Sequence[Tensor], figure: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Yield a figure of images drawn with replacement; the draws are the same for as many images."""
-    whole = [part.cpu().double() for part in parts]
-    images = len(whole[0])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(RESAMPLES):
-        rows = torch.randint(images, (images,), generator=generator)
-        weights = rows.bincount(minlength=images).double()
-        yield figure(*(torch.tensordot(weights, part, dims=1) for part in whole))
+Figures = Mapping[str, Mapping[str, Measured]]  # by title, then by the name of the backbone
+
+
+def compare_pairs(figures: Figures) -> list[Pair]:
+    """Compare all pairs by every figure, image by image."""
+    pairs = []
+    for title, backbones in figures.items():
+        for first, second in combinations(backbones, 2):
+            gain = difference(backbones[first], backbones[second])
+            pair = Pair(title, first, second, gain)
+            pairs.append(pair if gain.points >= 0 else Pair(title, second, first, -gain))
+    return pairs
+
+
+def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, ...]]:
+    """Return who is best by each figure, followed by those who cannot be told from the best on these images.
+
+    The best is compared with all others, so each p is multiplied by their number (Bonferroni).
+    """
+    by_title = {}
+    for title, backbones in figures.items():
+        limit = CHANCE / max(1, len(backbones) - 1)
+        best = max(backbones, key=lambda name: backbones[name].value)
+        p_of = {frozenset(pair[1:3]): pair.difference.p for pair in pairs if pair.figure == title}
+        tied = [name for name in backbones if name != best and p_of[frozenset((best, name))] >= limit]
+        by_title[title] = (best, *tied)
+    return by_title
+
+
+def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
+    """Say which backbone to take, or that it depends."""
+    if not by_title:
+        return (
+            "There are no labels and no masks to judge by. "
+            "The effective rank alone does not tell which features are better."
+        )
+    top = by_title.values()
+    everywhere = [name for name in dict.fromkeys(sum(top, ())) if all(name in names for names in top)]
+    if not everywhere:
+        wins = "; ".join(f"by {title} {names[0]}" for title, names in by_title.items())
+        return f"It depends on what you need. The best is {wins}."
+    wins_of = {name: sum(names[0] == name for names in top) for name in everywhere}
+    best = max(everywhere, key=lambda name: wins_of[name])
+    tied = [name for name in everywhere if name != best]
+    quality = "the best" if wins_of[best] == len(by_title) else "the best or as good as the best"
+    text = f"Take {best}: it is {quality} by {' and '.join(by_title)}."
+    if tied:
+        text += f" On these images {' and '.join(tied)} cannot be told from it."
+    return text

@@ -5,39 +5,31 @@
 - `.safetensors`: tensors embedding, index, label, and the names as UTF-8 bytes, joined, with the end of each
 
 A label is the name of a class; an index is the image's index in the source. Parquet and npy are written block
-by block, so that embeddings may be larger than memory; safetensors are held in memory while they are written.
-npy and safetensors are memory-mapped when read; Parquet is read into memory.
+by block, so that embeddings may be larger than memory. npy and safetensors are memory-mapped when read.
 """
 
 import csv
-import io
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import TypeAdapter
 from safetensors import safe_open
 
-from dino_vit.config.settings import Few
 from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing, save_plain, utf8_path, write_bytes
-from dino_vit.core.text import brief, printable
-from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.npy import Header, read_header
-from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.features.extraction import Tokens
-from dino_vit.eval.maps.pictures import Panel, thumbnail
-from dino_vit.views.preparation import Preparation
-from dino_vit.weights.metadata import checked
+from dino_vit.core.text import brief
+from dino_vit.data.sources.open import open_source
+from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
+from dino_vit.views.eval_transform import EvalTransform
 
 Array = NDArray[Any]
-Blocks = Iterator[tuple[slice, Array]]
-
 _BLOCK_BYTES = 64 * 2**20
 
 
@@ -51,47 +43,11 @@ class Embeddings:
     indices: NDArray[np.int64]
     metadata: dict[str, Any]
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class _Weights(_Part):
-    path: str
-    sha256: str
-    network: Literal["teacher", "student"]
-    step: int | None
-
-
-class _Source(_Part):
-    spec: str
-
-
-class _Tokens(_Part):
-    kind: Tokens
-    blocks: Few
-
-
-class _Metadata(_Part):
-    """What is read of the metadata."""
-
-    format: int
-    weights: _Weights
-    source: _Source
-    preparation: Preparation
-    tokens: _Tokens
-    precision: Literal["float32", "bfloat16", "float16"]
-    shape: list[PositiveInt]
-    classes: list[str] = []  # of safetensors
-
-
-def row_blocks(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield the rows of a large array in blocks of bounded size."""
-    rows = max(_BLOCK_BYTES // bytes_each, 1)
-    return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
+    @property
+    def transform(self) -> EvalTransform:
+        """The transform of the images."""
+        name = "transform" if "transform" in self.metadata else "preparation"  # of earlier versions
+        return TypeAdapter(EvalTransform).validate_python(self.metadata[name])
 
 
 def check_suffix(path: Path) -> None:
@@ -100,17 +56,10 @@ def check_suffix(path: Path) -> None:
         raise ValueError(f"{path} is not a name for embeddings: it must end in {' or '.join(_FORMATS)}")
 
 
-def write_embeddings(
-    path: Path, embeddings: Embeddings, *, dtype: str, transform: Callable[[Array], Array]
-) -> None:
-    """Write embeddings in the format that the suffix names, each block of rows transformed on the way."""
-    row_bytes = np.dtype(dtype).itemsize * int(np.prod(embeddings.values.shape[1:]))
-    blocks = (
-        (rows, transform(embeddings.values[rows]).astype(dtype))
-        for rows in row_blocks(len(embeddings), row_bytes)
-    )
+def write_embeddings(path: Path, embeddings: Embeddings, *, dtype: str, normalise: bool = False) -> None:
+    """Write embeddings in the format that the suffix names."""
     write, _ = _FORMATS[path.suffix]
-    write(path, embeddings, np.dtype(dtype), blocks)
+    write(path, embeddings, np.dtype(dtype), normalise)
 
 
 def read_embeddings(path: Path) -> Embeddings:
@@ -123,25 +72,16 @@ def read_embeddings(path: Path) -> Embeddings:
     _, read = _FORMATS[path.suffix]
     try:
         embeddings = read(path)
-        _check(embeddings)
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} is missing; `dino-vit embed` writes it beside {path}") from error
+        rows, names, version = len(embeddings.values), len(embeddings.names), embeddings.metadata["format"]
+        if version != 1:
+            raise ValueError(f"its format is {version}, but this version of dino-vit reads format 1")
+        if rows != names:
+            raise ValueError(f"it has {rows} embeddings, but {names} names")
     except Exception as error:  # each library has errors of its own
-        # What Python itself says of odd values means nothing to a user.
-        from_python = isinstance(error, LookupError | TypeError | AttributeError | UnicodeError)
-        why = "" if from_python else f": {brief(error, 200)}"
+        # "'NoneType' object is not subscriptable" means nothing to a user.
+        why = "" if isinstance(error, LookupError | TypeError) else f": {brief(error, 200)}"
         raise ValueError(f"{path} is damaged or not an embedding file of `dino-vit embed`{why}") from error
-    labels = [label and printable(label) for label in embeddings.labels]
-    return replace(embeddings, names=list(map(printable, embeddings.names)), labels=labels)
-
-
-def _check(embeddings: Embeddings) -> None:
-    values, indices = embeddings.values, embeddings.indices
-    known = Header(values.shape, False, values.dtype).numeric and values.dtype.isnative
-    if not known or values.ndim not in (2, 3):
-        raise ValueError(f"its embeddings are {values.dtype.str} of shape {values.shape}")
-    if indices.dtype != np.int64 or not len(values) == len(indices) == len(embeddings.names):
-        raise ValueError(f"it has {len(values)} embeddings, but {len(embeddings.names)} names")
+    return embeddings
 
 
 def read_image_embeddings(path: str) -> Embeddings:
@@ -152,27 +92,33 @@ def read_image_embeddings(path: str) -> Embeddings:
     return embeddings
 
 
-class EmbeddedImages:
-    """The images of an embedding file, as far as their source still has them."""
-
-    def __init__(self, embeddings: Embeddings) -> None:
-        self.embeddings = embeddings
-        self.pixels = Pixels(**embeddings.metadata["preparation"]["pixels"])
-        self.source: Source | None = None
-        try:
-            self.source = open_source(embeddings.metadata["source"]["spec"])
-        except (ValueError, OSError) as error:
-            log.warning("the sheet does not show the embedded images: %s", error)
-
-    def panel(self, row: int, caption: str) -> Panel:
-        """Return a panel of an image, empty if the source has another image by now."""
-        source, index, name = self.source, int(self.embeddings.indices[row]), self.embeddings.names[row]
-        if source and 0 <= index < len(source) and source.name(index) == name:
-            return Panel(thumbnail(source, index, self.pixels), caption)
-        return Panel(None, caption)
+def blocks_of(values: Array, dtype: np.dtype[Any], normalise: bool) -> Iterator[tuple[slice, Array]]:
+    """Yield rows of a large array, and their values, in blocks of bounded size."""
+    size = max(_BLOCK_BYTES // (4 * int(np.prod(values.shape[1:]))), 1)
+    for start in range(0, len(values), size):
+        rows = slice(start, start + size)
+        block = torch.as_tensor(values[rows])
+        yield rows, (F.normalize(block.float(), dim=-1) if normalise else block).numpy().astype(dtype)
 
 
-def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blocks: Blocks) -> None:
+def embedded_panels(embeddings: Embeddings, captions: Iterable[tuple[int, str]]) -> list[Panel]:
+    """Return embedded images by their rows as small pictures with captions; empty ones if they are gone."""
+    try:
+        source = open_source(embeddings.metadata["source"]["spec"])
+    except (ValueError, OSError) as error:
+        log.warning("the sheet does not show the embedded images: %s", error)
+        return [(EMPTY, caption) for _, caption in captions]
+    panels = []
+    for row, caption in captions:
+        index = int(embeddings.indices[row])
+        # The folder may have other images by now.
+        same = 0 <= index < len(source) and source.name(index) == embeddings.names[row]
+        pixels = embeddings.transform.pixels
+        panels.append((thumbnail(source, index, pixels) if same else EMPTY, caption))
+    return panels
+
+
+def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], normalise: bool) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -184,13 +130,13 @@ def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blo
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
     with (
         replacing(path) as partial,
-        partial.open("wb") as file,
+        partial.open("wb") as file,  # Arrow itself opens UTF-8 names only
         parquet.ParquetWriter(file, schema, **options) as writer,
     ):
-        for rows, block in blocks:
+        for rows, block in blocks_of(embeddings.values, dtype, normalise):
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
-            columns = embeddings.names[rows], embeddings.labels[rows], embeddings.indices[rows], values
-            writer.write_table(pa.table(list(columns), schema=schema))
+            columns = [embeddings.names[rows], embeddings.labels[rows], embeddings.indices[rows], values]
+            writer.write_table(pa.table(columns, schema=schema))
 
 
 def _read_parquet(path: Path) -> Embeddings:
@@ -198,7 +144,7 @@ def _read_parquet(path: Path) -> Embeddings:
 
     with utf8_path(path) as name:
         table = parquet.read_table(name, memory_map=True)
-    metadata = _parse_metadata((table.schema.metadata or {}).get(OWN_KEY.encode()))
+    metadata = json.loads(table.schema.metadata[OWN_KEY.encode()])
     blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
     return Embeddings(
         values=np.concatenate(blocks).reshape(-1, *metadata["shape"]),
@@ -209,26 +155,24 @@ def _read_parquet(path: Path) -> Embeddings:
     )
 
 
-def _write_npy(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blocks: Blocks) -> None:
+def _write_npy(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], normalise: bool) -> None:
     header = {"descr": dtype.str, "fortran_order": False, "shape": embeddings.values.shape}
     # Not a memory map, which crashes when the disk is full.
     with replacing(path) as partial, partial.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for _, block in blocks:
+        for _, block in blocks_of(embeddings.values, dtype, normalise):
             file.write(block.data)
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(("name", "label", "index"))
-    writer.writerows(zip(embeddings.names, embeddings.labels, embeddings.indices.tolist(), strict=True))
-    write_bytes(path.with_suffix(".csv"), text.getvalue().encode())
+    with (
+        replacing(path.with_suffix(".csv")) as partial,
+        partial.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.writer(file)
+        writer.writerow(("name", "label", "index"))
+        writer.writerows(zip(embeddings.names, embeddings.labels, embeddings.indices.tolist(), strict=True))
     write_bytes(path.with_suffix(".json"), json.dumps(embeddings.metadata, indent=1).encode())
 
 
 def _read_npy(path: Path) -> Embeddings:
-    with path.open("rb") as file:
-        stored, held = read_header(file).nbytes, path.stat().st_size - file.tell()
-        if stored > held:
-            raise ValueError(f"it ends after {held:,} of {stored:,} bytes")
     with path.with_suffix(".csv").open(newline="", encoding="utf-8") as text:
         rows = list(csv.DictReader(text))
     return Embeddings(
@@ -236,14 +180,12 @@ def _read_npy(path: Path) -> Embeddings:
         names=[row["name"] for row in rows],
         labels=[row["label"] or None for row in rows],
         indices=np.array([int(row["index"]) for row in rows], np.int64),
-        metadata=_parse_metadata(path.with_suffix(".json").read_bytes()),
+        metadata=json.loads(path.with_suffix(".json").read_bytes()),
     )
 
 
-def _write_safetensors(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], blocks: Blocks) -> None:
-    values = np.empty(embeddings.values.shape, dtype)
-    for rows, block in blocks:
-        values[rows] = block
+def _write_safetensors(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], normalise: bool) -> None:
+    values = np.concatenate([block for _, block in blocks_of(embeddings.values, dtype, normalise)])
     names = [name.encode() for name in embeddings.names]
     classes = sorted({label for label in embeddings.labels if label is not None})
     numbers = {label: number for number, label in enumerate(classes)}
@@ -261,7 +203,7 @@ def _write_safetensors(path: Path, embeddings: Embeddings, dtype: np.dtype[Any],
 def _read_safetensors(path: Path) -> Embeddings:
     # framework="pt" maps the tensors, where "np" would copy them.
     with utf8_path(path) as opened, safe_open(opened, framework="pt") as file:
-        metadata = _parse_metadata((file.metadata() or {}).get(OWN_KEY))
+        metadata = json.loads(file.metadata()[OWN_KEY])
         tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - not a mapping
     classes = [*metadata.pop("classes"), None]  # label -1 is the last one
     names = np.split(tensors["names"], tensors["name_ends"][:-1])
@@ -272,15 +214,6 @@ def _read_safetensors(path: Path) -> Embeddings:
         indices=tensors["index"],
         metadata=metadata,
     )
-
-
-def _parse_metadata(text: str | bytes | None) -> dict[str, Any]:
-    if text is None:
-        raise ValueError("it has no metadata")
-    metadata = checked(_Metadata, json.loads(text), "its metadata")
-    if metadata["format"] != 1:
-        raise ValueError(f"its format is {metadata['format']}, but this version of dino-vit reads format 1")
-    return metadata
 
 
 _FORMATS = {

@@ -88,7 +88,7 @@ def chunked_cross_entropy(
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else features.dtype  # of the products
     accurate = torch.promote_types(features.dtype, torch.float32)  # of everything else
-    lift = _float16_lift(terms_at_once) if dtype == torch.float16 else 1.0
+    grad_scale = _float16_scale(terms_at_once) if dtype == torch.float16 else 1.0
     needs_features = torch.is_grad_enabled() and features.requires_grad
     needs_weight = torch.is_grad_enabled() and prototype_weight.requires_grad
 
@@ -105,19 +105,19 @@ def chunked_cross_entropy(
             if not (needs_features or needs_weight):
                 total += chunk_loss(index, logits, None)
                 continue
-            total += chunk_loss(index, logits, lift)
+            total += chunk_loss(index, logits, grad_scale)
             gradient = logits.to(dtype)  # the backward products use the autocast dtype too
             del logits
             if grad_features is not None:
                 grad_features[index] = _matmul(gradient, weight, accurate).view(shape)
             if grad_weight is not None:
                 grad_weight += _matmul(gradient.T, chunk.to(dtype), accurate)
-    factor = 1 / (lift * terms * temperature)
+    factor = 1 / (grad_scale * terms * temperature)
     return _Loss.apply(features, prototype_weight, total / terms, grad_features, grad_weight, factor)
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients with respect to its first two inputs are known up to a factor."""
+    """A loss whose gradients with respect to its first two inputs are given up to a factor."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -147,6 +147,6 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b)
 
 
-def _float16_lift(largest_sum: int) -> float:
+def _float16_scale(largest_sum: int) -> float:
     """Return the power of two that keeps tiny gradients from underflow and their sums from overflow."""
     return 2.0 ** math.floor(math.log2(2**13 / largest_sum))

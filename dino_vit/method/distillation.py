@@ -1,4 +1,4 @@
-"""The loss of a student that imitates the features of a frozen backbone.
+"""Losses on the features of another backbone: cosines (distillation), and the patch Gram matrix (DINOv3).
 
 v views (global ones first), g global views, b images, n patches, d channels of the backbone
 """
@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from dino_vit.core.sizes import Size
+
 
 def imitation_loss(student: Tensor, teacher: Tensor, *, global_views: int) -> Tensor:
     """Return 1 minus the mean cosine of CLS features (v*b, d) with the backbone's (g*b, d).
@@ -15,8 +17,9 @@ def imitation_loss(student: Tensor, teacher: Tensor, *, global_views: int) -> Te
     Each global view is compared with the same view, each local one with all global views of its image.
     """
     with torch.autocast(student.device.type, enabled=False):
-        units = (F.normalize(one.float(), dim=1) for one in (student, teacher))
-        ours, theirs = (rearrange(unit, "(v b) d -> v b d", b=len(teacher) // global_views) for unit in units)
+        images = len(teacher) // global_views
+        units = (F.normalize(features.float(), dim=1) for features in (student, teacher))
+        ours, theirs = (rearrange(unit, "(v b) d -> v b d", b=images) for unit in units)
         of_globals = (ours[:global_views] * theirs).sum(-1)
         of_locals = (ours[global_views:] * theirs.mean(0)).sum(-1)
         return 1 - torch.cat([of_globals, of_locals]).mean()
@@ -26,3 +29,19 @@ def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Return 1 minus the mean cosine of patches (b, n, d) with the same patches of the backbone."""
     with torch.autocast(student.device.type, enabled=False):
         return 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1).mean()
+
+
+def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference of the cosines between the patches (b, n, d) of an image."""
+    with torch.autocast(student.device.type, enabled=False):
+        ours, theirs = (F.normalize(patches.float(), dim=2) for patches in (student, teacher))
+        return F.mse_loss(ours @ ours.mT, theirs @ theirs.mT)
+
+
+def resize_patches(patches: Tensor, grid: Size, new_grid: Size) -> Tensor:
+    """Resize patches (b, n, d) of a grid to another grid by bicubic interpolation."""
+    if grid == new_grid:
+        return patches
+    maps = rearrange(patches.float(), "b (y x) d -> b d y x", y=grid[0])  # a CPU resizes no bfloat16
+    resized = F.interpolate(maps, size=new_grid, mode="bicubic", antialias=True)
+    return rearrange(resized, "b d y x -> b (y x) d")

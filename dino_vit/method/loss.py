@@ -41,11 +41,11 @@ def dino_loss(
     starts = range(0, images, images_at_once)
     teacher_logits = rearrange(teacher_logits, "(g b) k -> g b k", g=global_views)
 
-    def chunk_loss(index: Index, logits: Tensor, lift: float | None) -> Tensor:
+    def chunk_loss(index: Index, logits: Tensor, grad_scale: float | None) -> Tensor:
         log_probs = log_softmax(logits)
         targets = teacher_targets(teacher_logits[index], center, teacher_temperature).to(log_probs.dtype)
-        loss = _pairs_loss(rearrange(log_probs, "(v b) k -> v b k", v=views), targets, lift)
-        if lift is not None:
+        loss = _pairs_loss(rearrange(log_probs, "(v b) k -> v b k", v=views), targets, grad_scale)
+        if grad_scale is not None:
             logits.copy_(log_probs)
         return loss
 
@@ -60,7 +60,7 @@ def dino_loss(
     )
 
 
-def _pairs_loss(log_probs: Tensor, targets: Tensor, lift: float | None) -> Tensor:
+def _pairs_loss(log_probs: Tensor, targets: Tensor, grad_scale: float | None) -> Tensor:
     """Return the summed loss of log-probabilities (v, b, k) and targets (g, b, k).
 
     The targets are summed before the product: over all global views for a local view, over the others for a
@@ -71,10 +71,10 @@ def _pairs_loss(log_probs: Tensor, targets: Tensor, lift: float | None) -> Tenso
     for_locals = targets.sum(0)
     for_globals = for_locals - targets
     loss = -(for_globals * of_globals).sum() - (for_locals * of_locals.sum(0)).sum()
-    if lift is not None:
+    if grad_scale is not None:
         log_probs.exp_()
-        of_globals.mul_(lift * (count - 1)).sub_(for_globals, alpha=lift)
-        of_locals.mul_(lift * count).sub_(for_locals, alpha=lift)
+        of_globals.mul_(grad_scale * (count - 1)).sub_(for_globals, alpha=grad_scale)
+        of_locals.mul_(grad_scale * count).sub_(for_locals, alpha=grad_scale)
     return loss
 
 

@@ -10,22 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.core.sizes import Size
-from dino_vit.method.centring import Center, build_center
+from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
-from dino_vit.method.distillation import cosine_loss, imitation_loss
-from dino_vit.method.gram import gram_loss, resize_patches
-from dino_vit.method.koleo import koleo_loss
+from dino_vit.method.distillation import cosine_loss, gram_loss, imitation_loss, resize_patches
 from dino_vit.method.loss import dino_loss, loss_statistics
 from dino_vit.method.patches import patch_loss
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.masks import Masks
-from dino_vit.models.student_teacher import Network, Output, embedding_std
+from dino_vit.models.student_teacher import Network, Output
 
-OF_PATCHES = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
-
+PATCH_STATISTICS = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 
 L = TypeVar("L", list[Tensor], LazyLogits)
 
@@ -37,48 +33,65 @@ class Targets(NamedTuple, Generic[L]):
     center: Tensor
 
 
+class Teaching(NamedTuple):
+    """What the teacher makes of the global views: logits, or features if it is a backbone without heads."""
+
+    cls: Tensor  # (g·b, width)
+    targets: Targets[list[Tensor]] | None = None
+    patch_targets: Targets[LazyLogits] | None = None  # of the masked patches
+    patches: Tensor | None = None  # (g·b, N, width)
+
+
 class Forward(NamedTuple):
-    """A forward pass: the weighted sum of the terms, each of them, and what the teacher said."""
+    """A forward pass: the weighted sum of the terms, each of them, and what the teacher gave."""
 
     loss: Tensor
+    teaching: Teaching
     cls: Tensor  # the cross-entropy of the CLS tokens of student and teacher, or 1 minus their cosine
-    teacher_cls: Tensor
     patch: Tensor | None = None  # the same of patches
     koleo: Tensor | None = None  # summed over the global views
     gram: Tensor | None = None
-    targets: Targets[list[Tensor]] | None = None
-    patch_targets: Targets[LazyLogits] | None = None
 
 
 class Objective:
-    """The terms of the loss with their weights, and the centres of the teacher's logits.
+    """The terms of the loss with their weights, and the centers of the teacher's logits.
 
-    The targets are those of the student's average or of a frozen network. Of a frozen backbone without heads
-    the student imitates the features instead.
+    The teacher is the average of the student, or a frozen network. Of a frozen backbone without heads the
+    student learns the features instead of the logits.
     """
 
     def __init__(
         self,
-        config: PretrainConfig,
         device: torch.device,
         *,
-        grid: Size | None = None,
-        earlier: Backbone | None = None,
+        prototypes: int,
+        views: int,
+        global_views: int,
+        global_size: Size,
+        grid: Size,  # of the student's patches in a global view
+        student_temperature: float,
+        centering: str,
+        center_momentum: float,
+        patch_weight: float = 0.0,
+        koleo_weight: float = 0.0,
+        gram_weight: float = 0.0,
+        gram_teacher: Backbone | None = None,
         frozen: Network | Backbone | None = None,
     ) -> None:
-        self.loss, self.views, self.anchor = config.loss, config.views, config.anchor
-        self.earlier = earlier and earlier.to(device).requires_grad_(False)
+        self.views, self.global_views = views, global_views
+        self.global_size, self.grid = global_size, grid
+        self.student_temperature = student_temperature
+        self.patch_weight, self.koleo_weight, self.gram_weight = patch_weight, koleo_weight, gram_weight
+        self.gram_teacher = gram_teacher and gram_teacher.to(device).requires_grad_(False)
         self.frozen = frozen and frozen.to(device)
-        self.grid = grid or (0, 0)  # of the student's patches in a global view
-        self.prototypes = None if isinstance(frozen, Backbone) else config.head.prototypes
-        self.imitation_weight = config.teacher.patch_weight
-        centring: dict[str, Any] = {
-            "method": config.loss.centring,
-            "prototypes": config.head.prototypes,
-            "momentum": config.loss.center_momentum,
-        }
-        self.center = build_center(**centring).to(device) if self.prototypes else None
-        self.patch_center = build_center(**centring).to(device) if self.loss.patch_weight else None
+        self.prototypes = None if isinstance(frozen, Backbone) else prototypes
+        self.center: Center | None = None
+        self.patch_center: Center | None = None
+        if self.prototypes:
+            build = SinkhornCenter if centering == "sinkhorn" else Center
+            self.center = build(prototypes=prototypes, momentum=center_momentum).to(device)
+            if patch_weight:
+                self.patch_center = build(prototypes=prototypes, momentum=center_momentum).to(device)
 
     def __call__(
         self,
@@ -91,143 +104,141 @@ class Objective:
         teacher_temperature: float,
     ) -> Forward:
         """Compute the loss of a pass; `student` is a Network that may be wrapped."""
-        global_views = self.views.global_count
-        rows = global_views * images
-        enlarged = views[0][:rows]
-        if self.anchor and self.anchor.scale > 1:
-            reduced = F.interpolate(enlarged, size=self.views.global_shape, mode="bicubic", antialias=True)
-            views = [reduced, *(view for view in (views[0][rows:], *views[1:]) if len(view))]
+        rows = self.global_views * images
+        large = views[0][:rows]
+        views = self._resize_global(views, rows)
         if isinstance(self.frozen, Backbone):
-            out, forward = self._imitate(self.frozen, student, views, rows)
+            masks, teaching = None, self._features(self.frozen, views[0][:rows])
         else:
-            out, forward = self._predict(teacher, student, views, masks, rows, teacher_temperature)
-        loss = forward.loss
-        koleo, gram = None, None
-        if weight := self.loss.koleo_weight:
-            of_views = torch.split(out.cls, images)[:global_views]
-            koleo = torch.stack([koleo_loss(cls) for cls in of_views]).sum()
-            loss = loss + weight * koleo
-        if self.anchor and self.earlier and out.tokens is not None:
-            gram = gram_loss(out.tokens[:rows], self._patches_of(self.earlier, enlarged)[1])
-            loss = loss + self.anchor.weight * gram
-        return forward._replace(loss=loss, koleo=koleo, gram=gram)
-
-    def _predict(
-        self,
-        teacher: Network,
-        student: nn.Module,
-        views: Sequence[Tensor],
-        masks: Masks | None,
-        rows: int,
-        temperature: float,
-    ) -> tuple[Output, Forward]:
-        """Let the student predict what the teacher says of other views, and of masked patches."""
-        frozen = self.frozen if isinstance(self.frozen, Network) else None
-        targets, patch_targets, teacher_cls = self._targets(
-            frozen or teacher, [views[0][:rows]], masks, temperature
-        )
+            teaching = self._targets(self.frozen or teacher, views[0][:rows], masks, teacher_temperature)
         # As in DINOv2's distillation, the student of a frozen teacher sees all patches.
-        out: Output = student(views, masks, hide=frozen is None, all_patches=self.anchor is not None)
+        all_patches = teaching.patches is not None or self.gram_teacher is not None
+        out: Output = student(views, masks, hide=self.frozen is None, all_patches=all_patches)
+
+        if teaching.targets is None:
+            cls, patch = self._distill_features(out, teaching, rows)
+        else:
+            cls, patch = self._cross_entropies(out, teaching, masks, rows, teacher_temperature)
+        loss, koleo, gram = cls, None, None
+        if patch is not None:
+            loss = loss + self.patch_weight * patch
+        if self.koleo_weight:
+            global_cls = torch.split(out.cls, images)[: self.global_views]
+            from dino_vit.method.koleo import koleo_loss
+
+            koleo = torch.stack([koleo_loss(features) for features in global_cls]).sum()
+            loss = loss + self.koleo_weight * koleo
+        if self.gram_teacher is not None and out.tokens is not None:
+            gram = gram_loss(out.tokens[:rows], self._tokens_of(self.gram_teacher, large)[1])
+            loss = loss + self.gram_weight * gram
+        return Forward(loss, teaching, cls, patch, koleo, gram)
+
+    def _resize_global(self, views: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
+        """Return the views, the global ones as the student sees them; a Gram teacher may see more."""
+        if views[0].shape[-2:] == self.global_size:
+            return views
+        resized = F.interpolate(views[0][:rows], size=self.global_size, mode="bicubic", antialias=True)
+        return [resized, *(view for view in (views[0][rows:], *views[1:]) if len(view))]
+
+    @torch.no_grad()
+    def _targets(self, teacher: Network, views: Tensor, masks: Masks | None, temperature: float) -> Teaching:
+        """Return the targets for the CLS tokens of the global views, and for the masked patches."""
+        assert self.center is not None
+        out = teacher([views], masks)
+        logits = [logits_of(*out.projection)]
+        targets, patch_targets = Targets(logits, self.center(logits, temperature)), None
+        if out.patches is not None and self.patch_center is not None:
+            lazy = LazyLogits(*out.patches)
+            patch_targets = Targets(lazy, self.patch_center(lazy, temperature))
+        return Teaching(out.cls, targets, patch_targets)
+
+    @torch.no_grad()
+    def _features(self, frozen: Backbone, views: Tensor) -> Teaching:
+        """Return the features of a frozen backbone for the global views."""
+        if not self.patch_weight:
+            return Teaching(frozen.forward_cls(views))
+        cls, patches = self._tokens_of(frozen, views)
+        return Teaching(cls, patches=patches)
+
+    @torch.no_grad()
+    def _tokens_of(self, backbone: Backbone, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Return CLS tokens (g·b, width), and patches (g·b, N, width) resized to the student's grid."""
+        tokens = backbone.forward_features(views)
+        height, width = views.shape[-2:]
+        patches = tokens[:, backbone.first_patch :]
+        return tokens[:, 0], resize_patches(patches, backbone.grid_of(height, width), self.grid)
+
+    def _cross_entropies(
+        self, out: Output, teaching: Teaching, masks: Masks | None, rows: int, teacher_temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the cross-entropies of other views (DINO) and of masked patches (iBOT)."""
+        assert teaching.targets is not None
         temperatures: dict[str, Any] = {
-            "student_temperature": self.loss.student_temp,
-            "teacher_temperature": temperature,
+            "student_temperature": self.student_temperature,
+            "teacher_temperature": teacher_temperature,
         }
-        cross_entropy = dino_loss(
-            out.projection.features,
-            out.projection.prototypes,
-            targets.logits[0],
-            targets.center,
-            views=self.views.global_count + self.views.local_count,
-            global_views=self.views.global_count,
+        cls = dino_loss(
+            *out.projection,
+            teaching.targets.logits[0],
+            teaching.targets.center,
+            views=self.views,
+            global_views=self.global_views,
             **temperatures,
         )
-        loss, patch = cross_entropy, None
-        if masks is not None and patch_targets is not None and out.patches is not None:
-            patch = patch_loss(
-                out.patches.features,
-                out.patches.prototypes,
-                patch_targets.logits,
-                patch_targets.center,
-                masks.weights,
-                views=rows,
-                **temperatures,
-            )
-            loss = loss + self.loss.patch_weight * patch
-        found = Forward(loss, cross_entropy, teacher_cls, patch, targets=targets, patch_targets=patch_targets)
-        return out, found
+        if masks is None or out.patches is None or teaching.patch_targets is None:
+            return cls, None
+        targets = teaching.patch_targets
+        return cls, patch_loss(*out.patches, *targets, masks.weights, views=rows, **temperatures)
 
-    def _imitate(
-        self, frozen: Backbone, student: nn.Module, views: Sequence[Tensor], rows: int
-    ) -> tuple[Output, Forward]:
-        """Let the student, through linear layers, have the features of a frozen backbone."""
-        seen = views[0][:rows]
-        if not self.imitation_weight:
-            with torch.no_grad():
-                cls = frozen.forward_cls(seen)
-            out: Output = student(views, all_patches=self.anchor is not None)
-            loss = imitation_loss(out.projection.features, cls, global_views=self.views.global_count)
-            return out, Forward(loss, loss, cls)
-        cls, patches = self._patches_of(frozen, seen)
-        out = student(views, all_patches=True)
-        loss = imitation_loss(out.projection.features, cls, global_views=self.views.global_count)
+    def _distill_features(self, out: Output, teaching: Teaching, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Return 1 minus the cosines of the student's projected features with the backbone's."""
+        cls = imitation_loss(out.projection.features, teaching.cls, global_views=self.global_views)
+        if teaching.patches is None:
+            return cls, None
         assert out.patches is not None
-        patch = cosine_loss(out.patches.features[:rows], patches)
-        return out, Forward(loss + self.imitation_weight * patch, loss, cls, patch)
-
-    @torch.no_grad()
-    def _patches_of(self, frozen: Backbone, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the CLS tokens of global views (rows, width), and patches (rows, N, width) of our grid."""
-        tokens = frozen.forward_features(views)
-        height, width = views.shape[-2:]
-        patches = tokens[:, frozen.first_patch :]
-        return tokens[:, 0], resize_patches(patches, frozen.grid_of(height, width), self.grid)
-
-    @torch.no_grad()
-    def _targets(
-        self, teacher: Network, views: Sequence[Tensor], masks: Masks | None, temperature: float
-    ) -> tuple[Targets[list[Tensor]], Targets[LazyLogits] | None, Tensor]:
-        """Return what the teacher says of the global views and of their masked patches, which it sees."""
-        out = teacher(views, masks)
-        logits = [logits_of(*out.projection)]
-        assert self.center
-        targets = Targets(logits, self.center(logits, temperature))
-        if out.patches is None or self.patch_center is None:
-            return targets, None, out.cls
-        lazy = LazyLogits(*out.patches)
-        return targets, Targets(lazy, self.patch_center(lazy, temperature)), out.cls
+        return cls, cosine_loss(out.patches.features[:rows], teaching.patches)
 
     def accumulate(self, out: Forward) -> None:
-        """Remember the teacher's logits of a pass for the centres after the step."""
-        if self.center and out.targets:
-            self.center.accumulate(out.targets.logits)
-        if self.patch_center and out.patch_targets:
-            self.patch_center.accumulate(out.patch_targets.logits)
+        """Remember the teacher's logits of a pass for the centers after the step."""
+        if self.center is not None and out.teaching.targets is not None:
+            self.center.accumulate(out.teaching.targets.logits)
+        if self.patch_center is not None and out.teaching.patch_targets is not None:
+            self.patch_center.accumulate(out.teaching.patch_targets.logits)
 
     def update(self) -> None:
-        """Move the centres, after the last pass of a step."""
+        """Move the centers, after the last pass of a step."""
         for center in self.modules().values():
             center.update()
 
     def modules(self) -> dict[str, Center]:
-        """Return the centres by their names in a checkpoint."""
+        """Return the centers by their names in a checkpoint."""
         centers = {"loss": self.center, "patch_loss": self.patch_center}
         return {name: center for name, center in centers.items() if center is not None}
 
 
-def measure(out: Forward, teacher_temperature: float) -> dict[str, Tensor]:
+def output_statistics(out: Forward, teacher_temperature: float) -> dict[str, Tensor]:
     """Return what a log line says of a pass, over all processes."""
-    found = {"embedding_std": all_reduce_mean(embedding_std(out.teacher_cls))}
-    if out.targets is not None:
+    teaching = out.teaching
+    statistics = {"embedding_std": all_reduce_mean(embedding_std(teaching.cls))}
+    if teaching.targets is not None:
         loss = out.cls.detach()
-        found |= loss_statistics(loss, *out.targets, teacher_temperature=teacher_temperature)._asdict()
+        of_cls = loss_statistics(loss, *teaching.targets, teacher_temperature=teacher_temperature)
+        statistics |= of_cls._asdict()
     if out.koleo is not None:
-        found["koleo"] = out.koleo.detach()
+        statistics["koleo"] = out.koleo.detach()
     if out.gram is not None:
-        found["gram"] = all_reduce_mean(out.gram.detach())
+        statistics["gram"] = all_reduce_mean(out.gram.detach())
     if out.patch is not None:
         loss = out.patch.detach()
-        found["patch_loss"] = all_reduce_mean(loss)
-    if out.patch is not None and out.patch_targets is not None:
-        of_patches = loss_statistics(loss, *out.patch_targets, teacher_temperature=teacher_temperature)
-        found |= {f"patch_{name}": getattr(of_patches, name) for name in OF_PATCHES}
-    return found
+        statistics["patch_loss"] = all_reduce_mean(loss)
+        if teaching.patch_targets is not None:
+            targets = teaching.patch_targets
+            of_patches = loss_statistics(loss, *targets, teacher_temperature=teacher_temperature)
+            statistics |= {f"patch_{name}": getattr(of_patches, name) for name in PATCH_STATISTICS}
+    return statistics
+
+
+def embedding_std(cls: Tensor) -> Tensor:
+    """Return the spread of normalised CLS features: 1 if uniform on the sphere, 0 if all are equal."""
+    unit = F.normalize(cls.float(), dim=-1)
+    return unit.std(dim=0).mean() * unit.shape[1] ** 0.5

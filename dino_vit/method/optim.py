@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dino_vit.core.distributed import all_reduce_mean, whole
+from dino_vit.core.distributed import all_reduce_mean, full_tensor
 from dino_vit.models.backbone import Backbone
+
+# Where the fused kernels skip a step that is not finite; elsewhere the host waits to know it.
+SKIPPING_DEVICES = ("cpu", "cuda")
 
 ParameterGroup = dict[str, Any]  # params: list, decay_scale: float, lr_scale: float
 
@@ -18,14 +21,12 @@ def parameter_groups(
     *heads: nn.Module,
     layer_decay: float | None = None,
     patch_embed_lr: float = 1.0,
-    head_weight_decay: float = 1.0,
 ) -> list[ParameterGroup]:
     """Group the trainable parameters by weight decay (none for biases and 1-d tensors) and learning rate.
 
     With `layer_decay` the rate shrinks by that factor per block: from 1 for the heads and all that follows
     the last block, down to what comes before the first: patch embedding, tokens, positions.
-    `patch_embed_lr` is a further factor on the rate of the patch embedding, `head_weight_decay` one on the
-    weight decay of the heads.
+    `patch_embed_lr` is a further factor on the rate of the patch embedding.
     """
     layers = {} if layer_decay is None else backbone.layers()
     last = max(layers.values(), default=0)
@@ -33,9 +34,7 @@ def parameter_groups(
     for module in (backbone, *heads):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                decay = 1.0 if module is backbone else head_weight_decay
-                if parameter.ndim == 1 or name.endswith("bias"):
-                    decay = 0.0
+                decay = 0.0 if parameter.ndim == 1 or name.endswith("bias") else 1.0
                 layer = layers.get(name, last) if module is backbone else last
                 scale = (layer_decay or 1.0) ** (last - layer)
                 if name.startswith("patch_embed."):
@@ -50,11 +49,13 @@ def parameter_groups(
 def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
     """Return the optimiser "adamw", "sgd" or "lars"; `set_rates` sets the rates of each step."""
     optimizer: Optimizer
+    fused = groups[0]["params"][0].device.type in SKIPPING_DEVICES
     if name == "lars":
         optimizer = LARS(groups)
+    elif name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=fused)
     else:
-        fused = _fused_can_skip(name, groups[0]["params"][0].device)
-        optimizer = _torch_optimizer(name, groups, fused=fused)
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
     # Create the whole state now: a checkpoint then has the same tensors at every step, and if the first step
     # is skipped, the momentum of SGD is not left uninitialised.
     keys = ("exp_avg", "exp_avg_sq") if name == "adamw" else ("momentum_buffer",)
@@ -62,28 +63,9 @@ def build_optimizer(name: str, groups: list[ParameterGroup]) -> Optimizer:
         optimizer.state[parameter] = {key: torch.zeros_like(parameter) for key in keys}
         if name == "adamw":
             # On a device, only the fused kernel reads it without making the host wait.
-            device = parameter.device if optimizer.defaults["fused"] else "cpu"
+            device = parameter.device if fused else "cpu"
             optimizer.state[parameter]["step"] = torch.zeros((), device=device)
     return optimizer
-
-
-def _torch_optimizer(name: str, groups: list[ParameterGroup], *, fused: bool) -> Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=fused)
-    return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=fused)
-
-
-def _fused_can_skip(name: str, device: torch.device) -> bool:
-    """Tell whether the fused kernel exists for a device and heeds `found_inf`, which MPS long ignored."""
-    parameter = torch.ones(1, device=device, requires_grad=True)
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        optimizer = _torch_optimizer(name, [{"params": [parameter]}], fused=True)
-    except RuntimeError:
-        return False
-    optimizer.param_groups[0]["lr"] = 1.0
-    _step_unless(torch.ones((), device=device), optimizer)
-    return bool(parameter.detach() == 1)
 
 
 def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
@@ -96,28 +78,24 @@ def set_rates(optimizer: Optimizer, *, lr: float, weight_decay: float) -> None:
 def step_if_finite(optimizer: Optimizer, finite: Tensor) -> None:
     """Step if `finite`, else change nothing; the host waits for the answer only without a fused kernel."""
     if optimizer.defaults.get("fused", True):  # LARS skips as fused kernels do
-        _step_unless((~finite).float(), optimizer)
+        # GradScaler skips a fused step in this way: the kernel reads the flag on the device.
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
     elif finite:
         optimizer.step()
 
 
-def _step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
-    # GradScaler skips a fused step in this way: the kernel reads the flag on the device.
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    optimizer.step()
-    del optimizer.found_inf  # type: ignore[attr-defined]
-
-
 def snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors for `restore_unless`, joined by dtype, which takes few kernels."""
-    return [_flat(some) for some in _by_dtype(tensors)]
+    return [_flat(group) for group in _by_dtype(tensors)]
 
 
 @torch.no_grad()
 def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Set tensors back to their snapshot before a step, unless it was finite; the host does not wait."""
-    for some, old in zip(_by_dtype(tensors), before, strict=True):
-        torch._foreach_copy_(some, _split_as(torch.where(finite, _flat(some), old), some))
+    for group, old in zip(_by_dtype(tensors), before, strict=True):
+        torch._foreach_copy_(group, _split_as(torch.where(finite, _flat(group), old), group))
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -183,8 +161,8 @@ def _adapt(
     updates = list(torch._foreach_add(gradients, parameters, alpha=weight_decay))
     parameter_norms = torch.stack(torch._foreach_norm(parameters))
     update_norms = torch.stack(torch._foreach_norm(updates))
-    both = (parameter_norms > 0) & (update_norms > 0)
-    scales = torch.where(both, eta * parameter_norms / update_norms, 1.0)
+    nonzero = (parameter_norms > 0) & (update_norms > 0)
+    scales = torch.where(nonzero, eta * parameter_norms / update_norms, 1.0)
     _scale_each_(updates, scales)
     return updates
 
@@ -197,7 +175,7 @@ def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) 
     """
     per_module = [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
     gradients = [gradient for part in per_module for gradient in part]
-    norms = whole(torch.stack(torch._foreach_norm(gradients)))
+    norms = full_tensor(torch.stack(torch._foreach_norm(gradients)))
     total: Tensor = torch.linalg.vector_norm(norms)
     if mode == "module":
         parts = torch.split(norms, [len(part) for part in per_module])
@@ -234,8 +212,8 @@ def ema_update(teacher: nn.Module, student: nn.Module, momentum: float, *, stati
     assert teachers.keys() == students.keys(), teachers.keys() ^ students.keys()
     torch._foreach_lerp_(list(teachers.values()), list(students.values()), 1 - momentum)
     if statistics:
-        both = zip(_by_dtype(list(teacher.buffers())), _by_dtype(list(student.buffers())), strict=True)
-        for ours, theirs in both:
+        groups = zip(_by_dtype(list(teacher.buffers())), _by_dtype(list(student.buffers())), strict=True)
+        for ours, theirs in groups:
             if ours[0].is_floating_point():
                 torch._foreach_lerp_(ours, theirs, 1 - momentum)
             else:

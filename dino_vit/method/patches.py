@@ -38,13 +38,13 @@ def patch_loss(
     """
     assert len(student_features) == len(teacher_logits) == len(weights)
 
-    def chunk_loss(rows: Index, logits: Tensor, lift: float | None) -> Tensor:
+    def chunk_loss(rows: Index, logits: Tensor, grad_scale: float | None) -> Tensor:
         scores = teacher_logits.scores(rows, center, teacher_temperature)
         block = len(logits) if logits.is_cuda else max(1, BLOCK_BYTES // (4 * logits.shape[1]))
         starts = range(0, max(1, len(logits)), block)
         blocks = [slice(start, start + block) for start in starts]
         weight = weights[rows, None]
-        losses = [_block_loss(logits[part], scores[part], weight[part], lift) for part in blocks]
+        losses = [_block_loss(logits[part], scores[part], weight[part], grad_scale) for part in blocks]
         return torch.stack(losses).sum()
 
     chunks = list(teacher_logits.chunks(chunk_bytes))
@@ -59,12 +59,12 @@ def patch_loss(
     )
 
 
-def _block_loss(logits: Tensor, scores: Tensor, weight: Tensor, lift: float | None) -> Tensor:
-    """Return the loss of some rows; overwrite the logits by their gradient times `lift`."""
+def _block_loss(logits: Tensor, scores: Tensor, weight: Tensor, grad_scale: float | None) -> Tensor:
+    """Return the loss of some rows; overwrite the logits by their gradient times `grad_scale`."""
     log_probs = log_softmax(logits)
     targets = scores.softmax(dim=-1).to(log_probs.dtype)
     weight = weight.to(log_probs.dtype)
     loss = -(weight * (targets * log_probs).sum(dim=1, keepdim=True)).sum()
-    if lift is not None:
-        logits.copy_(log_probs.exp_().sub_(targets).mul_(lift * weight))
+    if grad_scale is not None:
+        logits.copy_(log_probs.exp_().sub_(targets).mul_(grad_scale * weight))
     return loss

@@ -33,7 +33,7 @@ class Backbone(nn.Module):
 
     architecture: dict[str, Any]  # the arguments that build it
     provenance: Provenance | None = None
-    checkpoint_blocks: bool  # activation checkpointing: less memory, more time
+    grad_checkpointing: bool  # activation checkpointing: less memory, more time
     image_size: Size
     patch_size: Size
     channels: int
@@ -54,8 +54,8 @@ class Backbone(nn.Module):
         """Return CLS features (B, D)."""
 
     @abstractmethod
-    def forward_features(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return all tokens (B, 1 + R + N, D), CLS first; `hidden` (B, N) are the masked patches."""
+    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return all tokens (B, 1 + R + N, D), CLS first; `mask` (B, N) are the masked patches."""
 
     @abstractmethod
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:

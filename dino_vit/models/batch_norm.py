@@ -40,8 +40,8 @@ class BatchNorm(AcrossProcesses, nn.BatchNorm1d):
     """The BatchNorm of the projection head."""
 
 
-def synchronise(network: nn.Module) -> None:
-    """Make every BatchNorm of a network one over all processes."""
+def convert_sync_batchnorm(network: nn.Module) -> None:
+    """Let every BatchNorm of a network take its statistics over all processes."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, AcrossProcesses):
             kind = type(module)

@@ -3,31 +3,21 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
 class Masks(NamedTuple):
     """The masked patches of some views, of which each has N patches."""
 
-    hidden: Tensor  # bool (views, N)
-    places: Tensor  # int64 (masked,): indices into the flattened `hidden`
+    mask: Tensor  # bool (views, N)
+    mask_indices: Tensor  # int64 (masked,): indices into the flattened mask
     weights: Tensor  # float32 (masked,): 1 / number of masked patches of the same view
 
     @classmethod
-    def of(cls, hidden: Tensor) -> "Masks":
-        """Return the masks of hidden patches (views, N)."""
-        weights = hidden / hidden.sum(dim=1, keepdim=True).clamp(min=1)
-        return cls(hidden, hidden.flatten().nonzero().squeeze(1), weights[hidden])
-
-    @property
-    def masked(self) -> int:
-        """Return the number of masked patches, without padding."""
-        return len(self.weights)
-
-    def padded(self, length: int) -> "Masks":
-        """Return the masks with as many places as in any other batch; those added are of the first patch."""
-        return self._replace(places=F.pad(self.places, (0, length - self.masked)))
+    def of(cls, mask: Tensor) -> "Masks":
+        """Return the masks of a boolean mask (views, N)."""
+        weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return cls(mask, mask.flatten().nonzero().squeeze(1), weights[mask])
 
     def to(self, device: torch.device) -> "Masks":
         """Return the masks on a device, which the host does not wait for."""

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.batch_norm import synchronise
+from dino_vit.models.batch_norm import convert_sync_batchnorm
 from dino_vit.models.head import DINOHead, FeatureHead
 from dino_vit.models.masks import Masks
-from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
 Head = DINOHead | FeatureHead
@@ -62,47 +61,39 @@ class Network(nn.Module):
         The masks are of the first views of the first size, the global ones; with `hide` the mask token
         replaces their masked patches.
         """
-        hidden = None
+        mask = None
         if masks is not None and hide:
-            hidden = F.pad(masks.hidden, (0, 0, 0, len(views[0]) - len(masks.hidden)))
-        places = None if masks is None else masks.places
-        cls, patches, tokens = self.features(views, hidden, places, all_patches)
+            mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
+        cls, tokens = self.features(views, mask, masks is not None or all_patches)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         projection = Projection(self.head.project(cls), self.head.prototypes)
-        output = Output(cls, projection, tokens=tokens)
-        if isinstance(self.patch_head, FeatureHead) and tokens is not None:
-            return output._replace(
-                patches=Projection(self.patch_head.project(tokens), self.patch_head.prototypes)
-            )
-        if masks is None or patches is None:
-            return output
-        head, prototypes = self.head, projection.prototypes
-        if self.patch_head:
-            head, prototypes = self.patch_head, self.patch_head.prototypes
-        # Without the padding of the places, which have a fixed number for the compiled `features`.
-        return output._replace(patches=Projection(head.project(patches[: masks.masked]), prototypes))
+        if tokens is None:
+            return Output(cls, projection)
+        patches = tokens if masks is None else tokens.flatten(0, 1)[masks.mask_indices]
+        if self.patch_head is not None:
+            of_patches = Projection(self.patch_head.project(patches), self.patch_head.prototypes)
+        elif masks is not None:
+            of_patches = Projection(self.head.project(patches), projection.prototypes)
+        else:
+            of_patches = None
+        return Output(cls, projection, of_patches, tokens)
 
     def features(
-        self, views: Sequence[Tensor], hidden: Tensor | None, places: Tensor | None, all_patches: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the CLS tokens of all views, the patches at some places, and all patches of the first size.
+        self, views: Sequence[Tensor], mask: Tensor | None, all_patches: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the CLS tokens of all views, and all patches of the first size if asked for.
 
         This is what `run.compile` compiles: the shapes are the same in each step.
         """
-        patches = tokens = None
         if all_patches:
-            whole = self.backbone.forward_features(views[0], hidden)
-            cls, tokens = whole[:, 0], whole[:, self.backbone.first_patch :]
-            patches = None if places is None else tokens.flatten(0, 1)[places]
-        elif places is None:
-            cls = self.backbone(views[0])
+            first = self.backbone.forward_features(views[0], mask)
+            cls, tokens = first[:, 0], first[:, self.backbone.first_patch :]
         else:
-            assert isinstance(self.backbone, VisionTransformer)
-            cls, patches = self.backbone.forward_masked(views[0], hidden, places)
-        return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), patches, tokens
+            cls, tokens = self.backbone(views[0]), None
+        return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), tokens
 
     def use(self, work: Callable[[Backbone], T]) -> T:
-        """Call a function with the backbone; where processes share the weights, they are whole meanwhile."""
+        """Call a function with the backbone; FSDP gathers its weights meanwhile."""
         return work(self.backbone)
 
     @property
@@ -111,37 +102,40 @@ class Network(nn.Module):
         return [self.head, *([self.patch_head] if self.patch_head else [])]
 
 
+def build_backbone(arguments: Mapping[str, Any], drop_path: float) -> Backbone:
+    """Build a vision transformer, or the model of timm that `name` names."""
+    if "name" not in arguments:
+        return VisionTransformer(**arguments, drop_path=drop_path)
+    from dino_vit.models.timm_backbone import TimmBackbone
+
+    backbone = TimmBackbone(**arguments, drop_path=drop_path)
+    convert_sync_batchnorm(backbone)
+    return backbone
+
+
 def build_networks(
     *,
     backbone: Mapping[str, Any],
     drop_path: float,
     head: Mapping[str, Any],
     patch_head: bool = False,
-    imitated: int | None = None,
+    feature_dim: int | None = None,
 ) -> tuple[Network, Network]:
     """Return a student and a teacher with the same weights; the teacher needs no gradient.
 
-    If they imitate features, of the width `imitated`, their heads have no prototypes.
+    With `feature_dim` their heads project to features of that width, without prototypes.
     """
 
     def build(rate: float) -> Network:
-        kind = TimmBackbone if "name" in backbone else VisionTransformer
-        built = kind(**backbone, drop_path=rate)
-        synchronise(built)
+        built = build_backbone(backbone, rate)
         return Network(built, *(build_head(built.width) for _ in range(1 + patch_head)))
 
     def build_head(width: int) -> Head:
-        if imitated:
-            return FeatureHead(in_dim=width, out_dim=imitated)
+        if feature_dim:
+            return FeatureHead(in_dim=width, out_dim=feature_dim)
         return DINOHead(in_dim=width, **head)
 
     student, teacher = build(drop_path), build(0.0)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     return student, teacher
-
-
-def embedding_std(cls: Tensor) -> Tensor:
-    """Return the spread of normalised CLS features: 1 if uniform on the sphere, 0 if all are equal."""
-    unit = F.normalize(cls.float(), dim=-1)
-    return unit.std(dim=0).mean() * unit.shape[1] ** 0.5

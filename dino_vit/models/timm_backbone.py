@@ -1,5 +1,6 @@
 """Any backbone of timm behind the interface of ours: pooled features as CLS, the feature map as patches."""
 
+import copy
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -44,36 +45,34 @@ class TimmBackbone(Backbone):
         self.head = Linear(self.width, num_classes) if num_classes else nn.Identity()
 
     @property
-    def checkpoint_blocks(self) -> bool:
+    def grad_checkpointing(self) -> bool:
         """Whether activations are computed again in the backward pass."""
         return bool(getattr(self.model, "grad_checkpointing", False))
 
-    @checkpoint_blocks.setter
-    def checkpoint_blocks(self, enable: bool) -> None:
-        if enable and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in self.modules()):
+    @grad_checkpointing.setter
+    def grad_checkpointing(self, enable: bool) -> None:
+        if enable and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
             raise ValueError(
-                f"model.checkpoint_blocks=true would count each batch twice in the BatchNorm of {PREFIX}"
+                f"model.grad_checkpointing=true would count each batch twice in the BatchNorm of {PREFIX}"
                 f"{self.name}; leave it out"
             )
         if enable:
             try:
                 self.model.set_grad_checkpointing(True)
             except AssertionError as error:
-                text = f"model.checkpoint_blocks=true is nothing that {PREFIX}{self.name} can do"
+                text = f"{PREFIX}{self.name} does not support model.grad_checkpointing=true"
                 raise ValueError(f"{text}: {error}") from error
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the pooled features (B, D)."""
-        self._check(images)
         return self._pooled(self.model.forward_features(images))
 
-    def forward_features(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the pooled features and those of the map, row by row, (B, 1 + N, D).
 
         The map has no rows if the features are made wider after it is pooled.
         """
-        assert hidden is None, "timm's models have no mask token"
-        self._check(images)
+        assert mask is None, "timm's models have no mask token"
         features = self.model.forward_features(images)
         cls = self._pooled(features)[:, None]
         if not self.has_patches:
@@ -84,7 +83,7 @@ class TimmBackbone(Backbone):
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens after the last block, the only ones."""
         if blocks not in (1, [0], [-1]):
-            raise ValueError(f"blocks={blocks}: of {PREFIX}{self.name} only the last features are taken")
+            raise ValueError(f"blocks={blocks}: {PREFIX}{self.name} has only its last features")
         return [self.forward_features(images)]
 
     def grid_of(self, height: int, width: int) -> Size:
@@ -115,52 +114,26 @@ class TimmBackbone(Backbone):
             return features.new_empty(len(features), 0, 0, 0)
         return rearrange(patches, "b (y x) d -> b y x d", y=rows)
 
-    def _check(self, images: Tensor) -> None:
-        """Raise ValueError for images that the model does not take."""
-        if images.ndim != 4 or images.shape[1] != self.channels:
-            raise ValueError(
-                f"expected images (batch, {self.channels}, height, width), but got {tuple(images.shape)}"
-            )
-        self.grid_of(*images.shape[-2:])
-
     def _shapes_of(self, height: int, width: int) -> tuple[int, Size]:
         """Return the width of the pooled features and the size of the map of an image of this size."""
         size = height, width
         if size not in self._shapes:
-            training = self.training
             try:
-                self._shapes[size] = self._measure(size)
+                self._shapes[size] = self._infer_shapes(size)
             except Exception as error:  # each model has its own way to refuse a size
                 text = f"{PREFIX}{self.name} takes no images of {height} × {width} pixels"
                 raise ValueError(f"{text}: {error}") from error
-            finally:
-                self.train(training)
         return self._shapes[size]
 
-    def _measure(self, size: Size) -> tuple[int, Size]:
-        outputs = _Outputs(self.model).eval()
-        meta = {
-            name: torch.empty_like(tensor, device="meta")
-            for name, tensor in (*outputs.named_parameters(), *outputs.named_buffers())
-        }
-        images = torch.empty(1, self.channels, *size, device="meta")
+    def _infer_shapes(self, size: Size) -> tuple[int, Size]:
+        # A twin without memory, whose tensors deepcopy finds in its memo.
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        twin = copy.deepcopy(self.model, {id(tensor): tensor.to("meta") for _, tensor in tensors}).eval()
         with torch.no_grad(), torch.device("meta"):
-            features, pooled = torch.func.functional_call(outputs, meta, (images,))
-        width = pooled.flatten(1).shape[1]
+            features = twin.forward_features(torch.empty(1, self.channels, *size))
+            pooled = twin.forward_head(features, pre_logits=True).flatten(1)
         _, rows, columns, depth = self._map(features, size).shape
-        return width, (rows, columns) if depth == width else (0, 0)
-
-
-class _Outputs(nn.Module):
-    """The features of a model before and after pooling."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.model.forward_features(images)
-        return features, self.model.forward_head(features, pre_logits=True)
+        return pooled.shape[1], (rows, columns) if depth == pooled.shape[1] else (0, 0)
 
 
 def _create(name: str, size: Size, channels: int, drop_path: float) -> tuple[Any, dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core.sizes import VIT_SIZES, height_width
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import Block, Queries
+from dino_vit.models.block import ALL, MLP, Attention, Block
 from dino_vit.models.onednn import Linear
 from dino_vit.models.positions import (
     Grid,
@@ -32,7 +32,7 @@ from dino_vit.models.positions import (
 )
 from dino_vit.models.stems import STEMS
 
-ALL, CLS = slice(None), slice(0, 1)
+CLS = slice(0, 1)
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
@@ -72,7 +72,7 @@ class VisionTransformer(Backbone):
         _validate(arguments)
         super().__init__()
         self.architecture: dict[str, Any] = arguments
-        self.checkpoint_blocks = False
+        self.grad_checkpointing = False
         self.image_size, self.patch_size = height_width(image_size), height_width(patch_size)
         self.channels, self.width, self.depth, self.heads = channels, width, depth, heads
         self.registers, self.position_mode = registers, position_mode
@@ -86,17 +86,29 @@ class VisionTransformer(Backbone):
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
         self.pos_drop = nn.Dropout(dropout)
-        block: dict[str, Any] = {"width": width, "heads": heads, "mlp_ratio": mlp_ratio, "mlp": mlp}
-        # As in DINOv3, where keys are rotated, and so their bias is not without effect, they have none.
-        block |= {"qkv_bias": qkv_bias, "key_bias": positions != "rotary", "qk_scale": qk_scale}
-        block |= {"layer_scale": layer_scale}
-        block |= {"norm_eps": norm_eps, "dropout": dropout, "attention_dropout": attention_dropout}
         uniform = drop_path_schedule == "uniform"
         rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(Block(**block, drop_path=rate) for rate in rates)
+        self.blocks = nn.ModuleList(self._build_block(rate) for rate in rates)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
+
+    def _build_block(self, drop_path: float) -> Block:
+        a, width = self.architecture, self.width
+        attention = Attention(
+            width=width,
+            heads=self.heads,
+            qkv_bias=a["qkv_bias"],
+            # As in DINOv3, where keys are rotated, and so their bias is not without effect, they have none.
+            key_bias=a["positions"] != "rotary",
+            qk_scale=a["qk_scale"],
+            attention_dropout=a["attention_dropout"],
+            dropout=a["dropout"],
+        )
+        hidden = round(width * a["mlp_ratio"])
+        mlp = MLP(width=width, hidden=hidden, gated=a["mlp"] == "swiglu", dropout=a["dropout"])
+        options = {name: a[name] for name in ("layer_scale", "norm_eps")}
+        return Block(width, attention=attention, mlp=mlp, drop_path=drop_path, **options)
 
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
@@ -128,34 +140,20 @@ class VisionTransformer(Backbone):
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
-        tokens, rotation = self.embed_patches(images), self.rotation(images)
-        for index, block in enumerate(self.blocks, start=1):
-            tokens = self._run(block, tokens, rotation, CLS if index == self.depth else ALL)
-        return self.norm(tokens)[:, 0]
+        return self._encode(images, queries=CLS)[:, 0]
 
-    def forward_masked(self, images: Tensor, hidden: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the CLS tokens (B, D) and the patches at `places` (M, D) after the final LayerNorm.
-
-        `hidden` (B, N) says which patches the mask token replaces. `places` are indices into the flattened
-        patches (B * N); the last block computes no other token.
-        """
-        tokens, rotation = self.embed_patches(images, hidden), self.rotation(images)
-        count, length, patches = len(tokens), tokens.shape[1], tokens.shape[1] - self.first_patch
-        cls = torch.arange(0, count * length, length, device=places.device)
-        queries = torch.cat([cls, places // patches * length + places % patches + self.first_patch])
-        for index, block in enumerate(self.blocks, start=1):
-            tokens = self._run(block, tokens, rotation, queries if index == self.depth else ALL)
-        tokens = self.norm(tokens)
-        return tokens[:count], tokens[count:]
-
-    def forward_features(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first.
 
-        The mask token replaces the patches that are hidden (B, N).
+        The mask token replaces the patches that are masked (B, N).
         """
-        tokens, rotation = self.embed_patches(images, hidden), self.rotation(images)
-        for block in self.blocks:
-            tokens = self._run(block, tokens, rotation)
+        return self._encode(images, mask)
+
+    def _encode(self, images: Tensor, mask: Tensor | None = None, queries: slice = ALL) -> Tensor:
+        """Return the tokens after the final LayerNorm; the last block computes only the queries."""
+        tokens, rotation = self.embed_patches(images, mask), self.rotation(images)
+        for index, block in enumerate(self.blocks, start=1):
+            tokens = self._run(block, tokens, rotation, queries if index == self.depth else ALL)
         return self.norm(tokens)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
@@ -187,10 +185,10 @@ class VisionTransformer(Backbone):
                 tokens = block(tokens, rotation=rotation)
         return [taken[index] for index in wanted]
 
-    def embed_patches(self, images: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def embed_patches(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Turn images into the tokens that enter the first block, (B, 1 + R + N, D).
 
-        The mask token replaces the patches that are hidden (B, N).
+        The mask token replaces the patches that are masked (B, N).
         """
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise ValueError(
@@ -198,9 +196,9 @@ class VisionTransformer(Backbone):
             )
         grid = self.grid_of(*images.shape[-2:])
         patches = self.patch_embed(images)
-        if hidden is not None:
-            assert self.mask_token is not None, "hidden patches need VisionTransformer(mask_token=True)"
-            patches = torch.where(hidden[..., None], self.mask_token.to(patches.dtype), patches)
+        if mask is not None:
+            assert self.mask_token is not None, "masks need VisionTransformer(mask_token=True)"
+            patches = torch.where(mask[..., None], self.mask_token.to(patches.dtype), patches)
         cls: Tensor = self.cls_token
         if self.pos_embed is not None:
             positions = self.interpolate_pos_embs(grid)
@@ -243,10 +241,10 @@ class VisionTransformer(Backbone):
         return height // self.patch_size[0], width // self.patch_size[1]
 
     def _run(
-        self, block: nn.Module, tokens: Tensor, rotation: Rotation | None, queries: Queries = ALL
+        self, block: nn.Module, tokens: Tensor, rotation: Rotation | None, queries: slice = ALL
     ) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
-        if self.checkpoint_blocks and torch.is_grad_enabled():
+        if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, tokens, queries, rotation, use_reentrant=False)
         return block(tokens, queries, rotation)
 
@@ -265,15 +263,9 @@ def _validate(arguments: dict[str, Any]) -> None:
     for name, allowed in CHOICES.items():
         if arguments[name] not in allowed:
             raise ValueError(f"{name}={arguments[name]!r} must be one of {', '.join(allowed)}")
-    for name in ("image_size", "patch_size", "channels", "width", "heads"):
-        if min(height_width(arguments[name])) < 1:
-            raise ValueError(f"{name}={arguments[name]} must be at least 1")
-    for name in ("depth", "registers", "num_classes"):
-        if arguments[name] < 0:
-            raise ValueError(f"{name}={arguments[name]} must be at least 0")
-    if arguments["positions"] == "rotary" and arguments["width"] // arguments["heads"] % 4:
-        text = f"{arguments['width'] // arguments['heads']} channels of a head"
-        raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {text}")
+    channels = arguments["width"] // arguments["heads"]
+    if arguments["positions"] == "rotary" and channels % 4:
+        raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")
     if (arguments["rotary_rescale"] or 1.0) < 1:
         raise ValueError(f"rotary_rescale={arguments['rotary_rescale']} must be at least 1, or None")
     for name in ("dropout", "attention_dropout", "drop_path"):

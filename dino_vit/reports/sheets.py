@@ -9,15 +9,14 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sampling_weights import read_sampling_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize, shorten
-from dino_vit.eval.neighbours import format_cosines
+from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
 from dino_vit.reports.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
 SIDE = 144  # pixels of a picture
 ATTENTION_SIDE = 512  # pixels of the longer side of an image whose attention is drawn, at most
-ROWS, NEIGHBOURS, HEADS = 6, 8, 12  # at most
+ROWS, HEADS = 6, 12  # at most
 
 
 class Tile(NamedTuple):
@@ -54,14 +53,14 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     return rows
 
 
-def attention_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> list[Row]:
+def attention_rows(teacher: LoadedTeacher, source: Source, images: ImageMap) -> list[Row]:
     """Draw the attention maps of a few whole images, by head of the last block."""
     rows = []
-    for row in _varied(found):
-        image = read_image(source, found.indices[row], teacher.preparation.pixels)
-        image = resize(image, None, ATTENTION_SIDE)
+    for row in _varied(images):
+        image = read_image(source, images.indices[row], teacher.transform.pixels)
+        image = resize_sides(image, None, ATTENTION_SIDE)
         (heads,) = teacher.attention(image[None])
-        picture = resize(as_picture(image), None, SIDE)
+        picture = resize_sides(as_picture(image), None, SIDE)
         maps = {"mean of heads": heads.mean(dim=0)}
         maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
         tiles = [Tile(data_uri(picture), "image")]
@@ -70,33 +69,29 @@ def attention_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> l
             # Not smoothed, so that patches stay squares with sharp edges.
             squares = F.interpolate(squares[None, None], size=picture.shape[-2:], mode="nearest-exact")
             tiles.append(Tile(data_uri(heat(squares[0, 0])), caption))
-        rows.append(Row(found.names[row], tiles))
+        rows.append(Row(images.names[row], tiles))
     return rows
 
 
-def neighbour_rows(teacher: LoadedTeacher, source: Source, found: ImageMap) -> list[Row]:
+def neighbour_rows(teacher: LoadedTeacher, source: Source, images: ImageMap) -> list[Row]:
     """Draw the nearest neighbours of a few images."""
     rows = []
-    for row in _varied(found):
-        cosines = format_cosines(found.cosines[row, :NEIGHBOURS].tolist())
-        nearest = zip(found.neighbours[row, :NEIGHBOURS].tolist(), cosines, strict=True)
+    for row in _varied(images):
+        cosines = [f"{cosine:.4f}" for cosine in images.cosines[row].tolist()]
         tiles = []
-        for shown, caption in [(row, "image"), *nearest]:
-            label = found.labels[shown]
+        for other, caption in zip([row, *images.neighbours[row].tolist()], ["image", *cosines], strict=True):
+            label = images.labels[other]
             caption += "" if label is None else f", {label}"
-            tiles.append(_tile(teacher.preparation.read(source, found.indices[shown]), caption))
-        rows.append(Row(found.names[row], tiles))
+            tiles.append(_tile(teacher.transform.read(source, images.indices[other]), caption))
+        rows.append(Row(images.names[row], tiles))
     return rows
 
 
 def _tile(image: Tensor, caption: str) -> Tile:
-    return Tile(data_uri(resize(as_picture(image), None, SIDE)), caption)
+    return Tile(data_uri(resize_sides(as_picture(image), None, SIDE)), caption)
 
 
-def _varied(found: ImageMap) -> list[int]:
+def _varied(images: ImageMap) -> list[int]:
     """Return a few rows of a map, with as many labels as possible."""
-    first: dict[str | None, int] = {}
-    for row, label in enumerate(found.labels):
-        first.setdefault(label, row)
-    others = [row for row in range(len(found.labels)) if row not in first.values()]
-    return [*first.values(), *others][:ROWS]
+    labels = images.labels
+    return sorted(range(len(labels)), key=lambda row: labels.index(labels[row]) != row)[:ROWS]

@@ -10,7 +10,7 @@ from dino_vit.core.progress import plural
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
 
-class Rates(NamedTuple):
+class ScheduleValues(NamedTuple):
     """The values of all schedules at one step."""
 
     lr: float
@@ -41,16 +41,16 @@ class Plan:
         run = self.config.run
         return run.eval_every_steps or (run.eval_every and run.eval_every * self.steps_per_epoch)
 
-    def rates(self, step: int) -> Rates:
+    def rates(self, step: int) -> ScheduleValues:
         """Return the values of the schedules at a step."""
         optim, teacher, loss = self.config.optim, self.config.teacher, self.config.loss
         total = self.total_steps
-        return Rates(
+        return ScheduleValues(
             lr=warmup_cosine(step, base=self.lr, final=optim.min_lr, total=total, warmup=self.warmup_steps),
             weight_decay=warmup_cosine(
                 step, base=optim.weight_decay, final=optim.weight_decay_end, total=total
             ),
-            momentum=warmup_cosine(step, base=teacher.momentum, final=teacher.momentum_end, total=total),
+            momentum=warmup_cosine(step, base=teacher.momentum, final=1.0, total=total),
             teacher_temp=warmup_constant(
                 step // self.steps_per_epoch,  # one temperature for a whole epoch, as in 2021
                 start=loss.warmup_teacher_temp,

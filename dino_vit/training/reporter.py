@@ -1,8 +1,9 @@
-"""Log a run on rank 0: its start, its readings, its result. Nothing here changes the state."""
+"""Log a run on rank 0: its start, its records, its result. Nothing here changes the state."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from io import StringIO
@@ -20,21 +21,20 @@ from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import printable
-from dino_vit.training.diagnosis import PATIENCE, begins_to_wait
-from dino_vit.training.readings import (
+from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
+    MetricsRecord,
     ParameterCounts,
-    Reading,
     Start,
     append_record,
-    drop_later_readings,
+    drop_later_records,
     read_records,
     to_json,
 )
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import Circumstances, circumstances, diagnose, summarise
+from dino_vit.training.verdict import PATIENCE, begins_to_wait, diagnose, summarise
 from dino_vit.views.costs import advice_on_waiting
 
 NAMES = {
@@ -53,11 +53,11 @@ class Reporter:
         self,
         run: ReadyRun,
         *,
-        on_reading: Callable[[Reading], object] | None = None,
+        on_metrics: Callable[[MetricsRecord], object] | None = None,
         on_checkpoint: Callable[[Path], object] | None = None,
     ) -> None:
         self.run, self.state = run, run.state
-        self.on_reading, self.on_checkpoint = on_reading, on_checkpoint
+        self.on_metrics, self.on_checkpoint = on_metrics, on_checkpoint
         config, accelerator = self.state.config, self.state.accelerator
         self.main = bool(accelerator.is_main_process)
         self.progress = RunProgress(
@@ -65,16 +65,15 @@ class Reporter:
             step=self.state.step,
             stream=sys.stderr if log.isEnabledFor(logging.INFO) else StringIO(),
         )
-        self.metrics = self.state.folder / "metrics.jsonl"
-        self.readings: list[Reading] = []
-        self.path_of_baseline = self.state.folder / "baseline.json"
+        self.history: list[MetricsRecord] = []
         self.baseline: Baseline | None = None
+        folder = self.state.folder
         if self.main:
-            self._write_config(to_yaml(config))
+            _write_config(folder / "config.yaml", to_yaml(config))
             # A run that was killed may have logged steps that come after its last checkpoint.
-            self.readings = drop_later_readings(self.metrics, self.state.step)
+            self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
             if self.state.step:
-                self.baseline = next(iter(read_records(self.path_of_baseline, BASELINE)), None)
+                self.baseline = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
         # Trackers take numbers and text only.
         plain = {key: v if isinstance(v, int | float) else printable(v) for key, v in values(config).items()}
         accelerator.init_trackers("logs", config=plain)
@@ -88,21 +87,13 @@ class Reporter:
         for tracker in self.state.accelerator.trackers:
             tracker.finish()
 
-    def _write_config(self, text: str) -> None:
-        """Write the settings unless they are unchanged: on a full disk a good file must stay untouched."""
-        path = self.state.folder / "config.yaml"
-        if not path.exists() or path.read_bytes() != text.encode():
-            write_bytes(path, text.encode())
-
     def start(self) -> None:
         """Describe the run, and record this start in `starts.jsonl`."""
         for line in describe_start(self.run):
             self.progress.notice(line)
         if self.main and self.state.step < self.state.plan.total_steps:
-            try:
+            with self._full_disk_allowed():
                 append_record(self.state.folder / "starts.jsonl", asdict(start_record(self.run)))
-            except OSError as error:  # a full disk may be freed before the next checkpoint
-                self.progress.notice(f"starts.jsonl could not be written: {error}")
 
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
@@ -114,31 +105,35 @@ class Reporter:
         self.progress.start_clock()
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
-            try:
-                write_bytes(self.path_of_baseline, to_json(asdict(baseline)))
-            except StorageError as error:  # a full disk may be freed before the next checkpoint
-                self.progress.notice(str(error))
+            with self._full_disk_allowed():
+                write_bytes(self.state.folder / "baseline.json", to_json(asdict(baseline)))
 
-    def log(self, reading: Reading) -> None:
-        """Log a reading, with what it says about the run."""
+    def log(self, metrics: MetricsRecord) -> None:
+        """Log a record, with what it says about the run."""
         if not self.main:
             return
-        self.readings.append(reading)
-        diagnosis = diagnose(self.readings, self._circumstances())
-        self.readings[-1] = replace(reading, state=diagnosis.state)
-        self.progress.show(reading, diagnosis)
-        if begins_to_wait(self.readings):
+        self.history.append(metrics)
+        diagnosis = diagnose(self.history, self.state.config, self.baseline)
+        self.history[-1] = replace(metrics, state=diagnosis.state)
+        self.progress.show(metrics, diagnosis)
+        if begins_to_wait(self.history):
             self.progress.notice(self._advice_on_waiting())
+        with self._full_disk_allowed():
+            append_record(self.state.folder / "metrics.jsonl", self.history[-1].to_record())
+            self.state.accelerator.log(metrics.scalars(), step=metrics.step)
+        if self.on_metrics:
+            self.on_metrics(self.history[-1])
+
+    @contextmanager
+    def _full_disk_allowed(self) -> Iterator[None]:
+        """Go on without a record that cannot be written: the disk may be freed before the next checkpoint."""
         try:
-            append_record(self.metrics, self.readings[-1].to_record())
-            self.state.accelerator.log(reading.scalars(), step=reading.step)
-        except OSError as error:  # a full disk may be freed before the next checkpoint
-            self.progress.notice(f"step {reading.step:,}: the reading could not be written. {error}")
-        if self.on_reading:
-            self.on_reading(self.readings[-1])
+            yield
+        except (OSError, StorageError) as error:
+            self.progress.notice(f"step {self.state.step:,}: the record could not be written. {error}")
 
     def _advice_on_waiting(self) -> str:
-        state, last = self.state, self.readings[-PATIENCE:]
+        state, last = self.state, self.history[-PATIENCE:]
         advice = advice_on_waiting(
             state.config,
             state.interval.loading,
@@ -146,7 +141,7 @@ class Reporter:
             workers=state.loader.workers,
             cores=cores_of_a_process(state.accelerator.num_processes),
         )
-        share = sum(reading.data_wait for reading in last) / len(last)
+        share = sum(metrics.data_wait for metrics in last) / len(last)
         return f"step {state.step:,}: the run waits for images {share:.0%} of its time; {advice}"
 
     def saved(self, path: Path) -> None:
@@ -154,9 +149,6 @@ class Reporter:
         self.progress.saved_step = self.state.saved_step
         if self.on_checkpoint:
             self.on_checkpoint(path)
-
-    def _circumstances(self) -> Circumstances:
-        return circumstances(self.state.config, self.readings, self.baseline, len(self.state.source))
 
     def stop(self) -> None:
         """Say how a run that was asked to stop resumes."""
@@ -166,7 +158,7 @@ class Reporter:
     def finish(self) -> None:
         """Say what has come of the run, and where it is."""
         if self.main:
-            self.progress.notice(summarise(self.readings, self._circumstances()))
+            self.progress.notice(summarise(self.history, self.state.config, self.baseline))
         best = self.state.best
         text = (
             f", the best by {best['figure']} ({best['value']:.1f}) at step {best['step']:,}" if best else ""
@@ -174,11 +166,17 @@ class Reporter:
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
 
 
+def _write_config(path: Path, text: str) -> None:
+    """Write the settings unless they are unchanged: on a full disk a good file must stay untouched."""
+    if not path.exists() or path.read_bytes() != text.encode():
+        write_bytes(path, text.encode())
+
+
 def parameter_counts(run: ReadyRun) -> ParameterCounts:
     """Return the number of parameters of the backbone and of its heads."""
     student = run.state.student
-    whole, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
-    return ParameterCounts(backbone=backbone, head=whole - backbone)
+    total, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
+    return ParameterCounts(backbone=backbone, head=total - backbone)
 
 
 def start_record(run: ReadyRun) -> Start:
@@ -207,15 +205,14 @@ def describe_start(run: ReadyRun) -> Iterator[str]:
     """Yield lines on the devices, the images, the network, and the reason for each choice."""
     state, config, plan = run.state, run.state.config, run.state.plan
     processes = state.accelerator.num_processes
-    loaders = plural(state.loader.workers, "loader process", "loader processes")
-    factors = (
-        f"{plural(config.data.batch_size, 'image')} × {plural(config.optim.accumulate, 'pass', 'passes')} "
-        f"× {plural(processes, 'process', 'processes')}"
-    )
+    workers = plural(state.loader.workers, "worker")
+    factors = [plural(config.data.batch_size, "image")]
+    factors += [plural(config.optim.accumulate, "micro-batch", "micro-batches")]
+    factors += [plural(processes, "process", "processes")]
     yield (
         f"dino-vit {__version__}: {plural(processes, 'process', 'processes')} on {state.device.type}, "
-        f"precision {state.precision}, {loaders}{' each' if processes > 1 else ''}, "
-        f"global batch {plan.global_batch} = {factors}"
+        f"precision {state.precision}, {workers}{' each' if processes > 1 else ''}, "
+        f"global batch {plan.global_batch} = {' × '.join(factors)}"
     )
     yield (
         f"{len(state.source):,} images of {config.data.source}: {plural(plan.steps_per_epoch, 'step')} "

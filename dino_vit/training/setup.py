@@ -1,8 +1,8 @@
-"""Set up a run: open the images, complete the configuration, build the state, restore the checkpoint."""
+"""Set up a run: open what it depends on, resolve the config, build the state, restore the checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,29 +10,31 @@ from accelerate import Accelerator
 
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints
-from dino_vit.core.distributed import all_equal, shard
+from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
+from dino_vit.core.checkpoint import Checkpoints
+from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.splits import choose_splits, describe_use
-from dino_vit.eval.classification.online import OnlineEvaluation
+from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.training.measures import UnreadableImages
 from dino_vit.training.plan import make_plan
-from dino_vit.training.resolve import Facts, Measure, complete
-from dino_vit.training.state import TrainingState, check_resumable
-from dino_vit.views.build import build_augment, build_loader, build_preparation
-from dino_vit.weights import load_backbone
-from dino_vit.weights.heads import TrainedTeacher, open_teacher
+from dino_vit.training.resolve import Fit, RunContext, resolve_config
+from dino_vit.training.resume import check_same_run, find_checkpoint
+from dino_vit.training.state import TrainingState, UnreadableImages
+from dino_vit.views.build import build_augment, build_eval_transform, build_loader
+
+if TYPE_CHECKING:
+    from dino_vit.weights.heads import TrainedTeacher
 
 # Settings that a student without prototypes has no use for, beside those of the head.
-WITHOUT_HEADS = ("loss.centring", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
+WITHOUT_HEADS = ("loss.centering", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
 
 
 class ReadyRun(NamedTuple):
@@ -45,58 +47,65 @@ class ReadyRun(NamedTuple):
     sizes: list[tuple[int, int]]  # heights and widths of some images
 
 
-def set_up(config: PretrainConfig, accelerator: Accelerator, measure: Measure | None = None) -> ReadyRun:
+def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = None) -> ReadyRun:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder.
 
-    `measure` returns the seconds of a step; a new run of some `budget.minutes` needs it.
+    `fit` is what a new run of some `budget.minutes` has time for.
     """
+    context = open_context(config, accelerator)
+    config, choices, notes, sizes = resolve_config(config, context, fit)
+    if context.resumed:
+        check_same_run(config, context, context.resumed)
+    state = _build_state(config, context, accelerator, fit)
+    if context.resumed:
+        state.restore(context.resumed)
+    if context.imitated:
+        notes.append(
+            f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
+            "the head, the temperatures and the centre have no effect"
+        )
+        choices = [choice for choice in choices if not choice.key.startswith(("head.", *WITHOUT_HEADS))]
+    if context.sampling is not None:
+        notes.append(describe_sampling(context.sampling))
+    if splits := choose_splits(context.source):
+        use = describe_use(context.source, splits, config.data.source)
+        notes.append(f"{use}; the run learns from all of them, without labels")
+    return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None, sizes)
+
+
+def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext:
+    """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
     output = Path(config.output)
     if output.resolve() == Path(config.data.source).resolve():
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output={config.output} is a file; give a folder")
     source = open_source(config.data.source, config.data.labels)
-    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
-    checkpoints = Checkpoints(Path(config.output), keep_every=config.run.keep_every)
-    resumed = _find_checkpoint(checkpoints, config)
+    sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
+    resumed = find_checkpoint(config)
     # A run that resumes has its weights in the checkpoint; the file it started from may be gone.
     trained = None if resumed else _trained_backbone(config)
     architecture: Mapping[str, Any] | None = trained.architecture if trained else None
     if config.init and resumed:
         architecture = resumed.metadata["architecture"]
-    frozen = _frozen_teacher(config)
-    facts = Facts(
-        frozen=frozen,
+    return RunContext(
         source=source,
-        weights=weights,
+        sampling=sampling,
         resumed=resumed,
-        trained=architecture,
+        trained=trained,
+        architecture=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
-        measure=measure,
+        frozen=_frozen_teacher(config),
     )
-    config, choices, notes, steps, sizes = complete(config, facts)
-    state = _build_state(config, facts, steps, accelerator, checkpoints, trained)
-    if resumed:
-        state.restore(resumed)
-    if frozen and frozen.network is None:
-        notes.append(
-            f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
-            "the head, the temperatures and the centre have no effect"
-        )
-        choices = [choice for choice in choices if not choice.key.startswith(("head.", *WITHOUT_HEADS))]
-    if weights is not None:
-        notes.append(describe_sampling(weights))
-    if splits := choose_splits(source):
-        use = describe_use(source, splits, config.data.source)
-        notes.append(f"{use}; the run learns from all of them, without labels")
-    return ReadyRun(state, choices, notes, resumed.path if resumed else None, sizes)
 
 
 def _trained_backbone(config: PretrainConfig) -> Backbone | None:
     """Load the weights that `init` starts from."""
     if config.init is None:
         return None
+    from dino_vit.weights.loading import load_backbone  # imports how others store their weights
+
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if _hides_patches(config) else {}
     return load_backbone(
@@ -110,35 +119,20 @@ def _trained_backbone(config: PretrainConfig) -> Backbone | None:
     )
 
 
-def _frozen_teacher(config: PretrainConfig) -> TrainedTeacher | None:
+def _frozen_teacher(config: PretrainConfig) -> "TrainedTeacher | None":
     """Load the network that `teacher.weights` names."""
     weights = config.teacher.weights
     if weights is None:
         return None
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
-    found = open_teacher(weights)
-    if not all_equal(int(found.sha256[:12], 16)):
+    from dino_vit.weights.heads import open_teacher
+
+    frozen = open_teacher(weights)
+    if not all_equal(int(frozen.sha256[:12], 16)):
         text = f"the processes read different weights from teacher.weights={weights}"
         raise ValueError(f"{text}; give a checkpoint that is kept")
-    return found
-
-
-def _find_checkpoint(checkpoints: Checkpoints, config: PretrainConfig) -> Checkpoint | None:
-    """Return the checkpoint to resume from, which must be the same one in all processes."""
-    if config.run.resume == "never" and checkpoints.paths():
-        raise ValueError(
-            f"{config.output} already holds a run, and run.resume=never does not overwrite it; "
-            "give another output, or move that folder away"
-        )
-    newest = checkpoints.newest()
-    resumed = newest and check_resumable(newest)
-    if not all_equal(resumed.step if resumed else 0):
-        raise ValueError(
-            f"the processes found this run at different steps; {config.output} must be one folder that "
-            "all nodes share"
-        )
-    return resumed
+    return frozen
 
 
 def build_untrained(
@@ -167,7 +161,7 @@ def build_untrained(
         drop_path=config.model.drop_path,
         head=config.head.model_dump(exclude={"shared"}),
         patch_head=patch_head,
-        imitated=None if imitated is None else imitated.width,
+        feature_dim=None if imitated is None else imitated.width,
     )
 
 
@@ -188,16 +182,14 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _build_state(
-    config: PretrainConfig,
-    facts: Facts,
-    steps: int | None,
-    accelerator: Accelerator,
-    checkpoints: Checkpoints,
-    trained: Backbone | None,
+    config: PretrainConfig, context: RunContext, accelerator: Accelerator, fit: Fit | None
 ) -> TrainingState:
-    device, processes = accelerator.device, facts.processes
-    plan = make_plan(config, len(facts.source), processes, steps)
-    student, teacher = _student_and_teacher(config, facts, trained)
+    device, processes, resumed = accelerator.device, context.processes, context.resumed
+    steps = fit.steps if fit else None
+    if resumed and config.budget.minutes:
+        steps = resumed.metadata["total_steps"]
+    plan = make_plan(config, len(context.source), processes, steps)
+    student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     if sharded:
         _shard(student, teacher, config, device)
@@ -208,20 +200,19 @@ def _build_state(
         *student.heads,
         layer_decay=config.optim.layer_decay,
         patch_embed_lr=config.optim.patch_embed_lr,
-        head_weight_decay=config.optim.head_weight_decay,
     )
     loader = build_loader(
         config,
-        facts.source,
+        context.source,
         global_batch=plan.global_batch,
-        weights=facts.weights,
+        weights=context.sampling,
         rank=accelerator.process_index,
         world_size=processes,
         pin=device.type == "cuda",
     )
     evaluation = OnlineEvaluation(
-        source=facts.source,
-        preparation=build_preparation(config),
+        source=context.source,
+        transform=build_eval_transform(config),
         seed=config.seed,
         autocast=DTYPES[precision] if precision != "no" else None,
     )
@@ -230,7 +221,7 @@ def _build_state(
         plan=plan,
         accelerator=accelerator,
         precision=precision,
-        source=facts.source,
+        source=context.source,
         loader=loader,
         augment=build_augment(config).to(device),
         student=student,
@@ -238,48 +229,60 @@ def _build_state(
         wrapped=accelerator.prepare_model(student) if processes > 1 and not sharded else student,
         sharded=sharded,
         teacher=teacher,
-        objective=_build_objective(config, facts, student.backbone),
+        objective=_build_objective(config, context, student.backbone),
         optimizer=build_optimizer(config.optim.name, groups),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         evaluation=evaluation,
-        checkpoints=checkpoints,
-        frozen_sha256=facts.frozen and facts.frozen.sha256,
+        checkpoints=Checkpoints(Path(config.output), keep_every=config.run.keep_every),
+        frozen_sha256=context.frozen and context.frozen.sha256,
         unreadable=UnreadableImages(Path(config.output), limit=config.data.max_unreadable),
     )
 
 
-def _student_and_teacher(
-    config: PretrainConfig, facts: Facts, trained: Backbone | None
-) -> tuple[Network, Network]:
+def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[Network, Network]:
     """Build student and teacher, and check that they take what the run gives them."""
-    imitated = facts.frozen.backbone if facts.frozen and facts.frozen.network is None else None
-    student, teacher = build_untrained(config, facts.trained, imitated)
-    both = imitated and imitated.has_patches and student.backbone.has_patches
-    if imitated and config.teacher.patch_weight and not both:
+    imitated = context.imitated
+    student, teacher = build_untrained(config, context.architecture, imitated)
+    if (
+        imitated
+        and config.teacher.patch_weight
+        and not (imitated.has_patches and student.backbone.has_patches)
+    ):
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
-    student.backbone.checkpoint_blocks = config.model.checkpoint_blocks
+    student.backbone.grad_checkpointing = config.model.grad_checkpointing
     for size in config.views.shapes:
         student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
-    if trained:
+    if context.trained:
         for network in (student, teacher):
-            network.backbone.load_state_dict(trained.state_dict())
+            network.backbone.load_state_dict(context.trained.state_dict())
     return student, teacher
 
 
-def _build_objective(config: PretrainConfig, facts: Facts, student: Backbone) -> Objective:
+def _build_objective(config: PretrainConfig, context: RunContext, student: Backbone) -> Objective:
     """Build the objective with the networks that it compares the student with, beside its average."""
+    views, loss = config.views, config.loss
+    has_heads = context.frozen is None or context.frozen.network is not None
     objective = Objective(
-        config,
-        facts.device,
-        grid=student.grid_of(*config.views.global_shape),
-        earlier=_earlier_teacher(config, student),
-        frozen=facts.frozen and (facts.frozen.network or facts.frozen.backbone),
+        context.device,
+        prototypes=config.head.prototypes,
+        views=views.global_count + views.local_count,
+        global_views=views.global_count,
+        global_size=views.global_shape,
+        grid=student.grid_of(*views.global_shape),
+        student_temperature=STUDENT_TEMPERATURE,
+        centering=loss.centering,
+        center_momentum=CENTER_MOMENTUM,
+        patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
+        koleo_weight=loss.koleo_weight,
+        gram_weight=config.gram.weight if config.gram else 0.0,
+        gram_teacher=_gram_teacher(config, student),
+        frozen=context.frozen and (context.frozen.network or context.frozen.backbone),
     )
-    if facts.frozen:
-        _check_frozen(config, facts.frozen.backbone, student)
-        for name, center in facts.frozen.centers.items():
-            if (ours := objective.modules().get(name.removesuffix(".center"))) is not None:
-                ours.center.copy_(center)
+    if context.frozen:
+        _check_frozen(config, context.frozen.backbone, student)
+        for name, center in context.frozen.centers.items():
+            if (own := objective.modules().get(name.removesuffix(".center"))) is not None:
+                own.center.copy_(center)
     return objective
 
 
@@ -298,29 +301,31 @@ def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -
         )
 
 
-def _earlier_teacher(config: PretrainConfig, student: Backbone) -> Backbone | None:
-    """Load the network that `anchor` holds the patches to."""
-    if config.anchor is None:
+def _gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone | None:
+    """Load the network that `gram` holds the patches to."""
+    if config.gram is None:
         return None
-    if Path(config.anchor.weights).resolve() == Path(config.output).resolve():
+    if Path(config.gram.weights).resolve() == Path(config.output).resolve():
         raise ValueError(
-            f"anchor.weights={config.anchor.weights} is the run itself, whose newest checkpoint changes; "
+            f"gram.weights={config.gram.weights} is the run itself, whose newest checkpoint changes; "
             "give one of its checkpoints that is kept (run.keep_every)"
         )
-    earlier = load_backbone(config.anchor.weights)
-    known = earlier.provenance
-    if not (earlier.has_patches and student.has_patches):
-        raise ValueError("anchor is about patches, which these networks do not have; leave it out")
+    from dino_vit.weights.loading import load_backbone
+
+    gram_teacher = load_backbone(config.gram.weights)
+    provenance = gram_teacher.provenance
+    if not (gram_teacher.has_patches and student.has_patches):
+        raise ValueError("gram.weights is about patches, which these networks do not have; leave it out")
     for what, theirs, ours in (
-        ("patches", earlier.patch_size, student.patch_size),
-        ("channels", earlier.channels, student.channels),
-        ("data.mean", known and known.mean, config.data.mean),
-        ("data.std", known and known.std, config.data.std),
+        ("patches", gram_teacher.patch_size, student.patch_size),
+        ("channels", gram_teacher.channels, student.channels),
+        ("data.mean", provenance and provenance.mean, config.data.mean),
+        ("data.std", provenance and provenance.std, config.data.std),
     ):
         if theirs and ours and not np.allclose(theirs, ours):
-            text = f"anchor.weights={config.anchor.weights} has {what} of {theirs}, the run of {ours}"
+            text = f"gram.weights={config.gram.weights} has {what} of {theirs}, the run of {ours}"
             raise ValueError(f"{text}; they must be the same")
-    return earlier
+    return gram_teacher
 
 
 def _shard(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
@@ -336,7 +341,7 @@ def _shard(student: Network, teacher: Network, config: PretrainConfig, device: t
             raise ValueError(f"{setting} does not work with {why}; leave one of them out")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
-        shard(network, network.backbone.blocks, ["use"], device)
+        apply_fsdp(network, network.backbone.blocks, ["use"], device)
 
 
 def _to_device(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:

@@ -3,74 +3,134 @@
 import math
 import time
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, NotFinite, collect, restore
-from dino_vit.core.distributed import of_first_process, whole
+from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
-from dino_vit.core.text import brief
 from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.classification.online import Figures, OnlineEvaluation
+from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.masks import Masks
 from dino_vit.models.student_teacher import Network
-from dino_vit.training.measures import Interval, UnreadableImages
+from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
-from dino_vit.training.readings import Baseline, Count, Reading
-from dino_vit.views.loader import Batch, Loader
+from dino_vit.views.loader import Batch, Loader, LoadTimes
 
 SHORTEST = 1e-3  # seconds of a pace
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
+# The share of unreadable images is taken of at least this many, or a few at the start would end a run.
+AT_LEAST = 1000
+# What a checkpoint holds of an interval.
+_SUMS = ("loss", "finite", "skipped", "skipped_in_a_row")
 
 
-class Best(BaseModel):
-    """The best evaluation of a run."""
+class IntervalSummary(NamedTuple):
+    """The figures of an interval, on the host."""
 
-    figure: str
-    value: float
-    step: Count
-
-
-class Resumed(BaseModel):
-    """What a run resumes from, in the metadata of a checkpoint."""
-
-    step: Count
-    global_batch: Annotated[Count, Field(gt=0)]
-    nonfinite_steps: Count
-    precision: str
-    source: str
-    config: PretrainConfig
-    architecture: dict[str, Any]
-    scaler: dict[str, float]
-    interval: dict[str, FiniteFloat] | None = None  # checkpoints of 0.1.0 have none
-    total_steps: Annotated[Count, Field(gt=0)] | None = None  # nor this
-    seconds: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    frozen: str | None = None  # digest of the weights of a frozen teacher
-    best: Best | None = None
+    loss: float  # mean of the finite steps, over all processes
+    gradient_norm: float  # of the last step
+    skipped: int
+    skipped_in_a_row: int
+    images_per_second: float
+    data_wait: float  # share of the time
 
 
-def check_resumable(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose metadata has what a run resumes from, or raise."""
-    try:
-        checked = Resumed.model_validate(checkpoint.metadata, strict=False)  # JSON has no tuples
-    except ValidationError as error:
-        wrong = dict.fromkeys(".".join(map(str, one["loc"])) for one in error.errors())
-        raise ValueError(
-            f"{checkpoint.path} is not a checkpoint of a pretraining: its metadata has no valid "
-            f"{brief(', '.join(wrong))}; give another output, or move that folder away"
-        ) from error
-    values = checked.model_dump(exclude={"config"})
-    return replace(checkpoint, metadata={**checkpoint.metadata, **values})
+class Interval:
+    """Sums since the last log line; `read` is the only moment when the host waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.skipped_in_a_row = torch.zeros((), device=device)
+        self.loading = LoadTimes()  # of all batches since the start
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a new interval; only the steps skipped in a row and `loading` carry over."""
+        self.loss, self.finite, self.skipped, self.norm = torch.zeros(4, device=self.device).unbind()
+        self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
+
+    def wait(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch, and count the time that it took to arrive."""
+        start = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - start
+        self.loading += batch.times
+        return batch
+
+    def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int) -> None:
+        """Count a step, with its loss over all processes."""
+        self.loss = self.loss + torch.where(finite, loss, 0.0)
+        self.finite = self.finite + finite
+        self.skipped = self.skipped + ~finite
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
+        self.norm = norm
+        self.images += images
+
+    def read(self) -> IntervalSummary:
+        """Return the figures of the interval so far."""
+        mean = self.loss / self.finite  # NaN if every step was skipped
+        on_device = torch.stack((mean, self.norm, self.skipped, self.skipped_in_a_row))
+        loss, norm, skipped, in_a_row = on_device.tolist()
+        seconds = time.perf_counter() - self.start
+        return IntervalSummary(
+            loss, norm, int(skipped), int(in_a_row), self.images / seconds, self.waited / seconds
+        )
+
+    def sums(self) -> dict[str, float]:
+        """Return the sums for a checkpoint, all but the times."""
+        return {name: float(getattr(self, name)) for name in _SUMS}
+
+    def restore(self, sums: Mapping[str, float]) -> None:
+        """Go on from the sums of a checkpoint."""
+        for name in _SUMS:
+            setattr(self, name, torch.tensor(sums.get(name, 0.0), device=self.device))
+
+
+class UnreadableImages:
+    """Count unreadable images, list each once in `unreadable.txt`, and end the run if there are too many."""
+
+    def __init__(self, folder: Path, *, limit: float) -> None:
+        self.path, self.limit = folder / "unreadable.txt", limit
+        self.listed = set(self._listed())
+        self.failed, self.tried = 0, 0
+
+    def count(self, batch: Batch) -> None:
+        """Count a batch, list images that were not listed before, and raise if there are too many."""
+        self.failed += len(batch.unreadable)
+        self.tried += len(batch.samples) + len(batch.unreadable)
+        new = [line for line in dict.fromkeys(map(str, batch.unreadable)) if line not in self.listed]
+        if new:
+            with suppress(OSError):  # if the disk is full, they are listed when they come again
+                self._list(new)
+        if self.failed > self.limit * max(self.tried, AT_LEAST):
+            raise ValueError(
+                f"{self.failed} of the {self.tried} images read so far cannot be read or used, more than "
+                f"data.max_unreadable={self.limit}; see {self.path}. Repair the images, or raise the "
+                "limit and run the same command again"
+            )
+
+    def _list(self, lines: list[str]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        listed = set(self._listed())  # by other processes too
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines if line not in listed)
+        self.listed.update(lines)
+
+    def _listed(self) -> list[str]:
+        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
+        return text.splitlines()
 
 
 @dataclass(kw_only=True)
@@ -97,7 +157,7 @@ class TrainingState:
     frozen_sha256: str | None = None  # of the teacher of `teacher.weights`
     interval: Interval = field(init=False)
     writer: BackgroundWriter = field(init=False)
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # measures of the teacher at a logged step
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
     step: int = 0
     saved_step: int | None = None
     skipped_steps: int = 0
@@ -127,20 +187,15 @@ class TrainingState:
     def views_of(self, batch: Batch) -> list[Tensor]:
         """Return a batch's views by size, ready for the networks."""
         on_device = {size: views.to(self.device, non_blocking=True) for size, views in batch.views.items()}
-        if not batch.photometry:  # the loader's workers did it
+        if not batch.augment:  # the loader's workers did it
             return list(on_device.values())
-        return [self.augment(views, batch.photometry[size]) for size, views in on_device.items()]
+        return [self.augment(views, batch.augment[size]) for size, views in on_device.items()]
 
     def masks_of(self, batch: Batch) -> Masks | None:
         """Return a batch's masks on the device."""
-        if batch.masks is None or self.loader.masking is None:
-            return None
-        masks = batch.masks
-        if self.config.run.compile:  # which wants the same shapes in all steps
-            masks = masks.padded(self.loader.masking.most(len(batch.samples)))
-        return masks.to(self.device)
+        return None if batch.masks is None else batch.masks.to(self.device)
 
-    def evaluate(self) -> Figures:
+    def evaluate(self) -> OnlineFigures:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
         figures = self.teacher.use(self.evaluation)
         figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
@@ -148,6 +203,11 @@ class TrainingState:
         if math.isfinite(value) and (self.best is None or value > self.best["value"]):
             self.best = {"figure": figure, "value": value, "step": self.step}
         return figures
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the best evaluation is that of this step."""
+        return self.best is not None and self.best["step"] == self.step
 
     def evaluate_baseline(self) -> Baseline:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
@@ -178,10 +238,10 @@ class TrainingState:
         left = max(60 * minutes - self.seconds, 0.0)
         more = int(left * steps / seconds)
         # A step or two at the end would only be evaluated again.
-        total = of_first_process(self.step + (more if more > TOO_FEW * self.step else 0))
+        total = broadcast_int(self.step + (more if more > TOO_FEW * self.step else 0))
         self.plan = replace(self.plan, total_steps=total)
 
-    def read_interval(self) -> Reading:
+    def read_interval(self) -> MetricsRecord:
         """Return the numbers of a log line; the host waits for the device here."""
         interval = self.interval.read()
         outputs: dict[str, Any] = {name: value.item() for name, value in self.outputs.items()}
@@ -189,7 +249,7 @@ class TrainingState:
         searching = self.scaler.get_scale() > 1
         self.skipped_in_a_row = 0 if searching else interval.skipped_in_a_row
         self.skipped_steps += interval.skipped
-        return Reading(
+        return MetricsRecord(
             step=self.step,
             total_steps=self.plan.total_steps,
             epoch=self.step / self.plan.steps_per_epoch,
@@ -231,8 +291,8 @@ class TrainingState:
         main = self.accelerator.is_main_process
         if main or self.sharded:  # then all processes must give their parts
             tensors = collect(self._modules(), self.optimizer)
-            # One at a time, since the device may not hold all whole ones.
-            parts = ((name, whole(tensor)) for name, tensor in tensors.items())
+            # One at a time, since the device may not hold all gathered ones.
+            parts = ((name, full_tensor(tensor)) for name, tensor in tensors.items())
             if main:
                 self.writer.begin(self.step, parts, self._metadata())
             else:
@@ -263,7 +323,7 @@ class TrainingState:
             "frozen": self.frozen_sha256,
             "scaler": self.scaler.state_dict(),
             "nonfinite_steps": self.skipped_steps,
-            "interval": self.interval.state(),
+            "interval": self.interval.sums(),
             "best": self.best,
             "total_steps": self.plan.total_steps,
             "seconds": self.seconds,
@@ -276,8 +336,7 @@ class TrainingState:
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
         self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
-        if interval := checkpoint.metadata["interval"]:
-            self.interval.load_state(interval)
+        self.interval.restore(checkpoint.metadata["interval"])
         self.best = checkpoint.metadata["best"]
         self.seconds_before = checkpoint.metadata["seconds"]
         self.refit()

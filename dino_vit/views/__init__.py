@@ -1,1 +1,1 @@
-"""Views of images: geometry, sampling, loading, photometry; and the evaluation transform."""
+"""Views of images: geometry, sampling, loading, augment; and the evaluation transform."""

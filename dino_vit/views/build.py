@@ -1,4 +1,4 @@
-"""Build the input from a configuration: views, photometry, loader, evaluation transform."""
+"""Build the input from a configuration: views, augmentation, loader, evaluation transform."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,46 +15,53 @@ from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import cores_of_a_process, local_rank
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.shard_cache import Prefetch, ShardCache
-from dino_vit.data.shards import ShardCopies, ShardedSource, copies_folder, shards_of
+from dino_vit.data.shards import (
+    LocalCopies,
+    Prefetch,
+    ShardCache,
+    ShardedSource,
+    shard_cache_folder,
+    shards_of,
+)
 from dino_vit.data.sources.source import Source
-from dino_vit.views.custom import CustomPhotometry
+from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
+from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import PREFETCH, Loader
 from dino_vit.views.masks import Masking
-from dino_vit.views.photometry import Augment, ViewPhotometry
-from dino_vit.views.preparation import Preparation
 from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
 MOST_WORKERS = 16  # more rarely help, but cost memory
+# As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
+MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
     """Return the views of an image, global ones first."""
-    views, photometry, times = config.views, config.photometry, _enlargement(config)
-    common = photometry.model_dump(exclude={"blur", "blur_sigma", "solarise", "module"})
-    narrow, wide = photometry.blur_sigma
+    views, augment, times = config.views, config.augment, _enlargement(config)
+    common = augment.model_dump(exclude={"blur", "blur_sigma", "solarise", "module"})
+    narrow, wide = augment.blur_sigma
     first, other, local = (
-        ViewPhotometry(**common, blur=blur, blur_sigma=(size * narrow, size * wide), solarise=solarise)
-        for size, blur, solarise in zip((times, times, 1), photometry.blur, photometry.solarise, strict=True)
+        ViewAugment(**common, blur=blur, blur_sigma=(size * narrow, size * wide), solarise=solarise)
+        for size, blur, solarise in zip((times, times, 1), augment.blur, augment.solarise, strict=True)
     )
     height, width = views.global_shape
     enlarged = times * height, times * width
-    kinds = (
+    groups = (
         (1, enlarged, views.global_scale, first),
         (views.global_count - 1, enlarged, views.global_scale, other),
         (views.local_count, views.local_shape, views.local_scale, local),
     )
     return tuple(
-        View(size=size, scale=scale, ratio=views.ratio, photometry=of_view)
-        for count, size, scale, of_view in kinds
+        View(size=size, scale=scale, augment=settings)
+        for count, size, scale, settings in groups
         for _ in range(count)
     )
 
 
 def _enlargement(config: PretrainConfig) -> int:
     """Return how much larger the global views are made than the networks see them, for an earlier teacher."""
-    return config.anchor.scale if config.anchor else 1
+    return config.gram.scale if config.gram else 1
 
 
 def build_pixels(config: PretrainConfig) -> Pixels:
@@ -72,23 +79,22 @@ def normalisation(config: PretrainConfig) -> tuple[tuple[float, ...], tuple[floa
 
 
 def build_augment(
-    config: PretrainConfig, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
-) -> Augment | CustomPhotometry:
-    """Return the photometry module, on the host, with the normalisation of the configuration or another."""
-    statistics = normalisation(config) if mean is None or std is None else (mean, std)
-    values: dict[str, Any] = dict(zip(("mean", "std"), statistics, strict=True))
-    photometry = config.photometry
-    if photometry.module:
-        module: Any = find(photometry.module)
-        return CustomPhotometry(module, **values)
-    sigma_max = _enlargement(config) * photometry.blur_sigma[1]
-    return Augment(**values, sigma_max=sigma_max, hue_max=photometry.hue)
+    config: PretrainConfig, statistics: tuple[Sequence[float], Sequence[float]] | None = None
+) -> Augment | CustomAugment:
+    """Return the augmentation, on the host, with the mean and std of the configuration or others."""
+    mean, std = statistics or normalisation(config)
+    augment = config.augment
+    if augment.module:
+        module: Any = find(augment.module)
+        return CustomAugment(module, mean=mean, std=std)
+    sigma_max = _enlargement(config) * augment.blur_sigma[1]
+    return Augment(mean=mean, std=std, sigma_max=sigma_max, hue_max=augment.hue)
 
 
-def build_preparation(config: PretrainConfig) -> Preparation:
+def build_eval_transform(config: PretrainConfig) -> EvalTransform:
     """Return the evaluation transform: the size, pixels and normalisation of the global views."""
     mean, std = normalisation(config)
-    return Preparation(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
+    return EvalTransform(size=config.views.global_shape, mean=mean, std=std, pixels=build_pixels(config))
 
 
 def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
@@ -99,13 +105,13 @@ def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
         grid=(height // config.model.patch_size, width // config.model.patch_size),
         views=config.views.global_count,
         batch=global_batch,
-        probability=config.masks.probability,
-        ratio=config.masks.ratio,
+        probability=MASKED_VIEWS,
+        ratio=MASKED_PATCHES,
     )
 
 
 def choose_workers(config: PretrainConfig, processes: int) -> int:
-    """Return the loader processes of each process: its share of the cores, less the one it needs itself."""
+    """Return the DataLoader workers of each process: its cores, less the one it needs itself."""
     if config.data.workers is not None:
         return config.data.workers
     return min(cores_of_a_process(processes) - 1, MOST_WORKERS)
@@ -145,9 +151,8 @@ def build_loader(
         views=build_views(config),
         sampler=sampler,
         pixels=build_pixels(config),
-        in_step=True,
         prefetch=build_prefetch(config, sharded, sampler) if sharded else None,
-        augment=build_augment(config) if config.data.photometry == "worker" else None,
+        augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
         workers=choose_workers(config, world_size),
@@ -160,22 +165,22 @@ def build_prefetch(
 ) -> Prefetch | None:
     """Let the source read from copies of its shards, if they help; one process of a host makes them."""
     (source, shards), limit = sharded, config.data.cache_gb * 1e9
-    source.copies = replace(source.copies, folder=copies_folder(config.data.cache))
-    sizes = np.sort(source.copies.sizes)[::-1]
+    source.local_copies = replace(source.local_copies, folder=shard_cache_folder(config.data.cache))
+    sizes = np.sort(source.local_copies.sizes)[::-1]
     if not limit or not source.ranges.is_remote or (sampler.shards is None and sizes.sum() > limit):
         return None
-    _check_room(config, source.copies, sizes)
+    _check_room(config, source.local_copies, sizes)
     if local_rank() > 0:
         return None
-    # Half a window beyond what loader processes read ahead: a run that is stopped has fetched little in vain.
-    passes = choose_workers(config, sampler.world_size) * PREFETCH + 1
-    ahead = sampler.span // 2 + ceil(passes / sampler.accumulate) * sampler.batch_size
+    # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
+    batches = choose_workers(config, sampler.world_size) * PREFETCH + 1
+    ahead = sampler.span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
     if sampler.shards is None:
         ahead = 2 * sampler.length
     return Prefetch(ShardCache(source, limit), ShardUses(sampler, shards).next, ahead)
 
 
-def _check_room(config: PretrainConfig, copies: ShardCopies, sizes: NDArray[np.int64]) -> None:
+def _check_room(config: PretrainConfig, copies: LocalCopies, sizes: NDArray[np.int64]) -> None:
     """Raise if the copies that a run needs at a time do not fit into the cache, or the cache on its disk."""
     window, limit = config.data.window, config.data.cache_gb * 1e9
     needed = sizes[: window + 2].sum()
@@ -217,10 +222,10 @@ def make_views(
     batch = loader.make(BatchSpec(epoch, 0, np.asarray(samples, dtype=np.int64)))
     channels = config.data.channels
     # Mean 0 and standard deviation 1 leave the values from 0 to 1.
-    augment = build_augment(config, (0.0,) * channels, (1.0,) * channels)
+    augment = build_augment(config, ((0.0,) * channels, (1.0,) * channels))
     views: list[list[Tensor]] = [[] for _ in samples]
     for size, pixels in batch.views.items():
-        coloured = augment(pixels, batch.photometry[size])
+        coloured = augment(pixels, batch.augment[size])
         for of_samples in rearrange(coloured, "(v b) c h w -> v b c h w", b=len(samples)):
             for of_sample, view in zip(views, of_samples, strict=True):
                 of_sample.append(view)

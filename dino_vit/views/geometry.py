@@ -1,7 +1,7 @@
 """The views of an image: which boxes are cropped, and how they are resized.
 
-A view is a box (top, left, height, width) of the decoded image, cropped in the loader process, and a row of
-photometric parameters, applied on the device. Both are functions of (seed, epoch, sample, view) alone.
+A view is a box (top, left, height, width) of the decoded image, cropped in a DataLoader worker, and the
+parameters of its augmentation, on the device. Both are functions of (seed, epoch, sample, view) alone.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.sizes import Size
-from dino_vit.views.photometry import ViewPhotometry
+from dino_vit.views.augment import ViewAugment
 
 Interpolation = Literal["bicubic", "bilinear"]
 
@@ -27,12 +27,12 @@ REDUCTIONS = 8, 4, 2  # that a JPEG can be decoded with, besides 1
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A view: size, share of the image, aspect ratio (width / height) and photometry."""
+    """A view: size, share of the image, aspect ratio (width / height) and augment."""
 
     size: Size
     scale: tuple[float, float]
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    photometry: ViewPhotometry = field(default_factory=ViewPhotometry)
+    augment: ViewAugment = field(default_factory=ViewAugment)
     interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ def largest_reduction(views: Sequence[View], boxes: NDArray[np.int64]) -> int:
     return next(fits, 1)
 
 
-class Cut:
+class ViewBoxes:
     """The boxes of an image's views, and how far it may be reduced while it is decoded."""
 
     def __init__(self, views: Sequence[View], tries: NDArray[np.float64]) -> None:
@@ -125,10 +125,10 @@ def crop_views(
     out: Tensor | None = None,
 ) -> Tensor:
     """Crop boxes of an image (C, H, W) and resize them, with antialiasing, to (n, C, *size)."""
-    whole = interleave(image)[None]
+    images = interleave(image)[None]
     views = torch.empty(len(boxes), len(image), *size, dtype=image.dtype) if out is None else out
     for (top, left, h, w), view in zip(boxes.tolist(), views, strict=True):
-        crop = whole[:, :, top : top + h, left : left + w]
+        crop = images[:, :, top : top + h, left : left + w]
         view.copy_(F.interpolate(crop, size=size, mode=interpolation, antialias=True)[0])
     # Bicubic interpolation overshoots; uint8 results are clamped by PyTorch.
     return views.clamp_(0, 1) if views.is_floating_point() else views

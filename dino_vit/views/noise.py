@@ -28,12 +28,6 @@ _MEAN = 4 * 255 / 2
 _STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
-def add_noise_(x: Tensor, std: Tensor, keys: Tensor) -> None:
-    """Add independent noise to every value, and clamp to the levels as a sensor does."""
-    noise = noise_like(x, keys).mul_(std)
-    x.add_(noise).clamp_(0, 255)  # a fused multiply-add would round differently on some processors
-
-
 def noise_like(x: Tensor, keys: Tensor) -> Tensor:
     """Return noise of mean 0 and variance 1 for images (n, c, h, w), by their keys (n,).
 

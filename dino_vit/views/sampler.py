@@ -12,25 +12,26 @@ from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
 
 
 class BatchSpec(NamedTuple):
-    """The images of one process in one forward pass of a step."""
+    """The images of one process in one micro-batch of a step."""
 
     epoch: int
     step: int  # within the epoch
     samples: NDArray[np.int64]
-    first: int = 0  # the place of the first one in the batch of the step, over all processes and passes
+    first: int = 0  # position of the first one in the global batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Split the order of an epoch into global batches, those into passes, and those among processes.
+    """Split the order of an epoch into global batches, those into micro-batches, and those among processes.
 
-    The images of a step do not depend on the number of processes or passes (`accumulate`). A last incomplete
-    batch is dropped. With `weights`, an epoch samples `length` images with replacement, by their weights.
-    With `shards`, the shard of each image, it walks through them in a random order, `window` at a time.
+    The images of a step do not depend on the number of processes or micro-batches (`accumulate`). A last
+    incomplete batch is dropped. With `weights`, an epoch samples `length` images with replacement, by their
+    weights. With `shards`, the shard of each image, it walks through them in a random order, `window` at a
+    time.
     """
 
     length: int
-    batch_size: int  # images of a step, over all processes and passes
+    batch_size: int  # images of a step, over all processes and micro-batches
     seed: int
     rank: int = 0
     world_size: int = 1
@@ -50,20 +51,20 @@ class Sampler:
         return self.length // self.batch_size
 
     @property
-    def share(self) -> int:
-        """Return the number of images of one process in one pass."""
+    def local_batch_size(self) -> int:
+        """Return the number of images of one process in one micro-batch."""
         return self.batch_size // (self.world_size * self.accumulate)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices of an epoch: a permutation, or a weighted sample."""
-        places = np.arange(self.length)
+        indices = np.arange(self.length)
         if self.weights is not None:
-            uniform = random_uniform(self.seed, RngPurpose.ORDER, epoch, places)
+            uniform = random_uniform(self.seed, RngPurpose.ORDER, epoch, indices)
             drawn = _draw_by_weight(self.weights, uniform)
             return drawn if self.shards is None else drawn[self._walk(self.shards[drawn], epoch)]
         if self.shards is not None:
             return self._walk(self.shards, epoch)
-        bits = random_bits(self.seed, RngPurpose.ORDER, epoch, places)
+        bits = random_bits(self.seed, RngPurpose.ORDER, epoch, indices)
         return np.argsort(bits)  # SplitMix64 is one-to-one, so there are no ties that a sort could break
 
     @property
@@ -96,15 +97,15 @@ class Sampler:
             yield from (random_bits(*keys) % np.uint64(self.length)).tolist()
 
     def batch_specs(self, position: int = 0) -> Iterator[BatchSpec]:
-        """Yield this process's share of each pass, from a position (in steps) on, without end."""
+        """Yield this process's part of each micro-batch, from a position (in steps) on, without end."""
         epoch, first = divmod(position, self.steps_per_epoch)
         while True:
             order = self.order(epoch)
             for step in range(first, self.steps_per_epoch):
                 for micro in range(self.accumulate):
-                    first = (micro * self.world_size + self.rank) * self.share
+                    first = (micro * self.world_size + self.rank) * self.local_batch_size
                     start = step * self.batch_size + first
-                    yield BatchSpec(epoch, step, order[start : start + self.share], first)
+                    yield BatchSpec(epoch, step, order[start : start + self.local_batch_size], first)
             epoch, first = epoch + 1, 0
 
 
@@ -114,7 +115,7 @@ class ShardUses:
     def __init__(self, sampler: Sampler, shards: NDArray[np.int32]) -> None:
         self.sampler, self.shards = sampler, shards
         self.count = int(self.shards.max()) + 1
-        self._places = lru_cache(2)(self._sorted_places)
+        self._positions = lru_cache(2)(self._sorted_positions)
 
     def next(self, position: int) -> NDArray[np.int64]:
         """Return for each shard how many images come before its next one, from a position (in steps) on.
@@ -126,10 +127,10 @@ class ShardUses:
         first = np.arange(self.count) * used
         result = np.full(self.count, np.iinfo(np.int64).max)
         for ahead, start in ((1, 0), (0, done)):
-            places = self._places(epoch + ahead)
-            found = places[np.minimum(np.searchsorted(places, first + start), len(places) - 1)]
-            needed = (found >= first + start) & (found < first + used)
-            result[needed] = (found - first)[needed] + ahead * used - done
+            positions = self._positions(epoch + ahead)
+            following = positions[np.minimum(np.searchsorted(positions, first + start), len(positions) - 1)]
+            needed = (following >= first + start) & (following < first + used)
+            result[needed] = (following - first)[needed] + ahead * used - done
         return result
 
     @property
@@ -137,8 +138,8 @@ class ShardUses:
         """The images of an epoch, without those of a last incomplete batch."""
         return self.sampler.steps_per_epoch * self.sampler.batch_size
 
-    def _sorted_places(self, epoch: int) -> NDArray[np.int64]:
-        """Return the places in an epoch, sorted by the shard that they need."""
+    def _sorted_positions(self, epoch: int) -> NDArray[np.int64]:
+        """Return the positions in an epoch, sorted by the shard that they need."""
         shards = self.shards[self.sampler.order(epoch)[: self._used]]
         return np.sort(shards.astype(np.int64) * self._used + np.arange(self._used))
 

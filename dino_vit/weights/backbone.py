@@ -1,4 +1,4 @@
-"""A loaded backbone, with the preparation of images that belongs to it."""
+"""A loaded backbone, with the transform of images that belongs to it."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -13,7 +13,7 @@ from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 
 if TYPE_CHECKING:
-    from dino_vit.views.preparation import Transform
+    from dino_vit.views.eval_transform import Transform
 
 
 class LoadedBackbone(Backbone):
@@ -22,9 +22,12 @@ class LoadedBackbone(Backbone):
     @cached_property
     def transform(self) -> "Transform":
         """What evaluations do with an image before this backbone: resize, crop, normalise."""
-        from dino_vit.views.preparation import Transform, preparation_of  # imports torchvision, and more
+        from dino_vit.views.eval_transform import (  # imports torchvision, and more
+            Transform,
+            eval_transform_of,
+        )
 
-        return Transform(preparation_of(self))
+        return Transform(eval_transform_of(self))
 
     @torch.no_grad()
     def embed(self, images: object, *, batch_size: int = 64) -> Tensor:
@@ -35,18 +38,19 @@ class LoadedBackbone(Backbone):
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
-        one = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
-        if one or not isinstance(images, Iterable):
+        single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
+        if single or not isinstance(images, Iterable):
             return self.embed([images])[0]
-        training, like, waiting = self.training, next(self.parameters()), iter(images)
+        training, weight, remaining = self.training, next(self.parameters()), iter(images)
         self.eval()
         try:
-            found = [torch.empty(0, self.width)]
-            while batch := [self.transform(image) for image in islice(waiting, batch_size)]:
-                found.append(self.forward_cls(torch.stack(batch).to(like.device, like.dtype)).float().cpu())
+            features = [torch.empty(0, self.width)]
+            while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
+                inputs = torch.stack(batch).to(weight.device, weight.dtype)
+                features.append(self.forward_cls(inputs).float().cpu())
         finally:
             self.train(training)
-        return torch.cat(found)
+        return torch.cat(features)
 
 
 class LoadedTransformer(LoadedBackbone, VisionTransformer):

@@ -18,8 +18,7 @@ from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import Network
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError, checked
-from dino_vit.weights.names import is_name
-from dino_vit.weights.reading import check_finite
+from dino_vit.weights.reading import check_finite, is_name
 
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
 
@@ -57,21 +56,17 @@ def open_teacher(source: str) -> TrainedTeacher:
     elif not is_name(source) and path.is_file() and path.suffix == ".safetensors":
         with suppress(StorageError):  # of another library
             checkpoint = read_checkpoint(path)
-    if checkpoint is not None and has_heads(checkpoint):
-        return load_teacher(checkpoint)
+    # A run that learned the features of a backbone has no prototypes.
+    if checkpoint is not None and "teacher.head.last_layer.weight_v" in checkpoint.tensors:
+        return _load_teacher(checkpoint)
     return TrainedTeacher(load_backbone(source).requires_grad_(False))
 
 
-def has_heads(checkpoint: Checkpoint) -> bool:
-    """Tell whether a checkpoint has prototypes, which a run that imitates a backbone has not."""
-    return "teacher.head.last_layer.weight_v" in checkpoint.tensors
-
-
-def load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
+def _load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
     """Return the teacher of a checkpoint with its heads and centres."""
     path = checkpoint.path
-    known = checked(_Contents, checkpoint.metadata, f"the metadata of {path}")
-    sizes = {name: value for name, value in known["config"]["head"].items() if name != "shared"}
+    contents = checked(_Contents, checkpoint.metadata, f"the metadata of {path}")
+    sizes = {name: value for name, value in contents["config"]["head"].items() if name != "shared"}
     backbone, heads, centers = load_backbone(path), dict[str, DINOHead](), dict[str, Tensor]()
     for name in HEADS:
         prefix = f"teacher.{name}."
@@ -88,9 +83,9 @@ def load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
             raise WeightsError(f"{path} holds another head than it describes: {faults}") from error
     prototypes = heads["head"].last_layer.weight_v.shape[0]
     for center in HEADS.values():
-        if (found := checkpoint.tensors.get(center)) is not None:
-            check_finite({center: found}, str(path))
-            centers[center] = found
+        if (tensor := checkpoint.tensors.get(center)) is not None:
+            check_finite({center: tensor}, str(path))
+            centers[center] = tensor
     first = centers.get(HEADS["head"])
     if first is None or first.shape != (1, prototypes):
         raise WeightsError(f"{path} holds no centre of its {prototypes:,} prototypes")

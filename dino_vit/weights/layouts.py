@@ -1,4 +1,4 @@
-"""Tensor names of other libraries, and their translation to ours and back.
+"""Tensor names of other libraries: those that tell whose they are, and their translation to ours and back.
 
 Our own names are those of the 2021 DINO code and of timm: cls_token, pos_embed, patch_embed.proj,
 blocks.{i}.norm1, blocks.{i}.attn.qkv, blocks.{i}.attn.proj, blocks.{i}.ls1.gamma, blocks.{i}.mlp.fc1, norm.
@@ -14,6 +14,8 @@ from torch import Tensor
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
 from dino_vit.models.positions import PositionMode
 
+HYBRID_ROOT = "patch_embed.backbone.stem.conv.weight"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -21,12 +23,17 @@ class Layout:
 
     format: str
     position_mode: PositionMode
+    marks: tuple[str, ...] = ()  # patterns: a file of this layout has a name for each
     pairs: tuple[tuple[str, str], ...] = ()  # (theirs, ours); {i} is the number of a block
     dropped: Mapping[str, str] = field(default_factory=dict)  # pattern of our names: what they belong to
     norm_eps: float = 1e-6
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = IMAGENET_NORMALISATION
     removed: str = ""  # pattern of what is cut out of a name before it is looked up
     rotary: bool = False  # rotary positions, and keys without bias
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Tell whether there is a name for each of the marks."""
+        return all(any(re.fullmatch(mark, name) for name in names) for mark in self.marks)
 
     def to_ours(self, name: str) -> str:
         """Return our name for one of theirs; a name that is not listed stays as it is."""
@@ -42,9 +49,14 @@ def _translate(name: str, pairs: Iterable[tuple[str, str]]) -> str:
         pattern = re.escape(old).replace(r"\{i\}", r"(?P<i>\d+)")
         match = re.fullmatch(rf"{pattern}(?P<rest>\.weight|\.bias)?", name)
         if match:
-            found = match.groupdict()
-            return new.replace("{i}", found.get("i") or "") + (found["rest"] or "")
+            parts = match.groupdict()
+            return new.replace("{i}", parts.get("i") or "") + (parts["rest"] or "")
     return name
+
+
+def _in_blocks(block: str, *pairs: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return pairs of names within a block as pairs of whole names."""
+    return tuple((f"{block}.{theirs}", f"blocks.{{i}}.{ours}") for theirs, ours in pairs)
 
 
 DINO_HEADS = {r"(dino_head|ibot_head|projection_head|prototypes|head\.(mlp|last_layer))\..*": "DINO head"}
@@ -52,18 +64,20 @@ MASK_TOKEN = {r"mask_token": "mask token"}
 CLASSIFIER = {r"head\.(weight|bias)": "classifier"}
 
 OURS = Layout("dino-vit", "hf", dropped=CLASSIFIER)
-REFERENCE = Layout("reference", "dino", dropped={**DINO_HEADS, **CLASSIFIER})
+REFERENCE = Layout("reference", "dino", ("cls_token", "pos_embed"), dropped={**DINO_HEADS, **CLASSIFIER})
 DINOV2 = Layout(
     "dinov2",
     "dinov2",
+    marks=(*REFERENCE.marks, r"mask_token|blocks\.\d+\.\d+\..*|.*\.mlp\.w12\..*"),
     pairs=(("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2")),
     dropped={**DINO_HEADS, **MASK_TOKEN},
     removed=r"(?<=^blocks\.)\d+\.(?=\d+\.)",  # training stores blocks in chunks: blocks.{chunk}.{i}
 )
-DINOV2_REGISTERS = replace(DINOV2, position_mode="timm")
+DINOV2_REGISTERS = replace(DINOV2, position_mode="timm", marks=(*REFERENCE.marks, "register_tokens"))
 DINOV3 = replace(
     DINOV2,
     format="dinov3",
+    marks=("storage_tokens",),
     pairs=(
         ("storage_tokens", "register_tokens"),
         ("blocks.{i}.mlp.w1", "blocks.{i}.mlp.gate"),
@@ -79,10 +93,16 @@ DINOV3 = replace(
     rotary=True,
 )
 TIMM = Layout(
-    "timm", "timm", pairs=(("reg_token", "register_tokens"),), dropped=CLASSIFIER, normalisation=None
+    "timm",
+    "timm",
+    marks=(*REFERENCE.marks, rf"reg_token|head\.weight|blocks\.0\.ls1\.gamma|{re.escape(HYBRID_ROOT)}"),
+    pairs=(("reg_token", "register_tokens"),),
+    dropped=CLASSIFIER,
+    normalisation=None,
 )
 TIMM_DINOV3 = replace(  # an Eva
     TIMM,
+    marks=("reg_token", r"blocks\.0\.gamma_1"),
     pairs=(
         ("reg_token", "register_tokens"),
         ("blocks.{i}.gamma_1", "blocks.{i}.ls1.gamma"),
@@ -98,19 +118,23 @@ TIMM_DINOV3 = replace(  # an Eva
 TORCHVISION = Layout(
     "torchvision",
     "hf",
+    marks=("class_token",),
     pairs=(
         ("class_token", "cls_token"),
         ("encoder.pos_embedding", "pos_embed"),
         ("conv_proj", "patch_embed.proj"),
-        ("encoder.layers.encoder_layer_{i}.ln_1", "blocks.{i}.norm1"),
-        ("encoder.layers.encoder_layer_{i}.self_attention.in_proj_weight", "blocks.{i}.attn.qkv.weight"),
-        ("encoder.layers.encoder_layer_{i}.self_attention.in_proj_bias", "blocks.{i}.attn.qkv.bias"),
-        ("encoder.layers.encoder_layer_{i}.self_attention.out_proj", "blocks.{i}.attn.proj"),
-        ("encoder.layers.encoder_layer_{i}.ln_2", "blocks.{i}.norm2"),
-        ("encoder.layers.encoder_layer_{i}.mlp.0", "blocks.{i}.mlp.fc1"),
-        ("encoder.layers.encoder_layer_{i}.mlp.3", "blocks.{i}.mlp.fc2"),
-        ("encoder.layers.encoder_layer_{i}.mlp.linear_1", "blocks.{i}.mlp.fc1"),  # before torchvision 0.13
-        ("encoder.layers.encoder_layer_{i}.mlp.linear_2", "blocks.{i}.mlp.fc2"),
+        *_in_blocks(
+            "encoder.layers.encoder_layer_{i}",
+            ("ln_1", "norm1"),
+            ("self_attention.in_proj_weight", "attn.qkv.weight"),
+            ("self_attention.in_proj_bias", "attn.qkv.bias"),
+            ("self_attention.out_proj", "attn.proj"),
+            ("ln_2", "norm2"),
+            ("mlp.0", "mlp.fc1"),
+            ("mlp.3", "mlp.fc2"),
+            ("mlp.linear_1", "mlp.fc1"),  # before torchvision 0.13
+            ("mlp.linear_2", "mlp.fc2"),
+        ),
         ("encoder.ln", "norm"),
         ("heads.head", "head"),
     ),
@@ -120,101 +144,113 @@ TORCHVISION = Layout(
 _HF_SHARED = (
     ("embeddings.cls_token", "cls_token"),
     ("embeddings.mask_token", "mask_token"),
+    ("embeddings.register_tokens", "register_tokens"),
+)
+_OF_HEADS = tuple(
+    (f"attention.{theirs}_proj", f"attn.{ours}")
+    for theirs, ours in zip("qkvo", ("q", "k", "v", "proj"), strict=True)
+)
+_HF_LEARNED = (
+    *_HF_SHARED,
     ("embeddings.position_embeddings", "pos_embed"),
     ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
     ("layernorm", "norm"),
     ("classifier", "head"),
-    ("encoder.layer.{i}.attention.attention.query", "blocks.{i}.attn.q"),
-    ("encoder.layer.{i}.attention.attention.key", "blocks.{i}.attn.k"),
-    ("encoder.layer.{i}.attention.attention.value", "blocks.{i}.attn.v"),
-    ("encoder.layer.{i}.attention.output.dense", "blocks.{i}.attn.proj"),
-    *(  # state_dict() of a model of transformers 5, whose files keep the names above
-        (f"{blocks}.{{i}}.attention.{theirs}_proj", f"blocks.{{i}}.attn.{ours}")
-        for blocks in ("layers", "encoder.layer")
-        for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "proj"))
+    *_in_blocks(
+        "encoder.layer.{i}",
+        ("attention.attention.query", "attn.q"),
+        ("attention.attention.key", "attn.k"),
+        ("attention.attention.value", "attn.v"),
+        ("attention.output.dense", "attn.proj"),
+        *_OF_HEADS,
     ),
+    *_in_blocks("layers.{i}", *_OF_HEADS),  # state_dict() of a model of transformers 5, unlike its files
 )
 HF_VIT = Layout(
     "huggingface",
     "hf",
+    marks=(r".*embeddings\.cls_token",),
     pairs=(
-        *_HF_SHARED,
-        ("encoder.layer.{i}.layernorm_before", "blocks.{i}.norm1"),
-        ("encoder.layer.{i}.layernorm_after", "blocks.{i}.norm2"),
-        ("encoder.layer.{i}.intermediate.dense", "blocks.{i}.mlp.fc1"),
-        ("encoder.layer.{i}.output.dense", "blocks.{i}.mlp.fc2"),
-        ("layers.{i}.layernorm_before", "blocks.{i}.norm1"),
-        ("layers.{i}.layernorm_after", "blocks.{i}.norm2"),
-        ("layers.{i}.mlp.fc1", "blocks.{i}.mlp.fc1"),
-        ("layers.{i}.mlp.fc2", "blocks.{i}.mlp.fc2"),
+        *_HF_LEARNED,
+        *_in_blocks(
+            "encoder.layer.{i}",
+            ("layernorm_before", "norm1"),
+            ("layernorm_after", "norm2"),
+            ("intermediate.dense", "mlp.fc1"),
+            ("output.dense", "mlp.fc2"),
+        ),
+        *_in_blocks(
+            "layers.{i}",
+            ("layernorm_before", "norm1"),
+            ("layernorm_after", "norm2"),
+            ("mlp.fc1", "mlp.fc1"),
+            ("mlp.fc2", "mlp.fc2"),
+        ),
     ),
     dropped={r"pooler\..*": "pooler", **MASK_TOKEN, **CLASSIFIER},
     norm_eps=1e-12,
     normalisation=None,
     removed=r"^(vit|dinov2|dinov2_with_registers)\.",  # classifiers keep their backbone under its name
 )
+_SCALED = (
+    ("norm1", "norm1"),
+    ("norm2", "norm2"),
+    ("layer_scale1.lambda1", "ls1.gamma"),
+    ("layer_scale2.lambda1", "ls2.gamma"),
+)
 HF_DINOV2 = replace(
     HF_VIT,
+    marks=(*HF_VIT.marks, ".*layer_scale1.*"),
     pairs=(
-        *_HF_SHARED,
-        ("embeddings.register_tokens", "register_tokens"),
-        ("encoder.layer.{i}.norm1", "blocks.{i}.norm1"),
-        ("encoder.layer.{i}.norm2", "blocks.{i}.norm2"),
-        ("encoder.layer.{i}.layer_scale1.lambda1", "blocks.{i}.ls1.gamma"),
-        ("encoder.layer.{i}.layer_scale2.lambda1", "blocks.{i}.ls2.gamma"),
-        ("encoder.layer.{i}.mlp.fc1", "blocks.{i}.mlp.fc1"),
-        ("encoder.layer.{i}.mlp.fc2", "blocks.{i}.mlp.fc2"),
-        ("encoder.layer.{i}.mlp.weights_in", "blocks.{i}.mlp.fc1"),
-        ("encoder.layer.{i}.mlp.weights_out", "blocks.{i}.mlp.fc2"),
-        ("encoder.layer.{i}.mlp.gate_proj", "blocks.{i}.mlp.gate"),
-        ("encoder.layer.{i}.mlp.up_proj", "blocks.{i}.mlp.up"),
-        ("encoder.layer.{i}.mlp.down_proj", "blocks.{i}.mlp.fc2"),
+        *_HF_LEARNED,
+        *_in_blocks(
+            "encoder.layer.{i}",
+            *_SCALED,
+            ("mlp.fc1", "mlp.fc1"),
+            ("mlp.fc2", "mlp.fc2"),
+            ("mlp.weights_in", "mlp.fc1"),
+            ("mlp.weights_out", "mlp.fc2"),
+            ("mlp.gate_proj", "mlp.gate"),
+            ("mlp.up_proj", "mlp.up"),
+            ("mlp.down_proj", "mlp.fc2"),
+        ),
     ),
     norm_eps=1e-6,
     normalisation=IMAGENET_NORMALISATION,
 )
-HF_DINOV2_REGISTERS = replace(HF_DINOV2, position_mode="timm")
-_HF_DINOV3_SHARED = (
-    ("embeddings.cls_token", "cls_token"),
-    ("embeddings.mask_token", "mask_token"),
-    ("embeddings.register_tokens", "register_tokens"),
-    ("embeddings.patch_embeddings", "patch_embed.proj"),
-    *(
-        (f"{blocks}.{{i}}.{theirs}", f"blocks.{{i}}.{ours}")
-        for blocks in ("layer", "model.layer")  # the second of a model's state_dict()
-        for theirs, ours in (
-            *((f"attention.{name}_proj", f"attn.{name}") for name in "qkv"),
-            ("attention.o_proj", "attn.proj"),
-            ("layer_scale1.lambda1", "ls1.gamma"),
-            ("layer_scale2.lambda1", "ls2.gamma"),
-            ("norm1", "norm1"),
-            ("norm2", "norm2"),
-            ("mlp.down_proj", "mlp.fc2"),
-        )
-    ),
+HF_DINOV2_REGISTERS = replace(
+    HF_DINOV2, position_mode="timm", marks=(*HF_DINOV2.marks, r".*embeddings\.register_tokens")
 )
+
+
+def _hf_dinov3(*mlp: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the names of a file and, with `model.`, of a state_dict()."""
+    blocks = (*_OF_HEADS, *_SCALED, *mlp, ("mlp.down_proj", "mlp.fc2"))
+    patches = ("embeddings.patch_embeddings", "patch_embed.proj")
+    return (*_HF_SHARED, patches, *_in_blocks("layer.{i}", *blocks), *_in_blocks("model.layer.{i}", *blocks))
+
+
 HF_DINOV3 = Layout(
     "huggingface",
     "hf",
-    pairs=(
-        *_HF_DINOV3_SHARED,
-        *((f"{blocks}.{{i}}.mlp.up_proj", "blocks.{i}.mlp.fc1") for blocks in ("layer", "model.layer")),
-    ),
+    marks=(r"embeddings\.patch_embeddings\.weight",),
+    pairs=_hf_dinov3(("mlp.up_proj", "mlp.fc1")),
     dropped=MASK_TOKEN,
     norm_eps=1e-5,
     rotary=True,
 )
 HF_DINOV3_GATED = replace(
     HF_DINOV3,
-    pairs=(
-        *_HF_DINOV3_SHARED,
-        *(
-            (f"{blocks}.{{i}}.mlp.{name}_proj", f"blocks.{{i}}.mlp.{name}")
-            for blocks in ("layer", "model.layer")
-            for name in ("gate", "up")
-        ),
-    ),
+    marks=(*HF_DINOV3.marks, r".*\.mlp\.gate_proj\.weight"),
+    pairs=_hf_dinov3(("mlp.gate_proj", "mlp.gate"), ("mlp.up_proj", "mlp.up")),
 )
+
+LAYOUTS = (  # the first that fits is taken, so those with more marks come before others
+    *(DINOV3, HF_DINOV3_GATED, HF_DINOV3, TIMM_DINOV3),
+    *(HF_DINOV2_REGISTERS, HF_DINOV2, HF_VIT, TORCHVISION),
+    *(DINOV2_REGISTERS, DINOV2, TIMM, REFERENCE),
+)
+LOOK_ALIKES = (DINOV2, TIMM, REFERENCE, OURS)  # where the format decides that is given or stated
 
 MERGED = (  # a tensor of ours, and the separate ones that others store instead
     ("attn.qkv", ("attn.q", "attn.k", "attn.v")),
@@ -240,10 +276,3 @@ def merge(tensors: Mapping[str, Tensor], *, key_bias: bool = True) -> dict[str, 
             if joined not in merged and all(part in merged for part in names):
                 merged[joined] = torch.cat([merged.pop(part) for part in names])
     return merged
-
-
-def huggingface_layout(scaled: bool, registers: bool) -> Layout:
-    """Return the layout of a Hugging Face model: ViT, or with layer scale DINOv2."""
-    if not scaled:
-        return HF_VIT
-    return HF_DINOV2_REGISTERS if registers else HF_DINOV2

@@ -21,11 +21,11 @@ from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.backbone import LoadedBackbone, LoadedTransformer
-from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
+from dino_vit.weights.layouts import HYBRID_ROOT, OURS, TIMM, Layout, merge
 from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.of_timm import is_timm, load_timm
 from dino_vit.weights.reading import RawWeights, check_finite, read_weights
-from dino_vit.weights.recognition import HYBRID_ROOT, recognise, stated_normalisation
+from dino_vit.weights.recognition import recognise, stated_normalisation
 
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 
@@ -66,9 +66,9 @@ def read_backbone(
     **overrides: Any,
 ) -> tuple[LoadedBackbone, str]:
     """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
-    known = signature(VisionTransformer).parameters
-    if unknown := [name for name in overrides if name not in known]:
-        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(known)}")
+    parameters = signature(VisionTransformer).parameters
+    if unknown := [name for name in overrides if name not in parameters]:
+        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(parameters)}")
     raw = read_weights(source, network)
     if is_timm(raw):
         timm = load_timm(raw, overrides)
@@ -86,7 +86,7 @@ def read_backbone(
     try:
         with torch.device("meta"):
             model = LoadedTransformer(**wanted)
-    except (TypeError, RuntimeError, ArithmeticError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     tensors = _adapt(tensors, stored, wanted, raw.source, notes)
     try:
@@ -100,8 +100,8 @@ def read_backbone(
     return model.eval(), "; ".join([loaded, *notes])
 
 
-def _facts(known: Provenance) -> str:
-    return f"{known.format}, {known.network or 'backbone'}, sha256 {known.sha256[:12]}"
+def _facts(origin: Provenance) -> str:
+    return f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
 
 
 def _adapt(
@@ -151,10 +151,10 @@ def _adapt(
 
 def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
     mean, std = layout.normalisation or (None, None)
-    known = raw.metadata or {"mean": mean, "std": std} | {
+    facts = raw.metadata or {"mean": mean, "std": std} | {
         k: v for k, v in raw.export.items() if v is not None
     }
-    mean, std, range = (tuple(known[key]) if known.get(key) else None for key in ("mean", "std", "range"))
+    mean, std, range = (tuple(facts[key]) if facts.get(key) else None for key in ("mean", "std", "range"))
     if mean is not None and len(mean) != model.channels:
         mean = std = None  # the statistics are those of other channels
     return Provenance(
@@ -163,11 +163,11 @@ def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Prove
         sha256=raw.sha256,
         mean=mean,
         std=std,
-        bits=known.get("bits"),  # missing in files from when there was only one depth
+        bits=facts.get("bits"),  # missing in files from when there was only one depth
         range=range,
-        network=raw.network or known.get("network"),
-        step=known.get("step"),
-        config=known.get("config") or {},
+        network=raw.network or facts.get("network"),
+        step=facts.get("step"),
+        config=facts.get("config") or {},
     )
 
 
@@ -205,11 +205,13 @@ def _infer_architecture(
     # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
     depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
     if raw.metadata:
-        defaults = {name: one.default for name, one in signature(VisionTransformer).parameters.items()}
-        known: dict[str, Any] = {**defaults, "depth": depth, **raw.metadata["architecture"]}
-        if known["depth"] != depth:
-            raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {known['depth']:,}")
-        return known
+        defaults = {
+            name: parameter.default for name, parameter in signature(VisionTransformer).parameters.items()
+        }
+        stated: dict[str, Any] = {**defaults, "depth": depth, **raw.metadata["architecture"]}
+        if stated["depth"] != depth:
+            raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {stated['depth']}")
+        return stated
     try:
         width = tensors["cls_token"].shape[-1]
         stem = _infer_stem(tensors, overrides)
@@ -252,8 +254,10 @@ def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> 
     kernel = tensors["patch_embed.proj.weight"]
     if HYBRID_ROOT in tensors:
         root = tensors[HYBRID_ROOT]
-        found = [re.match(r"patch_embed\.backbone\.stages\.(\d)\.blocks\.(\d+)\.", name) for name in tensors]
-        layers = [max(int(m[2]) for m in found if m and int(m[1]) == stage) + 1 for stage in range(3)]
+        matches = [
+            re.match(r"patch_embed\.backbone\.stages\.(\d)\.blocks\.(\d+)\.", name) for name in tensors
+        ]
+        layers = [max(int(m[2]) for m in matches if m and int(m[1]) == stage) + 1 for stage in range(3)]
         patch = (kernel.shape[2] * REDUCTION, kernel.shape[3] * REDUCTION)
         resnet = {"resnet_layers": tuple(layers), "resnet_width": root.shape[0]}
         return {"stem": "hybrid", "channels": root.shape[1], "patch_size": patch, **resnet}
@@ -318,10 +322,10 @@ def _stated_size(raw: RawWeights) -> Grid | None:
 
 
 def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]) -> int:
-    config, known = raw.hub_config, HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
+    config, usual = raw.hub_config, HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
     stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
     stated = raw.export.get("heads") or stated
-    heads = overrides.get("heads") or stated or known.get(width)
+    heads = overrides.get("heads") or stated or usual.get(width)
     if heads is None:
         raise WeightsError(
             f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N (to pretrain: "

@@ -25,9 +25,11 @@ def is_timm(raw: RawWeights) -> bool:
 
 def load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
     """Return a model of timm with its weights; overrides are arguments of `TimmBackbone`."""
-    known = [name for name in signature(TimmBackbone).parameters if name != "name"]
-    if unknown := [name for name in overrides if name not in known]:
-        advice = "set loss.patch_weight=0" if unknown[0] == "mask_token" else f"there are {', '.join(known)}"
+    arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
+    if unknown := [name for name in overrides if name not in arguments]:
+        advice = (
+            "set loss.patch_weight=0" if unknown[0] == "mask_token" else f"there are {', '.join(arguments)}"
+        )
         text = f"{raw.source} is a model of timm, which has no {unknown[0].replace('_', ' ')}"
         raise WeightsError(f"{text}; {advice}")
     floats = {name: tensor for name, tensor in raw.tensors.items() if tensor.is_floating_point()}
@@ -36,18 +38,18 @@ def load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbo
         # A model that is built draws its weights, which the caller's random numbers must not notice.
         with torch.random.fork_rng(devices=[]):
             return _from_ours(raw, overrides) if raw.metadata or raw.export else _from_timm(raw, overrides)
-    except RuntimeError as error:  # of load_state_dict, ours and timm's
+    except (TypeError, RuntimeError) as error:  # of the arguments, and of load_state_dict
         faults = brief(" ".join(str(error).split()), 300)
         raise WeightsError(f"{raw.source} does not fit the model that it names: {faults}") from error
 
 
 def _from_ours(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
     """Load a file of ours, or an export."""
-    tensors, known = dict(raw.tensors), raw.metadata.get("architecture")
-    if known is None:
-        known = {name: raw.export[name] for name in ("name", "image_size", "channels")}
+    tensors, architecture = dict(raw.tensors), raw.metadata.get("architecture")
+    if architecture is None:
+        architecture = {name: raw.export[name] for name in ("name", "image_size", "channels")}
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    model = LoadedTimmBackbone(**{**known, "num_classes": 0, **overrides})
+    model = LoadedTimmBackbone(**{**architecture, "num_classes": 0, **overrides})
     if not model.architecture["num_classes"]:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
     model.load_state_dict(tensors)
@@ -64,20 +66,20 @@ def _from_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
     model = LoadedTimmBackbone(
         **{"name": raw.hub_config["architecture"], "image_size": size, "channels": channels, **overrides}
     )
-    known = model.model.pretrained_cfg
-    classifiers = tuple(f"{name}." for name in _names(known.get("classifier")))
+    pretrained = model.model.pretrained_cfg
+    classifiers = tuple(f"{name}." for name in _names(pretrained.get("classifier")))
     tensors = {name: tensor for name, tensor in raw.tensors.items() if not name.startswith(classifiers)}
     if model.channels != channels:
         from timm.models import adapt_input_conv
 
-        for name in (f"{conv}.weight" for conv in _names(known.get("first_conv"))):
+        for name in (f"{conv}.weight" for conv in _names(pretrained.get("first_conv"))):
             tensors[name] = adapt_input_conv(model.channels, tensors[name].float())
     model.load_state_dict({f"model.{name}": tensor for name, tensor in tensors.items()})
     return model
 
 
-def _names(found: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (found,) if isinstance(found, str) else tuple(found or ())
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def timm_tensors(model: TimmBackbone) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Read the tensors of one backbone from a folder, a file or a dict, without running anything in it."""
+"""Read the tensors of one backbone from a folder, a file, a dict or a hub, without running anything in it."""
 
 import argparse
 import hashlib
@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from dino_vit.weights.metadata import (
     parse_metadata,
     read_hub_config,
 )
-from dino_vit.weights.names import fetch, is_name
 
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
+PREFIXES = ("hf:", "timm:")  # of weights by name
+CONFIG_FILES = ("config.json", "preprocessor_config.json")
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
 NESTED = 9  # dicts within one another, at most
@@ -59,13 +61,66 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
         return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
     named = is_name(source)
     try:
-        path, content, about = _read_path(fetch(str(source)) if named else Path(source))
+        path, content, about = _read_path(_fetch(str(source)) if named else Path(source))
     except StorageError as error:
         raise WeightsError(str(error)) from error
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     raw = RawWeights({}, str(source if named else path), sha256, path=str(path), **about)
     return _unwrap(content, raw, network)
+
+
+def is_name(source: object) -> bool:
+    """Tell whether weights are given by name, not by path."""
+    return isinstance(source, str) and source.startswith(PREFIXES)
+
+
+def _fetch(name: str) -> Path:
+    """Return the folder with the weights of a name, downloaded unless the hub's cache has them."""
+    from huggingface_hub import hf_hub_download  # takes a second to import
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    repository = name.removeprefix("hf:") if name.startswith("hf:") else _of_timm(name)
+    try:
+        for file in ("model.safetensors", *HUB_FILES):
+            try:
+                path = Path(hf_hub_download(repository, file))
+                break
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                continue
+        else:
+            raise WeightsError(f"{name}: {repository} on the hub has none of {', '.join(HUB_FILES)}")
+        for other in CONFIG_FILES:
+            with suppress(EntryNotFoundError):
+                hf_hub_download(repository, other)
+    except WeightsError:
+        raise
+    except (OSError, ValueError) as error:  # all that the hub's library raises
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise WeightsError(
+            f"{name} could not be fetched, and the hub's cache does not have it ({reason}). Where there is a "
+            f"network, run `hf download {repository}`, and give the folder that it prints"
+        ) from error
+    return path.parent
+
+
+def _of_timm(name: str) -> str:
+    """Return the repository of a model of timm."""
+    try:
+        import timm
+    except ImportError as error:
+        raise WeightsError(f"{name} is found by timm: pip install 'dino-vit[timm]'") from error
+    try:
+        pretrained = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+    except RuntimeError:  # a tag that there is not
+        pretrained = None
+    if pretrained is None or not pretrained.hf_hub_id:
+        wrong = "knows no weights of this name" if pretrained is None else "has no file of it on the hub"
+        advice = "timm.list_pretrained() names those that there are"
+        raise WeightsError(f"{name}: timm {timm.__version__} {wrong}; {advice}")
+    return str(pretrained.hf_hub_id)
 
 
 def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
@@ -75,13 +130,13 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         metadata = check_metadata(checkpoint.path, checkpoint.metadata)
         return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
     if path.is_dir():
-        found = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-        if not found:
+        files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+        if not files:
             raise WeightsError(
                 f"{path} holds no weights: neither checkpoints/step-*.safetensors nor any of "
                 f"{', '.join(WEIGHT_FILES)}"
             )
-        path = found[0]
+        path = files[0]
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")

@@ -8,25 +8,20 @@ import torch
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.weights.layouts import (
-    DINOV2,
     DINOV2_REGISTERS,
-    DINOV3,
-    HF_DINOV3,
     HF_DINOV3_GATED,
+    LAYOUTS,
+    LOOK_ALIKES,
     OURS,
     REFERENCE,
     TIMM,
     TIMM_DINOV3,
-    TORCHVISION,
     Layout,
-    huggingface_layout,
 )
 from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.reading import RawWeights
 
 FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
-HYBRID_ROOT = "patch_embed.backbone.stem.conv.weight"
-TIMM_ONLY = ("reg_token", "head.weight", "blocks.0.ls1.gamma", HYBRID_ROOT)
 # Transformers with similar names that compute something else: pattern of their names, and what it shows.
 UNSUPPORTED = {
     r"(.*\.)?(dist_token|distillation_token)": "a distillation token (DeiT)",
@@ -52,32 +47,33 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     if raw.metadata:
         return OURS
     format = format or raw.export.get("format")
-    names = set(raw.tensors)
-    dinov3 = _dinov3_layout(names)
-    if raw.export.get("positions") == "rotary" and raw.export.get("format") == "timm":
-        dinov3 = TIMM_DINOV3
-    _refuse_unsupported(raw, dinov3)
-    if dinov3:
-        layout = dinov3
-    elif any(name.endswith("embeddings.cls_token") for name in names):
-        scaled = any("layer_scale1" in name for name in names)
-        layout = huggingface_layout(
-            scaled, any(name.endswith("embeddings.register_tokens") for name in names)
-        )
-    elif "class_token" in names:
-        layout = TORCHVISION
-    elif {"cls_token", "pos_embed"} <= names:
-        layout = _reference_like_layout(raw, names, format)
-    else:
+    layout = next((layout for layout in LAYOUTS if layout.fits(raw.tensors)), None)
+    if raw.export.get("positions") == "rotary" and raw.export["format"] == "timm":
+        layout = TIMM_DINOV3
+    _refuse_unsupported(raw, layout)
+    if layout is None:
         raise WeightsError(
-            f"{raw.source} is not a supported vision transformer (tensors: {', '.join(sorted(names)[:6])}, "
-            f"...); supported formats are {', '.join(FORMATS)}"
+            f"{raw.source} is not a supported vision transformer (tensors: "
+            f"{', '.join(sorted(raw.tensors)[:6])}, ...); supported formats are {', '.join(FORMATS)}"
         )
+    if layout in (DINOV2_REGISTERS, *LOOK_ALIKES):
+        layout = _of_look_alikes(raw, layout, format)
     if format not in (None, layout.format):
         raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
     # A hub folder states what other files leave to the layout's defaults.
     layout = replace(layout, normalisation=stated_normalisation(raw) or layout.normalisation)
     return replace(layout, norm_eps=raw.hub_config.get("layer_norm_eps", layout.norm_eps))
+
+
+def _of_look_alikes(raw: RawWeights, layout: Layout, format: str | None) -> Layout:
+    """Distinguish DINO's, DINOv2's, timm's and our own bare state dicts, which share most names."""
+    if format is None and "architecture" in raw.hub_config:
+        format = "timm"
+    if layout is TIMM and raw.trained_with_dino:
+        layout = REFERENCE
+    if format in (None, layout.format):
+        return layout
+    return next((other for other in LOOK_ALIKES if other.format == format), layout)
 
 
 def stated_normalisation(raw: RawWeights) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -88,18 +84,10 @@ def stated_normalisation(raw: RawWeights) -> tuple[tuple[float, ...], tuple[floa
     return (tuple(mean), tuple(std)) if isinstance(mean, list) and isinstance(std, list) else None
 
 
-def _dinov3_layout(names: set[str]) -> Layout | None:
-    """Return the layout of DINOv3's names: they have no positions."""
-    if "storage_tokens" in names:
-        return DINOV3
-    if "embeddings.patch_embeddings.weight" in names:
-        gated = any(name.endswith(".mlp.gate_proj.weight") for name in names)
-        return HF_DINOV3_GATED if gated else HF_DINOV3
-    return TIMM_DINOV3 if {"reg_token", "blocks.0.gamma_1"} <= names and "pos_embed" not in names else None
-
-
-def _check_dinov3(raw: RawWeights) -> None:
-    """Refuse rotations of other periods, and keys with a bias."""
+def _check_rotary(raw: RawWeights) -> None:
+    """Refuse learned positions, rotations of other periods, and keys with a bias."""
+    if "pos_embed" in raw.tensors:
+        raise WeightsError(f"{raw.source} has learned positions beside rotary ones, which is not supported")
     periods = raw.tensors.get("rope_embed.periods")
     if periods is not None:
         ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
@@ -113,21 +101,22 @@ def _check_dinov3(raw: RawWeights) -> None:
             raise WeightsError(f"{raw.source} has keys with a bias ({name}), which is not supported")
 
 
-def _refuse_unsupported(raw: RawWeights, dinov3: Layout | None) -> None:
+def _refuse_unsupported(raw: RawWeights, layout: Layout | None) -> None:
     """Refuse weights, or a config.json beside them, that our backbone would compute differently."""
     for pattern, what in UNSUPPORTED.items():
-        found = next((name for name in raw.tensors if re.fullmatch(pattern, name)), None)
-        if found and not (dinov3 and dinov3.to_ours(found) != found):
-            raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {found})")
+        name = next((name for name in raw.tensors if re.fullmatch(pattern, name)), None)
+        if name and (layout is None or layout.to_ours(name) == name):
+            raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {name})")
     stated = raw.hub_config.get("rope_parameters") or raw.hub_config
     if (base := stated.get("rope_theta", ROTARY_BASE)) != ROTARY_BASE:
         raise WeightsError(
             f"{raw.source}: config.json has rope_theta={base}, but only {ROTARY_BASE:g} is supported"
         )
-    if dinov3:
-        _check_dinov3(raw)
-    activation = raw.hub_config.get("hidden_act", "silu" if dinov3 is HF_DINOV3_GATED else "gelu")
-    if activation not in (["silu"] if dinov3 is HF_DINOV3_GATED else EXACT_GELU):
+    if layout and layout.rotary:
+        _check_rotary(raw)
+    activations = ("silu",) if layout is HF_DINOV3_GATED else EXACT_GELU
+    activation = raw.hub_config.get("hidden_act", activations[0])
+    if activation not in activations:
         raise WeightsError(
             f"{raw.source}: config.json has hidden_act={brief(activation)}, but only the exact GELU is "
             "supported"
@@ -138,17 +127,3 @@ def _refuse_unsupported(raw: RawWeights, dinov3: Layout | None) -> None:
             f"{raw.source}: config.json has unsupported model_args ({', '.join(sorted(unknown))}), which may "
             "change the features"
         )
-
-
-def _reference_like_layout(raw: RawWeights, names: set[str], format: str | None) -> Layout:
-    """Distinguish DINO's, DINOv2's, timm's and our own bare state dicts, which share most names."""
-    dinov2 = DINOV2_REGISTERS if "register_tokens" in names else DINOV2
-    chunked = any(re.match(r"blocks\.\d+\.\d+\.", name) for name in names)
-    if "mask_token" in names or chunked:
-        return dinov2
-    if format in ("reference", "timm", "dino-vit", "dinov2"):
-        return next(layout for layout in (REFERENCE, TIMM, OURS, dinov2) if layout.format == format)
-    if "register_tokens" in names or any(".mlp.w12." in name for name in names):
-        return dinov2
-    from_timm = "architecture" in raw.hub_config or any(name in names for name in TIMM_ONLY)
-    return TIMM if from_timm and not raw.trained_with_dino else REFERENCE

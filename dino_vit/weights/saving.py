@@ -29,8 +29,10 @@ def save_backbone(
         raise WeightsError(f"{path} must end in .safetensors")
     pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
     given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance) if model.provenance else {}
-    metadata: dict[str, Any] = {k: known.get(k) if value is None else value for k, value in given.items()}
+    provenance = asdict(model.provenance) if model.provenance else {}
+    metadata: dict[str, Any] = {
+        k: provenance.get(k) if value is None else value for k, value in given.items()
+    }
     for name in ("mean", "std"):
         values, channels = metadata[name], model.channels
         if values is not None and len(values) != channels:

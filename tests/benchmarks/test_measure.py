@@ -2,17 +2,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import __main__ as program
 from benchmarks import measure
-from benchmarks.backbone import CONTENDERS, Case, build_work
 from benchmarks.measure import CLEAR_REFS, Result, Table, compare, peak_memory
 from tests.support.allocation import build_allocation
 
@@ -53,24 +49,6 @@ def test_page_has_every_number_and_says_what_was_not_measured(tmp_path: Path) ->
     assert "### Others\n\nNothing." in page
 
 
-def test_what_must_be_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
-
-    class Slow:
-        @contextmanager
-        def opened(self) -> Iterator[None]:
-            clock[0] += 100
-            yield
-            clock[0] += 100
-
-        def __call__(self) -> None:
-            clock[0] += 2
-
-    row = compare("row", {"one": Slow(), "other": Slow()}, items=10, repeats=2)
-    assert row.speed == {"one": 5, "other": 5}
-
-
 def test_programs_run_one_by_one_and_one_that_fails_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,11 +76,3 @@ def test_programs_run_one_by_one_and_one_that_fails_changes_nothing(
     assert "Measured before." in page
     assert "## good" in page
     assert "A note." in page
-
-
-@pytest.mark.parametrize("size", [224, 96])
-def test_contenders_do_the_same_work(size: int) -> None:
-    for name in CONTENDERS:
-        features = build_work(name, Case(size, 1, False, "float32", "cpu"))()
-        assert isinstance(features, torch.Tensor)
-        assert features.shape == (1, 384)

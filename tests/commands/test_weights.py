@@ -31,7 +31,7 @@ def test_inspect_weights_in_words_and_as_json(weights, capsys):
     )
 
 
-@pytest.mark.parametrize("format", ["reference", "timm", "torchvision", "huggingface"])
+@pytest.mark.parametrize("format", ["reference", "timm", "huggingface"])
 def test_export_to_every_format_and_back(weights, tmp_path, format, capsys):
     out = tmp_path / ("out" if format == "huggingface" else "out.pth")
     assert main(["export", str(weights), str(out), "--format", format]) == 0
@@ -62,38 +62,19 @@ def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
     export = ["export", str(weights), str(tmp_path / "out"), "--format"]
     assert main([*export, "onnx", "--license", "mit"]) == 2
     assert "--license is for --format huggingface, not onnx" in capsys.readouterr().err
-    assert main([*export, "huggingface", "--license", "Apache 2.0"]) == 2
-    assert "license=Apache 2.0 is not a licence's name on the hub; write one such" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("format", ["huggingface", "timm"])
-def test_a_function_that_is_told_so_prints_nothing(weights, tmp_path, format, capfd):
-    out = tmp_path / ("out" if format == "huggingface" else "out.pth")
-    dino_vit.export(weights, out, format=format, verbose=False)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_the_card_has_the_figures_of_the_run(tmp_path):
     output = tmp_path / "run"
     run(output, {"run.eval_every_steps": 4, "budget.steps": 8, "optim.warmup_epochs": 0})
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    first, last = (line for line in lines if line["rankme"] is not None)
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     before = json.loads((output / "baseline.json").read_text())
     card = exported_card(output, tmp_path / "a")
-    measured = "the run measured its teacher, on images of the source: k-NN"
-    assert f"At step 8 {measured} {last['knn']:.1f} % " in card
+    assert f"Measured at step 8, on images of the source: k-NN {last['knn']:.1f} % " in card
     assert f"(before training {before['knn']:.1f}, raw pixels {before['raw_pixels']:.1f}, " in card
     assert f"effective rank {last['rankme']:.1f} (before training {before['rankme']:.1f})." in card
-    best = max(first, last, key=lambda line: line["knn"])
-    assert f". Its best k-NN was {best['knn']:.1f} %, at step {best['step']}.\n" in card
-    earlier = exported_card(min((output / "checkpoints").iterdir()), tmp_path / "b")
-    assert f"At step 4 {measured} {first['knn']:.1f} % " in earlier
-    assert f"Its best k-NN was {first['knn']:.1f} %, at step 4" in earlier
-    without = "".join(json.dumps({**line, "knn": None}) + "\n" for line in lines)
-    (output / "metrics.jsonl").write_text(without)
-    assert "k-NN" not in exported_card(output, tmp_path / "c")
     (output / "metrics.jsonl").unlink()
-    assert "measured" not in exported_card(output, tmp_path / "d")
+    assert "Measured at" not in exported_card(output, tmp_path / "d")
 
 
 def exported_card(source, out):

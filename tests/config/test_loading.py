@@ -1,11 +1,17 @@
+import math
 import random
 from pathlib import Path
 
 import pytest
+import yaml as pyyaml
 
-from dino_vit.config.loading import load, nearest, replace
+from dino_vit.commands import COMMANDS
+from dino_vit.config import yaml
+from dino_vit.config.display import to_yaml
+from dino_vit.config.loading import OTHER_NAMES, RENAMED, load, nearest, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import ConfigError, given_keys, settings_of
+from dino_vit.config.sections import Gram
+from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
 from tests.support.cake import Cake, Icing
 
 
@@ -31,45 +37,53 @@ def test_defaults_then_file_then_command_line(tmp_path: Path) -> None:
     assert load(Cake) == Cake()
 
 
-def test_whole_floats_are_integers_and_others_are_not() -> None:
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ("eggs=1.5", "must be a valid integer"),
+        ("eggs=true", "must be a valid integer"),
+        ("eggs='3'", "must be a valid integer"),
+        ("eggs=null", "must be a valid integer"),
+        ("eggs=0", "must be greater than or equal to 1"),
+        ("eggs=1e30", "must be less than or equal to 1000000000000"),
+        ("sizes=[1, .nan]", "item 2 must be a finite number"),
+        ("sizes=[1]", "item 2 must be given"),
+        ("sizes=3", "must be a list"),
+        ("tiers=[a, 1]", "item 2 must be a valid string"),
+        ("name=null", "must be a valid string"),
+        ("name=", "must be non-empty text"),
+        ("oven.fan=maybe", "must be 'on' or 'off'"),
+        ("oven.degrees=hot", "must be a valid number"),
+        ("icing=3", "must be a section of Icing"),
+    ],
+)
+def test_what_is_wrong_and_what_is_allowed_is_said(given: str, allowed: str) -> None:
+    (text,) = refused(given)
+    assert text.startswith(given.partition("=")[0] + " = ")
+    assert text.endswith(f" (command line): {allowed}")
+
+
+def test_whole_floats_are_integers_and_one_value_is_a_list(tmp_path: Path) -> None:
     assert load(Cake, None, ["eggs=1e1"]).eggs == 10
-    for value in ("1.5", "true", "'3'", "null", "0", ".inf", "[1]", "{}"):
-        (text,) = refused(f"eggs={value}")
-        assert text.startswith("eggs = ")
-        assert text.endswith("(command line): must be a whole number from 1 to 1,000,000,000,000")
-    (text,) = refused("sizes=[1, .nan]")
-    assert "must be a list of 2, each a number above 0" in text
-
-
-def test_a_list_of_one_value_needs_no_brackets(tmp_path: Path) -> None:
     assert load(Cake, None, ["tiers=top"]).tiers == ("top",)
     assert load(Cake, write(tmp_path, "tiers: top\n")).tiers == ("top",)
-    assert refused("sizes=3")[0].startswith("sizes = 3 (command line): must be a list of 2, each")
-    assert refused("tiers=null") == ["tiers = null (command line): must be a list, each non-empty text"]
-
-
-def test_a_file_that_does_not_end_is_no_file_of_settings() -> None:
-    with pytest.raises(ValueError, match="/dev/zero has more than 1,000,000 bytes"):
-        load(Cake, Path("/dev/zero"))
+    assert load(Cake, None, {"tiers": [tmp_path, "b"], "name": tmp_path}).tiers == (str(tmp_path), "b")
 
 
 def test_text_is_taken_literally() -> None:
     for text in ("2024", "1e-3", "no", "*.tar", "a: b", "null.jpg", " x", "a=b"):
         assert load(Cake, None, [f"name={text}"]).name == text
-    assert refused("name=null") == ["name = null (command line): must be non-empty text"]
-    assert refused("name=") == ["name = '' (command line): must be non-empty text"]
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
     assert refused("egs=3") == ["egs is not a setting (command line); did you mean eggs?"]
-    assert refused("oeufs=3") == ["oeufs is not a setting (command line); did you mean eggs?"]
-    assert refused("eggs={yolk: 1}")[0].startswith("eggs.yolk is not a setting (command line); there are ")
+    assert refused("eggs={yolk: 1}")[0].startswith("eggs.yolk is not a setting (command line); ")
     assert refused("degrees=3") == ["degrees is not a setting (command line); did you mean oven.degrees?"]
     (text,) = refused("oven.whatever_it_is=3")
     assert text.endswith("the section oven has oven.degrees, oven.gas, oven.mark, oven.fan")
     (text,) = refused("whatever=3")
     assert text.endswith("there are name, eggs, sizes, tiers, oven, icing")
-    assert "write name=..." in refused("strawberry")[0]
+    assert "write settings as name=value" in refused("strawberry")[0]
     assert "write eggs=..." in refused("eggs")[0]
 
 
@@ -84,26 +98,23 @@ def test_a_typo_leads_back_to_its_key(kind: str) -> None:
             "replace": key[:at] + rng.choice("qzx") + key[at + 1 :],
             "swap": key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :],
         }[kind]
-        assert key in nearest(typo, PretrainConfig), typo
+        others = nearest(typo, PretrainConfig)
+        assert key in others or key.removesuffix("s") in others or typo in settings_of(PretrainConfig), typo
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("lr", ["optim.lr"]),
         ("optim.lrr", ["optim.lr"]),
         ("--optim.lr", ["optim.lr"]),
         ("model.lr", ["optim.lr"]),
         ("epochs", ["budget.epochs"]),
-        ("weights", ["data.weights", "init.weights", "anchor.weights", "teacher.weights"]),
-        ("anchor.weighst", ["anchor.weight", "anchor.weights"]),
+        ("weights", ["data.weights", "teacher.weights", "gram.weights", "init.weights"]),
         ("teacher.temp", ["loss.teacher_temp"]),
         ("out_dim", ["head.prototypes"]),
-        ("scale", ["anchor.scale"]),
-        ("batch_size_per_gpu", ["data.batch_size"]),
         ("local_crops_number", ["views.local_count"]),
         ("batch-size", ["data.batch_size"]),
-        ("head.layrs", ["head.layers"]),
+        ("clip_grad", ["optim.clip"]),
         ("xyzzy", []),
         ("", []),
     ],
@@ -112,12 +123,37 @@ def test_names_from_elsewhere_and_without_their_section_are_understood(typed: st
     assert nearest(typed, PretrainConfig) == meant
 
 
+def test_every_other_name_leads_to_a_setting_of_a_command() -> None:
+    keys = {key for command in COMMANDS.values() for key in settings_of(command.config_class)}
+    assert OTHER_NAMES.keys() <= keys
+    assert set(RENAMED.values()) <= {part for key in keys for part in (key, key.partition(".")[0])}
+
+
+@pytest.mark.parametrize("given", ["photometry: {flip: 0, blur: [0, 0, 0]}", "photometry.flip: 0"])
+def test_names_of_an_earlier_version_are_understood(tmp_path: Path, caplog, given: str) -> None:
+    file = write(tmp_path, f"{given}\nloss: {{centring: sinkhorn}}\n")
+    config = load(PretrainConfig, file, ["data.photometry=worker"])
+    assert (config.augment.flip, config.loss.centering, config.data.augment_on) == (0, "sinkhorn", "worker")
+    assert load(PretrainConfig, None, {"photometry": {"hue": 0.2}}).augment.hue == 0.2
+    gram = load(PretrainConfig, None, ["anchor.weights=x", "anchor.scale=2"]).gram
+    assert gram == Gram(weights="x", scale=2)
+    knn = ["source=photos", "weights=x", "readers=2"]
+    assert load(COMMANDS["knn"].config_class, None, knn).num_workers == 2
+    stored = {**PretrainConfig().model_dump(mode="json"), "photometry": {"hue": 0.3}}
+    del stored["augment"]
+    assert load(PretrainConfig, None, stored).augment.hue == 0.3
+    for old in ("data.photometry", "loss.centring"):
+        assert caplog.text.count(f"{old} is called {RENAMED[old]} now") <= 1
+    with pytest.raises(ConfigError, match=r"loss\.centering is given twice"):
+        load(PretrainConfig, None, {"loss": {"centering": "ema", "centring": "ema"}})
+
+
 def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) -> None:
     file = write(tmp_path, "egs: 4\noven:\n  fan: maybe\nsizes: [3, 2]\n")
     assert refused("tiers=[1]", "icing.layers=2", file=file) == [
         f"egs is not a setting ({file}:1); did you mean eggs?",
-        "tiers = [1] (command line): must be a list, each non-empty text",
-        f"oven.fan = maybe ({file}:3): must be one of on, off",
+        "tiers = [1] (command line): item 1 must be a valid string",
+        f"oven.fan = maybe ({file}:3): must be 'on' or 'off'",
         "icing.colour is needed: its colour",
         f"sizes run backwards (sizes: {file}:4)",
     ]
@@ -125,32 +161,38 @@ def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) ->
 
 def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:
     assert len(refused("eggs=12", "oven.degrees=300")) == 1
-    assert refused("egs=12", "eggs=20", "oven.degrees=300") == [
-        "egs is not a setting (command line); did you mean eggs?"
-    ]
+    assert len(refused("egs=12", "eggs=20", "oven.degrees=300")) == 1
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("- a\n", "PATH:1: write settings as `name: value`"),
-        ("eggs\n", "PATH:1: write settings as `name: value`"),
         ("eggs: 3\neggs: 4\n", "eggs is given twice (PATH:1 and PATH:2); keep one"),
         ("oven: {fan: on}\noven.fan: off\n", "oven.fan is given twice (PATH:1 and PATH:2); keep one"),
         ("oven: 3\n", "oven is not a setting (PATH:1); the section oven has oven.degrees, oven.gas"),
         ("1: 2\n", "1 is not a setting"),
+        ("a:\n\tb: 1\n", "PATH:2: found character '\\t'"),
+        ("a: [1, 2\n", "PATH:2: "),
+        ("a: 1\n---\nb: 2\n", "PATH:2: "),
+        ("a: !!int x\n", "PATH: cannot be read as YAML"),
+        ("a: " + "9" * 5000, "PATH: cannot be read as YAML"),
+        ("[" * 5000, "PATH: cannot be read as YAML"),
+        ("a: !!python/object:os.system {}\n", "PATH:1: "),
     ],
 )
 def test_a_broken_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
     file = write(tmp_path, text)
-    assert message.replace("PATH", str(file)) in " ".join(refused(file=file))
+    with pytest.raises(ValueError, match=r"cake\.yaml") as error:
+        load(Cake, file)
+    assert message.replace("PATH", str(file)) in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
         load(Cake, tmp_path / "none.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xffeggs")
-    with pytest.raises(ValueError, match=r"binary\.yaml: unacceptable character"):
+    with pytest.raises(ValueError, match=r"binary\.yaml: cannot be read as YAML"):
         load(Cake, tmp_path / "binary.yaml")
 
 
@@ -166,7 +208,6 @@ def test_an_optional_section_can_be_given_and_removed(tmp_path: Path) -> None:
     assert load(Cake, None, ["icing=null", "icing.colour=blue"]).icing == Icing(colour="blue")
     assert load(Cake, None, ["icing.colour=blue", "icing=null"]).icing is None
     assert load(Cake, file, ["icing={colour: blue}"]).icing == Icing(colour="blue", layers=2)
-    assert refused("icing=3") == ["icing = 3 (command line): must be a section or null"]
 
 
 def test_exclusive_groups_replace_each_other_across_layers(tmp_path: Path) -> None:
@@ -174,8 +215,8 @@ def test_exclusive_groups_replace_each_other_across_layers(tmp_path: Path) -> No
     file = write(tmp_path, "oven: {gas: true, mark: 4}\n")
     oven = load(Cake, file, ["oven.degrees=100"]).oven
     assert (oven.degrees, oven.gas, oven.mark) == (100.0, None, None)
-    both = load(Cake, None, ["oven.degrees=100", "oven.mark=4"]).oven  # left to `contradictions`
-    assert (both.degrees, both.mark) == (100.0, 4)
+    in_one_layer = load(Cake, None, ["oven.degrees=100", "oven.mark=4"]).oven  # left to `contradictions`
+    assert (in_one_layer.degrees, in_one_layer.mark) == (100.0, 4)
 
 
 def test_replace_checks_and_marks_as_given() -> None:
@@ -187,3 +228,40 @@ def test_replace_checks_and_marks_as_given() -> None:
         replace(cake, {"egs": 3})
     with pytest.raises(ConfigError, match="omelette"):
         replace(cake, {"eggs": 20, "oven.degrees": 250.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1e-3", 1e-3), ("1E5", 1e5), ("-.5", -0.5), ("5.", 5.0), ("12", 12), ("-3", -3), ("no", "no")),
+        *(("on", "on"), ("true", True), ("False", False), ("~", None), ("null", None), ("", None)),
+        *(("012", "012"), ("1:30", "1:30"), ("1_000", "1_000"), ("2024-01-01", "2024-01-01")),
+        *(("'1e-3'", "1e-3"), ("[[1, 2.5], x]", [[1, 2.5], "x"]), ("-.inf", -math.inf)),
+    ],
+)
+def test_yaml_is_read_by_version_1_2(text: str, value: object) -> None:
+    ((_, read, _),) = yaml.read(text, "here")
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 0.1, 1e-6, 5e-4, 1e22, "no", "1e-3", "null", "a: b", "", "é", [1, 0.5], ["x", None]],
+)
+def test_what_is_written_reads_back_in_either_version(value: object) -> None:
+    text = yaml.write(value)
+    assert "\n" not in text
+    assert yaml.read(text, "written") == [("", value, "written:1")]
+    assert pyyaml.safe_load(text) == value or value == 1e22
+    assert yaml.write((3.0, (0.5, -1e6))) == "[3, [0.5, -1000000]]"
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["name=1e-3", "eggs=4", "oven.mark=4", "icing.colour=no", "tiers=[a, 'null']"]]
+)
+def test_settings_are_written_as_yaml_that_loads_back(tmp_path: Path, overrides: list[str]) -> None:
+    cake = load(Cake, None, overrides)
+    text = to_yaml(cake)
+    assert load(Cake, write(tmp_path, text)) == cake
+    assert all(f"# {settings_of(Cake)[key].doc}" in text for key in values(cake))

@@ -46,7 +46,7 @@ def test_seeds_purposes_and_keys_give_unrelated_numbers():
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated():
-    u = random_uniform(0, RngPurpose.PHOTOMETRY, np.arange(2000)[:, None], np.arange(50))
+    u = random_uniform(0, RngPurpose.AUGMENT, np.arange(2000)[:, None], np.arange(50))
     counts = np.histogram(u, bins=100, range=(0, 1))[0]
     chi_square = float((((counts - 1000) ** 2) / 1000).sum())
     assert chi_square < 149  # 0.1 % point for 99 degrees of freedom

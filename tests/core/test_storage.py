@@ -28,15 +28,6 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path):
     assert os.listdir(path.parent) == ["file.safetensors"], "no partial file is left"
 
 
-def test_files_have_the_permissions_of_any_new_file(tmp_path):
-    before = os.umask(0o027)
-    try:
-        write_tensors(tmp_path / "file.safetensors", TENSORS, "")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "file.safetensors").stat().st_mode & 0o777 == 0o640
-
-
 def test_every_flipped_bit_is_noticed(tmp_path):
     path = tmp_path / "file.safetensors"
     write_tensors(path, {"a": torch.arange(8.0)}, "step 100")

@@ -1,13 +1,10 @@
 import json
 import logging
-import os
 
 import pytest
 
-from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import folder_labels, number_labels, read_entries
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.synthetic import SyntheticSource
 from tests.support.image_sets import FILES, write_folder
 
 
@@ -107,13 +104,6 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
         source.label(3)
 
 
-def test_labels_join_to_any_source(tmp_path):
-    names = [SyntheticSource().name(index) for index in range(3)]
-    (tmp_path / "labels.json").write_text(json.dumps(dict.fromkeys(names, "texture")))
-    source = open_source("synthetic:3", labels=tmp_path / "labels.json")
-    assert (source.label(2), source.classes) == (0, ["texture"])
-
-
 def test_labels_for_other_names_are_refused(tmp_path):
     (tmp_path / "labels.csv").write_text("a.jpg,1\n")
     with pytest.raises(ValueError, match=r"labels for none of the images: its names are like 'a\.jpg'"):
@@ -145,47 +135,3 @@ def test_labels_for_other_names_are_refused(tmp_path):
 )
 def test_a_line_of_a_list_ends_in_a_label(line, entry):
     assert list(read_entries("a.txt", line.encode())) == [entry]
-
-
-HOSTILE = {
-    "quote.csv": (b'path,label\na.png,"cat\n' + b"b.png,dog\n" * 9, "quote.csv, line 11: unexpected end"),
-    "wide.csv": (b"a.png," + b"x" * 200_000, "wide.csv, line 1: field larger than"),
-    "utf16.csv": ("a.png,cat\n".encode("utf-16"), r"utf16.csv is not text in UTF-8, perhaps in UTF-16"),
-    "utf32.txt": ("a.png\n".encode("utf-32-be"), r"utf32.txt is not text in UTF-8"),
-    "deep.json": (b"[" * 100_000, "deep.json is not valid JSON: it is nested too deeply"),
-    "deeper.json": (b'{"a":' * 100_000, "deeper.json is not valid JSON: it is nested too deeply"),
-    "bytes.json": (b'{"a.png": "\xff"}', "bytes.json is not valid JSON: it is not text in UTF-8"),
-    "digits.json": (b'{"a.png": ' + b"9" * 5000 + b"}", "digits.json is not valid JSON"),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_files_of_labels_that_cannot_be_read_are_named(tmp_path, name):
-    data, said = HOSTILE[name]
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=said):
-        open_source("synthetic:4:32", tmp_path / name)
-
-
-def test_text_that_only_json_has_may_be_a_label(tmp_path):
-    name = SyntheticSource(length=4).name(0)
-    (tmp_path / "a.json").write_text(json.dumps({name: "\ud800"}))
-    assert open_source("synthetic:4:32", tmp_path / "a.json").classes == [r"\ud800"]
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
-def test_what_has_no_end_is_not_read(tmp_path, name):
-    if name == "pipe":
-        os.mkfifo(tmp_path / name)
-    (tmp_path / "a.csv").symlink_to(name)
-    (tmp_path / "a.png").symlink_to(name)
-    with pytest.raises(OSError, match="not a regular file"):
-        open_source("synthetic:4:32", tmp_path / "a.csv")
-    with pytest.raises(ValueError, match="not a regular file"):
-        open_source(str(tmp_path / "a.csv"))
-    with pytest.raises(UnreadableImage, match=r"a\.png: it is not a regular file"):
-        read_image(open_source(str(tmp_path / "a.png")), 0)
-    for suffix in ("parquet", "tar", "zip", "npz", "npy"):
-        (tmp_path / f"a.{suffix}").symlink_to(name)
-        with pytest.raises(ValueError, match=rf"a\.{suffix} cannot be read: .*not a regular file"):
-            open_source(str(tmp_path / f"a.{suffix}"))

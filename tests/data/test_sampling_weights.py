@@ -8,15 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dino_vit.config.loading import load
-from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import read_metadata
-from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights, sampling_fingerprint
+from dino_vit.data.sampling_weights import read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.reports.sheets import view_rows
-from tests.support.processes import run_in_two
-from tests.support.runs import assert_same_end, readings, run, signal_within_step
+from tests.support.runs import assert_same_end, history, run, signal_within_step
 
 SOURCE = SyntheticSource(length=64)
 NAMES = [SOURCE.name(index) for index in range(64)]
@@ -83,11 +79,6 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
         read_sampling_weights(SOURCE, path)
 
 
-def test_how_uneven_weights_are_is_said_in_images():
-    assert describe_sampling(np.ones(1000)) == "sampling weights: 1,000 of 1,000 images effectively"
-    assert "2 of 4 images effectively; 2 are never drawn" in describe_sampling(np.array([0.0, 3, 3, 0]))
-
-
 def test_a_fingerprint_tells_weights_apart():
     assert sampling_fingerprint(None) is None
     assert sampling_fingerprint(np.array([1.0, 2])) == sampling_fingerprint(np.array([1.0, 2]))
@@ -109,32 +100,7 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
     assert_same_end(tmp_path / "run", tmp_path / "whole", 10)
     run(tmp_path / "plain", SHORT)
-    assert readings(tmp_path / "plain") != readings(tmp_path / "whole")
+    assert history(tmp_path / "plain") != history(tmp_path / "whole")
     metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
     weights = read_sampling_weights(open_source("synthetic:64:32"), moved)
     assert json.loads(metadata)["weights"] == sampling_fingerprint(weights)
-
-
-def test_two_processes_draw_what_one_draws(tmp_path):
-    settings = {**SHORT, "budget.steps": 6, "model.drop_path": 0, "photometry.noise": 0.5}
-    settings["data.weights"] = of_classes(tmp_path / "w.csv")
-    run(tmp_path / "one", {**settings, "data.batch_size": 16})
-    run_in_two(tmp_path / "two", settings)
-    for ours, theirs in zip(readings(tmp_path / "two"), readings(tmp_path / "one"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-
-
-def test_the_report_shows_images_that_were_drawn(tmp_path):
-    wanted = NAMES[40]
-    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES, 0) | {wanted: 1})
-    small = ["model.patch_size=8", "views.global_size=16", "views.local_size=8"]
-    config = load(PretrainConfig, None, [*small, f"data.weights={path}"])
-    assert {row.name for row in view_rows(config, SOURCE, epoch=1)} == {wanted}
-
-
-def test_a_run_says_what_is_wrong_with_its_weights(tmp_path):
-    path = written(tmp_path / "w.csv", dict.fromkeys(NAMES[1:], 1))
-    said = run(tmp_path / "run", {**SHORT, "data.weights": path}, code=2)
-    assert "no weight for 1 of 64 images" in said
-    assert "Traceback" not in said
-    assert "No such file" in run(tmp_path / "run", {**SHORT, "data.weights": tmp_path / "none.csv"}, code=2)

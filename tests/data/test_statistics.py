@@ -6,7 +6,7 @@ import torch
 
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.data.statistics import inspect_images, measure, sample
+from dino_vit.data.statistics import channel_statistics, inspect_images, sample
 from tests.support.images import npy, saved, smooth, tiff
 
 
@@ -65,15 +65,6 @@ def test_images_are_seen_as_they_are():
     assert "scaled" not in kept
 
 
-CHANNELS = [((1, 1), 1), ((1, 3, 1), 3), ((3, 3), 3), ((5, 5), 5), ((5, 5, 3), 5), ((1, 5, 5), 5)]
-
-
-@pytest.mark.parametrize(("channels", "wanted"), CHANNELS)
-def test_the_channels_are_those_that_all_images_can_be_given_or_most_have(channels, wanted):
-    source = Items(*(torch.zeros(count, 4, 4, dtype=torch.uint8) for count in channels))
-    assert inspect_images(source, range(len(source))).channels == wanted
-
-
 def test_what_fits_is_what_can_be_converted():
     """`ImageInfo.fits` predicts what `Pixels.conform` does."""
     files = {mode: saved(smooth(mode), "PNG") for mode in ("L", "LA", "RGB", "RGBA")}
@@ -82,22 +73,10 @@ def test_what_fits_is_what_can_be_converted():
             (image,) = inspect_images(Items(data), [0]).images
             usable = True
             try:
-                measure(Items(data), [0], Pixels(channels=channels))
+                channel_statistics(Items(data), [0], Pixels(channels=channels))
             except ValueError:
                 usable = False
             assert image.fits(channels) == usable, (mode, channels)
-
-
-@pytest.mark.parametrize("mode", ["L", "LA", "RGBA"])
-@pytest.mark.parametrize("other", ["L", "LA", "RGB", "RGBA"])
-def test_any_mixture_of_modes_has_a_mean_of_its_colors(mode, other):
-    images = [smooth(mode), smooth(other)]
-    found = inspect_images(Items(*(saved(image, "PNG") for image in images)), range(2)).mean_and_std()
-    color = "L" if {mode, other} <= {"L", "LA"} else "RGB"
-    levels = [np.atleast_3d(image.convert(color)) / 255 for image in images]
-    mean = np.mean([level.mean((0, 1)) for level in levels], axis=0)
-    square = np.mean([(level**2).mean((0, 1)) for level in levels], axis=0)
-    assert found == (pytest.approx(mean, rel=1e-5), pytest.approx(np.sqrt(square - mean**2), rel=1e-4))
 
 
 def test_a_sample_is_a_function_of_the_seed_all_over_the_source():
@@ -116,7 +95,7 @@ def test_mean_and_std_are_those_of_a_loop_in_which_each_image_counts_the_same(bi
     generator = np.random.default_rng(0)
     arrays = [generator.integers(0, 65536, (5, 8 + 3 * n, 9)).astype(np.uint16) for n in range(6)]
     arrays[0] //= 2
-    found = measure(Items(*map(npy, arrays)), range(6), Pixels(channels=5, bits=bits))
+    found = channel_statistics(Items(*map(npy, arrays)), range(6), Pixels(channels=5, bits=bits))
     levels = [np.rint(array / 257) / 255 if bits == 8 else array / 65535 for array in arrays]
     mean = np.mean([[plane.mean() for plane in array] for array in levels], axis=0)
     square = np.mean([[(plane**2).mean() for plane in array] for array in levels], axis=0)
@@ -124,17 +103,14 @@ def test_mean_and_std_are_those_of_a_loop_in_which_each_image_counts_the_same(bi
     assert found.std == pytest.approx(np.sqrt(square - mean**2), rel=1e-4)
     assert found.highest == pytest.approx(max(array.max() for array in levels))
     assert found.images == 6
-    if bits == 16:
-        seen = inspect_images(Items(*map(npy, arrays)), range(6)).mean_and_std()
-        assert seen == (pytest.approx(found.mean, rel=1e-5), pytest.approx(found.std, rel=1e-4))
 
 
 def test_what_cannot_be_used_is_left_out_unless_it_is_all():
     grey = torch.full((1, 4, 4), 51, dtype=torch.uint8)
-    found = measure(Items(grey, torch.zeros(5, 4, 4), b""), range(3), RGB)
+    found = channel_statistics(Items(grey, torch.zeros(5, 4, 4), b""), range(3), RGB)
     assert found.mean == pytest.approx((0.2,) * 3)
     assert found.images == 1
     with pytest.raises(ValueError, match=r"none of 1 images .* 0.png: the number of channels is 5"):
-        measure(Items(torch.zeros(5, 4, 4)), [0], RGB)
+        channel_statistics(Items(torch.zeros(5, 4, 4)), [0], RGB)
     with pytest.raises(ValueError, match="none of 1 images can be read"):
         inspect_images(Items(b""), [0])

@@ -1,4 +1,4 @@
-"""Confidence and comparisons, against the definitions computed in plain Python."""
+"""Confidence and comparisons, against the definitions computed in plain Python; which backbone is best."""
 
 from fractions import Fraction
 from math import comb
@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.confidence import RESAMPLES, Measured, difference, mcnemar, measured_share, resample
+from dino_vit.eval.confidence import (
+    RESAMPLES,
+    Measured,
+    compare_pairs,
+    difference,
+    mcnemar,
+    measured_share,
+    standings,
+    verdict,
+)
 
 RANDOM = np.random.default_rng(0)
 
@@ -31,13 +40,16 @@ def test_mcnemar_of_many_images():
 
 def test_resampled_figures_are_those_of_images_drawn_with_replacement():
     values = torch.from_numpy(RANDOM.random((7, 2)))
-    found = list(resample([values], lambda total: total[0] / total[1]))
+    measured = Measured(
+        title="", images=np.arange(7), parts=[values], figure=lambda total: total[0] / total[1]
+    )
+    resampled = measured.resampled()
     generator = torch.Generator().manual_seed(0)
-    assert len(found) == RESAMPLES
-    for one in found[:20]:
+    assert len(resampled) == RESAMPLES
+    for figure in resampled[:20]:
         rows = torch.randint(7, (7,), generator=generator)
         total = sum(values[row] for row in rows)
-        assert float(one) == pytest.approx(float(total[0] / total[1]))
+        assert float(figure) == pytest.approx(float(total[0] / total[1]))
 
 
 def rightly(title, images, right):
@@ -79,3 +91,43 @@ def test_other_figures_are_compared_by_the_bootstrap():
     assert found.p == pytest.approx(2 / (RESAMPLES + 1))
     assert difference(worse, better).points == pytest.approx(-10)
     assert difference(worse, worse).p == 1
+
+
+def figures_of(**right):
+    """One figure of several backbones: the images that each gets right, of a hundred."""
+    images = np.arange(100)
+    shares = {name: torch.from_numpy(np.isin(images, rows)).double() for name, rows in right.items()}
+    return {"k-NN": {name: measured_share("k-NN", images, of) for name, of in shares.items()}}
+
+
+def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise():
+    figures = figures_of(a=range(40), b=range(60), c=range(2, 60))
+    pairs = compare_pairs(figures)
+    assert [(pair.better, pair.other) for pair in pairs] == [("b", "a"), ("c", "a"), ("b", "c")]
+    assert all(pair.difference.points > 0 and pair.difference.low <= pair.difference.high for pair in pairs)
+    assert pairs[0].difference.p < 1e-4
+    assert pairs[2].difference.p == 0.5  # two images that only one of them gets right
+    assert standings(figures, pairs) == {"k-NN": ("b", "c")}
+
+
+def test_of_many_backbones_some_look_worse_by_chance():
+    lower = range(6, 60)  # six images fewer, none more: p = 0.03
+    for others in ({"b": lower}, {"b": lower, "c": lower}):
+        figures = figures_of(a=range(60), **others)
+        tied = standings(figures, compare_pairs(figures))["k-NN"][1:]
+        assert tied == (() if len(others) == 1 else ("b", "c"))
+
+
+def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
+    knn, linear = ("a",), ("b", "a")
+    assert verdict({"k-NN": knn}) == "Take a: it is the best by k-NN."
+    assert verdict({"k-NN": knn, "linear": linear}) == (
+        "Take a: it is the best or as good as the best by k-NN and linear."
+    )
+    assert verdict({"linear": linear}) == (
+        "Take b: it is the best by linear. On these images a cannot be told from it."
+    )
+    assert verdict({"k-NN": knn, "linear": ("b",)}) == (
+        "It depends on what you need. The best is by k-NN a; by linear b."
+    )
+    assert "no labels" in verdict({})

@@ -12,20 +12,22 @@ from random import Random
 import torch
 from safetensors.torch import save
 
-from dino_vit.cli import COMMANDS, config_class, main
+from dino_vit.cli import main
+from dino_vit.commands import COMMANDS
 from dino_vit.config.settings import settings_of
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import save_backbone
 from tests.fuzz import damage
+from tests.support import embeddings as sample
 from tests.support.runs import arguments
 
 
 def command(argv: list[str]) -> None:
     """Run a command; raise what it says as a ValueError if it refuses, as an error if it fails."""
-    said = io.StringIO()
-    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+    errors = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(errors):
         code = main(argv)
-    text = said.getvalue().strip()
+    text = errors.getvalue().strip()
     if code == 2:
         raise ValueError(text.replace("\n  - ", " "))
     if code:
@@ -40,12 +42,12 @@ def good_weights() -> dict[str, bytes]:
     tensors = model.state_dict()
     with tempfile.TemporaryDirectory() as name:
         save_backbone(model, Path(name) / "ours.safetensors")
-        found = {"ours.safetensors": (Path(name) / "ours.safetensors").read_bytes()}
+        files = {"ours.safetensors": (Path(name) / "ours.safetensors").read_bytes()}
     for title, content in {"plain.pth": tensors, "teacher.pth": {"teacher": tensors, "epoch": 3}}.items():
         buffer = io.BytesIO()
         torch.save(content, buffer)
-        found[title] = buffer.getvalue()
-    return {**found, "plain.safetensors": save(tensors)}
+        files[title] = buffer.getvalue()
+    return {**files, "plain.safetensors": save(tensors)}
 
 
 def weights(rng: Random, folder: Path) -> Callable[[], object]:
@@ -65,28 +67,10 @@ def weights(rng: Random, folder: Path) -> Callable[[], object]:
 def settings(rng: Random, folder: Path) -> Callable[[], object]:
     """Settings of wrong types, signs and sizes, for a command that prints them."""
     name = rng.choice(sorted(COMMANDS))
-    known = settings_of(config_class(name))
+    known = settings_of(COMMANDS[name].config_class)
     needed = [f"{key}={'timm' if info.choices else 'photos'}" for key, info in known.items() if info.required]
-    values = [
-        *map(str, damage.EDGES),
-        *damage.TEXTS,
-        "!!bool x",
-        "!!timestamp x",
-        "*a",
-        "&a [*a]",
-        "? x",
-        "~",
-        "true",
-        "1.5",
-        "-1.5",
-        "[1, 2]",
-        "[[]]",
-        "{a: 1}",
-        "1e30",
-        "auto",
-        "[1, a, null]",
-        "2026-01-01",
-    ]
+    yaml = "!!bool x|!!timestamp x|*a|&a [*a]|? x|~|true|1.5|-1.5|[1, 2]|[[]]|{a: 1}|1e30|auto|2026-01-01"
+    values = [*map(str, damage.EDGES), *damage.TEXTS, *yaml.split("|")]
     given = [f"{rng.choice(sorted(known))}={rng.choice(values)}" for _ in range(rng.randrange(1, 5))]
     if rng.random() < 0.3:
         path = folder / "config.yaml"
@@ -107,12 +91,34 @@ def good_run() -> Mapping[str, bytes]:
         return {str(path.relative_to(output)): path.read_bytes() for path in sorted(found)}
 
 
-def runs(rng: Random, folder: Path) -> Callable[[], object]:
-    """The folder of a run with a damaged file, of which the page is written."""
-    damaged = rng.choice(["metrics.jsonl", "starts.jsonl", "baseline.json", "config.yaml", "checkpoint"])
+def _damaged_run(rng: Random, folder: Path) -> Path:
+    """Write the run with one damaged file, which may be its newest checkpoint."""
+    newest = max(name for name in good_run() if name.endswith(".safetensors"))
+    damaged = rng.choice(["metrics.jsonl", "starts.jsonl", "baseline.json", "config.yaml", newest])
     for name, data in good_run().items():
         path = folder / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        hit = name == damaged or (damaged == "checkpoint" and path.suffix == ".safetensors")
-        path.write_bytes(damage.damaged(rng, data) if hit else data)
-    return lambda: command(["report", str(folder / "run"), "images=50"])
+        path.write_bytes(damage.damaged(rng, data) if name == damaged else data)
+    return folder / "run"
+
+
+def runs(rng: Random, folder: Path) -> Callable[[], object]:
+    """The folder of a run with a damaged file, of which the page is written."""
+    output = _damaged_run(rng, folder)
+    return lambda: command(["report", str(output), "images=50"])
+
+
+def embeddings(rng: Random, folder: Path) -> Callable[[], object]:
+    """A damaged embedding file, of which duplicates are looked for."""
+    path = folder / f"e.{rng.choice(['npy', 'parquet', 'safetensors'])}"
+    sample.write(path)
+    hit = rng.choice(sorted(folder.iterdir()))
+    hit.write_bytes(damage.damaged(rng, hit.read_bytes()))
+    return lambda: command(["duplicates", str(path), "threshold=0.5", f"output={folder / 'd.json'}"])
+
+
+def resumes(rng: Random, folder: Path) -> Callable[[], object]:
+    """The folder of a run in which a file is damaged, and which goes on."""
+    output = _damaged_run(rng, folder)
+    changed = {"budget.steps": 10, "run.eval_every": 1, "run.resume": rng.choice(["auto", "changed"])}
+    return lambda: command(arguments(output, changed))

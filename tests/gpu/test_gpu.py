@@ -8,12 +8,12 @@ import torch
 
 from dino_vit import VisionTransformer
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features.extraction import extract_features
-from dino_vit.eval.neighbours import nearest
+from dino_vit.eval.features import extract_features
+from dino_vit.eval.knn import nearest
 from dino_vit.method.optim import clip_gradients
 from dino_vit.models.positions import interpolate_pos_embs
-from dino_vit.views.photometry import Augment, Column
-from dino_vit.views.preparation import Preparation
+from dino_vit.views.augment import Augment, Column
+from dino_vit.views.eval_transform import EvalTransform
 from tests.support.runs import run
 
 pytestmark = [
@@ -32,7 +32,7 @@ def losses(output):
 
 
 def test_training_steps_have_the_losses_of_the_cpu(tmp_path):
-    settings = {"data.photometry": "device", "budget.steps": 10}
+    settings = {"data.augment_on": "device", "budget.steps": 10}
     run(tmp_path / "gpu", settings)
     run(tmp_path / "cpu", settings, environ={"CUDA_VISIBLE_DEVICES": ""})
     ours, expected = losses(tmp_path / "gpu"), losses(tmp_path / "cpu")
@@ -66,8 +66,11 @@ def test_positions_are_those_of_the_cpu_and_their_gradient_is_the_same_every_tim
 
 def test_features_are_those_of_the_cpu():
     model = VisionTransformer(image_size=32, patch_size=8, width=192, depth=4, heads=3).eval()
-    source, preparation = SyntheticSource(length=40, size=40), Preparation(size=(32, 32), mean=MEAN, std=STD)
-    keywords = {"preparation": preparation, "batch_size": 16}
+    source, transform = (
+        SyntheticSource(length=40, size=40),
+        EvalTransform(size=(32, 32), mean=MEAN, std=STD),
+    )
+    keywords = {"transform": transform, "batch_size": 16}
     expected = extract_features(model, source, range(40), **keywords).values
     found = extract_features(model.to(DEVICE), source, range(40), **keywords).values
     assert found.device.type == DEVICE.type
@@ -108,12 +111,12 @@ def test_photometry_is_that_of_the_cpu():
     assert difference.max() < 1.5 / 255 / min(STD)
 
 
-@pytest.mark.parametrize("own", [None, 100])
-def test_neighbours_are_as_near_as_those_of_the_cpu(own):
+@pytest.mark.parametrize("self_offset", [None, 100])
+def test_neighbours_are_as_near_as_those_of_the_cpu(self_offset):
     bank = torch.randn(5000, 96)
-    queries = bank[100:300] if own else torch.randn(200, 96)
-    expected, _ = nearest(bank, queries, k=20, own=own)
-    cosines, rows = nearest(bank.to(DEVICE), queries.to(DEVICE), k=20, own=own)
+    queries = bank[100:300] if self_offset else torch.randn(200, 96)
+    expected, _ = nearest(bank, queries, k=20, self_offset=self_offset)
+    cosines, rows = nearest(bank.to(DEVICE), queries.to(DEVICE), k=20, self_offset=self_offset)
     assert torch.allclose(cosines.cpu(), expected, atol=1e-5)
     # Equally near rows may change places: what counts is how near the rows are that were found.
     found = torch.nn.functional.normalize(bank, dim=1)[rows.cpu()]

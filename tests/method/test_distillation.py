@@ -1,10 +1,11 @@
-"""The cosines of a student that imitates features, as plain loops."""
+"""Cosines and Gram matrices of features, as plain loops."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
-from dino_vit.method.distillation import cosine_loss, imitation_loss
+from dino_vit.method.distillation import cosine_loss, gram_loss, imitation_loss, resize_patches
 
 
 def cosine(a, b):
@@ -15,14 +16,16 @@ def cosine(a, b):
 def test_each_global_view_is_compared_with_itself_and_each_local_one_with_all(views, global_views):
     images = 4
     student, teacher = torch.randn(views * images, 6), torch.randn(global_views * images, 6)
-    found = []
+    expected = []
     for view in range(views):
         for image in range(images):
             ours = student[view * images + image]
             compared = [view] if view < global_views else range(global_views)
-            cosines = [cosine(ours, teacher[one * images + image]) for one in compared]
-            found.append(torch.stack(cosines).mean())
-    assert_close(imitation_loss(student, teacher, global_views=global_views), 1 - torch.stack(found).mean())
+            cosines = [cosine(ours, teacher[view * images + image]) for view in compared]
+            expected.append(torch.stack(cosines).mean())
+    assert_close(
+        imitation_loss(student, teacher, global_views=global_views), 1 - torch.stack(expected).mean()
+    )
     assert_close(imitation_loss(teacher, 3 * teacher, global_views=global_views), torch.tensor(0.0))
 
 
@@ -32,9 +35,30 @@ def test_patches_are_compared_one_by_one():
     assert_close(cosine_loss(student, teacher), 1 - torch.stack([cosine(a, b) for a, b in pairs]).mean())
 
 
-def test_half_precision_is_lifted():
-    student, teacher = torch.randn(4, 6), torch.randn(4, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = imitation_loss(student.bfloat16(), teacher.bfloat16(), global_views=2)
-    assert loss.dtype == torch.float32
-    assert_close(loss, imitation_loss(student, teacher, global_views=2), atol=1e-2, rtol=1e-2)
+def test_the_gram_loss_is_that_of_a_loop_over_pairs_of_patches():
+    student, teacher = torch.randn(3, 5, 4, dtype=torch.double), torch.randn(3, 5, 4, dtype=torch.double)
+    student.requires_grad_()
+    total = 0.0
+    for image in range(3):
+        for first in range(5):
+            for second in range(5):
+                ours = F.cosine_similarity(student[image, first], student[image, second], dim=0)
+                theirs = F.cosine_similarity(teacher[image, first], teacher[image, second], dim=0)
+                total = total + (ours - theirs) ** 2
+    expected = total / (3 * 5 * 5)
+    loss = gram_loss(student, teacher)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-5)
+    ours, exact = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (loss, expected))
+    torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-4)
+
+
+def test_patches_are_resized_as_maps():
+    patches = torch.randn(2, 4 * 6, 3)
+    assert resize_patches(patches, (4, 6), (4, 6)) is patches
+    smaller = resize_patches(patches, (4, 6), (2, 3))
+    maps = F.interpolate(
+        patches.reshape(2, 4, 6, 3).permute(0, 3, 1, 2), size=(2, 3), mode="bicubic", antialias=True
+    )
+    for y in range(2):
+        for x in range(3):
+            torch.testing.assert_close(smaller[:, 3 * y + x], maps[:, :, y, x])

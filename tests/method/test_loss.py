@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.method.cross_entropy import teacher_targets
+from dino_vit.method.cross_entropy import logits_of, teacher_targets
 from dino_vit.method.loss import dino_loss, loss_statistics
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
@@ -50,14 +50,6 @@ def test_value_and_gradients_are_those_of_the_double_loop(global_views, views, i
     torch.testing.assert_close(torch.autograd.grad(3 * loss, batch[:2]), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_second_backward_pass_is_an_error():
-    batch = make_batch(2, 4)
-    loss = dino_loss(*batch, views=4, global_views=2, **TEMPERATURES)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.parametrize(("of_features", "of_weight"), [(True, False), (False, True), (False, False)])
 def test_only_the_gradients_that_are_needed(of_features, of_weight):
     features, weight, teacher_logits, center = make_batch(2, 4)
@@ -79,20 +71,6 @@ def test_only_the_gradients_that_are_needed(of_features, of_weight):
             assert tensor.grad is None
 
 
-@pytest.mark.parametrize(
-    ("of_features", "of_weight", "enabled", "products"),
-    [(True, True, True, 3), (True, False, True, 2), (False, True, True, 2), (True, True, False, 1)],
-)
-def test_no_work_for_gradients_that_nobody_needs(of_features, of_weight, enabled, products):
-    features, weight, *teacher = make_batch(2, 4)
-    inputs = [features.detach().requires_grad_(of_features), weight.detach().requires_grad_(of_weight)]
-    with torch.set_grad_enabled(enabled), torch.profiler.profile() as profile:
-        loss = dino_loss(*inputs, *teacher, views=4, global_views=2, **TEMPERATURES)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["aten::mm"] == products
-    assert ("aten::exp_" in counts) == enabled == loss.requires_grad
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_autocast_is_as_close_as_its_dtype(dtype, tolerance):
     """With many prototypes almost every probability is below what float16 can hold unscaled."""
@@ -109,19 +87,6 @@ def test_autocast_is_as_close_as_its_dtype(dtype, tolerance):
         assert (mine / 1024 - exact).norm() < tolerance * exact.norm()
 
 
-def test_float16_keeps_the_gradients_of_unlikely_prototypes():
-    """Most probabilities are near or below the smallest float16 there is, 6e-8."""
-    sizes = {"views": 2, "global_views": 1}
-    batch = make_batch(1, 2, images=1, prototypes=20000, dim=3)
-    _, exact = torch.autograd.grad(double_loop(*batch, **sizes), batch[:2])
-    with torch.autocast("cpu", torch.float16):
-        loss = dino_loss(*batch, **sizes, **TEMPERATURES)
-    _, mine = torch.autograd.grad(loss, batch[:2])
-    relative = (mine - exact).norm(dim=1) / exact.norm(dim=1)
-    assert relative.median() < 0.01
-    assert relative.quantile(0.8) < 0.05
-
-
 def test_float16_holds_a_collapsed_batch():
     """All rows agree on one prototype and the teacher on another: the largest gradient there can be."""
     features = torch.zeros(8 * 64, 16).index_fill_(1, torch.tensor(0), 1.0).requires_grad_()
@@ -134,19 +99,6 @@ def test_float16_holds_a_collapsed_batch():
     loss.backward()
     assert weight.grad[0, 0].item() == pytest.approx(10, rel=1e-2)
     assert weight.grad[1, 0].item() == pytest.approx(-10, rel=1e-2)
-
-
-def test_compiled_surroundings_give_the_same():
-    batch = make_batch(2, 4)
-
-    def surroundings(features, weight, teacher_logits, center):
-        return 2 * dino_loss(
-            features, weight, teacher_logits, center, views=4, global_views=2, **TEMPERATURES
-        )
-
-    expected = torch.autograd.grad(surroundings(*batch), batch[:2])
-    compiled = torch.compile(surroundings, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(*batch), batch[:2]), expected)
 
 
 def test_teacher_targets_are_centred_and_sharpened_in_float32():
@@ -196,3 +148,14 @@ def test_statistics_of_a_collapse(collapse):
     assert statistics.entropy_gap.item() == pytest.approx(0, abs=1e-6)
     assert statistics.prototypes_in_use == 1
     assert statistics.output_entropy.item() == pytest.approx(math.log(10) if collapse == "uniform" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_float32_under_autocast(dtype):
+    """Divided by a teacher temperature of 0.04, a logit near 1 that bfloat16 rounds is off by up to 0.05."""
+    features, prototypes = (F.normalize(torch.randn(rows, 64, dtype=torch.float64)) for rows in (5, 300))
+    prototypes[0] = features[0]  # a logit of 1
+    with torch.autocast("cpu", dtype):
+        logits = logits_of(features.float(), prototypes.float())
+    torch.testing.assert_close(logits.double() / 0.04, features @ prototypes.T / 0.04, rtol=0, atol=1e-4)
+    assert logits.dtype == torch.float32

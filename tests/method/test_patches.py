@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_vit.method.centring import Center, sinkhorn_center
+from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.loss import loss_statistics
 from dino_vit.method.patches import patch_loss
@@ -82,31 +82,6 @@ def test_a_process_without_masked_patches_has_no_loss_and_zero_gradients():
     of_features, of_weight = torch.autograd.grad(loss, (features, weight))
     assert not of_features.any()
     assert not of_weight.any()
-
-
-def test_the_logits_never_exist_as_a_whole():
-    """The largest tensor that is allocated is one of the prototypes, or of a chunk."""
-    patches, prototypes, dim = 300, 4096, 8
-    generator = torch.Generator().manual_seed(0)
-    features = units(generator, patches, dim, torch.float32).requires_grad_()
-    weight = units(generator, prototypes, dim, torch.float32).requires_grad_()
-    teacher = LazyLogits(features.detach(), weight.detach())
-    rows = 10
-    with torch.profiler.profile(profile_memory=True) as profile:
-        loss = patch_loss(
-            features,
-            weight,
-            teacher,
-            torch.zeros(1, prototypes),
-            torch.full((patches,), 1 / patches),
-            views=1,
-            chunk_bytes=4 * prototypes * rows,
-            **TEMPERATURES,
-        )
-        loss.backward()
-    allocated = [event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty"]
-    largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert max(largest, *allocated) < 4 * patches * prototypes / 4
 
 
 def test_lazy_logits_are_the_logits():

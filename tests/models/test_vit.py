@@ -4,7 +4,6 @@ import sys
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dino_vit.models.block import DropPath
@@ -26,15 +25,6 @@ def test_parameter_counts_with_1000_classes_are_the_published_ones():
         assert len(vit_small().state_dict()) == 150, "the tensors of the released ViT-S file"
 
 
-def test_cls_features_logits_and_tokens_have_their_shapes():
-    images = torch.randn(2, 3, 32, 48)
-    model = VisionTransformer(**TINY, registers=4)
-    assert model(images).shape == (2, 32)
-    assert model.forward_features(images).shape == (2, 1 + 4 + 4 * 6, 32)
-    torch.testing.assert_close(model(images), model.forward_features(images)[:, 0], atol=1e-5, rtol=0)
-    assert VisionTransformer(**TINY, num_classes=7)(images).shape == (2, 7)
-
-
 @pytest.mark.parametrize("channels", [1, 3, 13])
 @pytest.mark.parametrize("stem", ["conv", "unfold"])
 def test_any_number_of_channels_and_patches_that_are_not_square(channels, stem):
@@ -53,13 +43,6 @@ def test_unfolding_equals_the_convolution_when_the_weights_are_rearranged():
     unfold.load_state_dict(weights)
     images = torch.randn(2, 3, 40, 24)
     assert torch.allclose(conv(images), unfold(images), atol=1e-5)
-
-
-def test_the_unfolding_stem_orders_pixels_as_torch_unfold_does():
-    model = VisionTransformer(**TINY, stem="unfold")
-    images = torch.randn(2, 3, 32, 32)
-    pixels = F.unfold(images, kernel_size=8, stride=8).transpose(1, 2)
-    assert torch.allclose(model.patch_embed(images), model.patch_embed.proj(pixels), atol=1e-5)
 
 
 def test_the_hybrid_equals_timm_at_trained_and_other_sizes():
@@ -95,24 +78,14 @@ def without_patch(keywords):
     return {name: value for name, value in keywords.items() if name != "patch_size"} | {"patch_size": 1}
 
 
-def test_the_grid_of_the_hybrid_is_that_of_its_feature_map():
-    model = VisionTransformer(
-        image_size=64, patch_size=32, width=32, depth=1, heads=2, stem="hybrid", resnet_layers=(1, 1, 1)
-    )
-    assert model.trained_grid == (2, 2)
-    assert model.forward_features(torch.randn(1, 3, 96, 64)).shape == (1, 7, 32)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        VisionTransformer(image_size=64, patch_size=8, stem="hybrid")
-
-
 def test_attention_weights_of_every_block_equal_the_loop():
     model = VisionTransformer(**TINY).eval()
     images = torch.randn(2, 3, 32, 40)
     tokens = model.embed_patches(images)
     maps = model.get_attention(images)
     assert len(maps) == 3
-    for layer, found in zip(model.blocks, maps, strict=True):
-        assert torch.allclose(found.double(), attention_weights(layer, tokens), atol=1e-6)
+    for layer, weights in zip(model.blocks, maps, strict=True):
+        assert torch.allclose(weights.double(), attention_weights(layer, tokens), atol=1e-6)
         tokens = layer(tokens)
     last = model.get_attention(images, [-1], queries=slice(0, 1))
     assert torch.allclose(last[0], maps[2][:, :, :1], atol=1e-7)
@@ -126,8 +99,8 @@ def test_intermediate_layers_are_the_normalised_tokens_of_the_named_blocks():
         tokens = layer(tokens)
         after.append(model.norm(tokens))
     for blocks, expected in ((2, after[1:]), ([0, -1], [after[0], after[2]]), ([2, 0], [after[2], after[0]])):
-        found = model.get_intermediate_layers(images, blocks)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        layers = model.get_intermediate_layers(images, blocks)
+        assert all(torch.equal(a, b) for a, b in zip(layers, expected, strict=True))
     with pytest.raises(ValueError, match="blocks 0 to 2"):
         model.get_intermediate_layers(images, [3])
 
@@ -152,16 +125,6 @@ def test_each_rate_acts_in_training_and_rests_in_evaluation(rate):
     assert torch.equal(model.eval()(images), model(images))
 
 
-def test_qkv_without_bias_and_a_scale_of_its_own():
-    plain = VisionTransformer(**TINY, qkv_bias=False)
-    assert plain.blocks[0].attn.qkv.bias is None
-    scaled = VisionTransformer(**TINY, qkv_bias=False, qk_scale=0.01)
-    scaled.load_state_dict(plain.state_dict())
-    images = torch.randn(2, 3, 32, 32)
-    even = scaled.get_attention(images)[0]
-    assert even.std() < plain.get_attention(images)[0].std() / 5, "a small scale flattens the softmax"
-
-
 def test_initial_weights():
     model = vit_tiny(num_classes=10)
     for name, parameter in model.named_parameters():
@@ -175,16 +138,8 @@ def test_initial_weights():
     assert bound * 0.98 < kernel.abs().max() <= bound
 
 
-def test_sinusoidal_positions_are_fixed():
-    model = VisionTransformer(**TINY, positions="sinusoidal")
-    assert not model.pos_embed.requires_grad
-    assert model.pos_embed.shape == (1, 17, 32)
-    assert model(torch.randn(1, 3, 48, 32)).shape == (1, 32)
-
-
-@pytest.mark.parametrize("registers", [0, 3])
-def test_it_compiles_in_one_graph_at_two_sizes(registers):
-    model = VisionTransformer(**TINY, registers=registers).eval()
+def test_it_compiles_in_one_graph_at_two_sizes():
+    model = VisionTransformer(**TINY, registers=3).eval()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for size in (32, 48):
         images = torch.randn(2, 3, size, 32)
@@ -197,27 +152,11 @@ def test_recomputed_blocks_give_the_same_gradients():
     for recompute in (False, True):
         torch.manual_seed(1)
         model = VisionTransformer(**TINY, drop_path=0.3)
-        model.checkpoint_blocks = recompute
+        model.grad_checkpointing = recompute
         torch.manual_seed(2)
         (model(images).square().sum() + model.forward_features(images).square().mean()).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore")  # the exporter's own dependencies warn of many things
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_onnx_gives_the_same_features_at_a_fixed_and_at_any_size(tmp_path, dynamic):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model = VisionTransformer(**TINY, registers=2).eval().requires_grad_(False)
-    path, images = tmp_path / "backbone.onnx", torch.randn(2, 3, 32, 48)
-    batch, rows, columns = (torch.export.Dim(name, min=1, max=64) for name in ("batch", "rows", "columns"))
-    any_size = ({0: batch, 2: 8 * rows, 3: 8 * columns},) if dynamic else None
-    torch.onnx.export(model, (images,), path, dynamo=True, dynamic_shapes=any_size, verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    for size in ((2, 3, 32, 48), (1, 3, 56, 40), (3, 3, 32, 32)) if dynamic else (images.shape,):
-        images = torch.randn(size)
-        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-        assert torch.allclose(torch.from_numpy(found), model(images), atol=1e-4), size
 
 
 def test_invalid_images_and_shapes_are_rejected():
@@ -244,31 +183,7 @@ def test_importing_the_library_is_silent_and_cheap():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value"),
-    [
-        *[(name, "foo") for name in ("mlp", "stem", "positions", "position_mode")],
-        *[(name, 0) for name in ("patch_size", "channels", "width", "heads")],
-        *[(name, -1) for name in ("depth", "registers", "num_classes")],
-        *[(name, 1.0) for name in ("dropout", "attention_dropout", "drop_path")],
-    ],
-)
-def test_invalid_arguments_are_rejected(keyword, value):
-    with pytest.raises(ValueError, match=f"{keyword}={value!r}"):
-        VisionTransformer(**{**TINY, keyword: value})
-
-
-@pytest.mark.parametrize("mode", ["hf", "timm", "dino"])
-def test_it_exports_at_a_fixed_size_with_any_batch(mode):
-    model = VisionTransformer(**TINY, position_mode=mode, registers=2).eval()
-    images = {"images": {0: torch.export.Dim("batch", max=64)}}
-    program = torch.export.export(model, (torch.randn(2, 3, 40, 24),), dynamic_shapes=images).module()
-    batch = torch.randn(5, 3, 40, 24)
-    assert torch.allclose(program(batch), model(batch), atol=1e-5)
-
-
-@pytest.mark.parametrize("example", [(32, 48), (40, 56)])
-@pytest.mark.parametrize("mode", ["hf", "timm"])
+@pytest.mark.parametrize(("mode", "example"), [("hf", (32, 48)), ("timm", (40, 56))])
 def test_it_exports_for_any_size_the_trained_one_included(mode, example):
     model = VisionTransformer(**TINY, position_mode=mode).eval()
     cells = [8 * torch.export.Dim(name, min=2, max=20) for name in "hw"]
@@ -277,10 +192,3 @@ def test_it_exports_for_any_size_the_trained_one_included(mode, example):
     for size in ((32, 32), (64, 24), (32, 40)):
         images = torch.randn(3, 3, *size)
         assert torch.allclose(program(images), model(images), atol=1e-5), size
-
-
-def test_scale_factors_cannot_be_exported_for_any_size():
-    model = VisionTransformer(**TINY, position_mode="dino").eval()
-    sizes = {"images": {2: 8 * torch.export.Dim("h", min=2, max=20)}}
-    with pytest.raises(ValueError, match="position_mode='hf', which is equal at the trained size"):
-        torch.export.export(model, (torch.randn(2, 3, 40, 32),), dynamic_shapes=sizes)

@@ -1,6 +1,8 @@
 """Imports point one way between the packages, and in no circle between the modules."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -77,3 +79,13 @@ def test_only_these_modules_know_accelerate():
         "dino_vit.commands.classification.finetune",
     }
     assert knowing == {"dino_vit.core.runtime"} | trainings
+
+
+def test_pretraining_imports_only_what_every_run_needs():
+    program = (
+        "import sys, dino_vit.training.loop; print(*(m for m in sys.modules if m.startswith('dino_vit')))"
+    )
+    modules = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    assert len(modules) <= 86
+    rare = {"weights", "reports", "tables", "timm_backbone", "archives", "arrays", "exporting"}
+    assert not [name for name in modules if rare & set(name.split("."))]

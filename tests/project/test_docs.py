@@ -7,12 +7,13 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from dino_vit.cli import build_parser, config_class
+import dino_vit
+from dino_vit.cli import build_parser
+from dino_vit.commands import COMMANDS as commands_table
 from dino_vit.config import yaml
 from dino_vit.config.arguments import config_from, parse_arguments
 from dino_vit.config.loading import load
@@ -20,7 +21,7 @@ from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_metadata, read_tensors
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import IMAGE_SUFFIXES
+from dino_vit.training.verdict import STATES
 from tests.support.documents import README, ROOT, blocks, commands, quoted, rows
 from tests.support.image_sets import FILES, NAMES, write_folder, write_parquet, write_tar, write_zip
 from tests.support.runs import command, run
@@ -46,10 +47,7 @@ def trained(tmp_path_factory):
     (folder / "runs").mkdir()
     run(folder / "runs" / "pretrain", {**settings, "run.trackers": "[tensorboard]"})
     settings = [f"weights={folder / 'runs/pretrain'}", f"cache={folder / 'features'}"]
-    embed = ["embed", folder / "photos", *settings]
-    for suffix, index in (("parquet", "flat"), ("npy", "null"), ("safetensors", "null")):
-        command(folder / "log", *embed, f"output={folder / 'photos'}.{suffix}", f"index={index}")
-    command(folder / "log", "knn", *embed[1:])
+    command(folder / "log", "knn", folder / "photos", *settings)
     return folder
 
 
@@ -60,11 +58,6 @@ def inside(trained, monkeypatch):
     if not Path("configs").exists():
         Path("configs").symlink_to(ROOT / "configs")
     return trained
-
-
-def test_there_are_pages_and_commands():
-    assert PAGES.keys() == {"recipe", "data", "checkpoints", "evaluation", "multi-node", "small-sets"}
-    assert len(COMMANDS) >= 30
 
 
 @pytest.mark.parametrize("parts", COMMANDS, ids=" ".join)
@@ -80,7 +73,7 @@ def test_every_command_is_understood(parts, inside):
         assert program
     else:
         assert parts[0] == "dino-vit"
-    config_from(parse_arguments(build_parser([job]), [job, *arguments]), config_class(job))
+    config_from(parse_arguments(build_parser([job]), [job, *arguments]), commands_table[job].config_class)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -128,8 +121,8 @@ def test_the_recipe_has_our_defaults():
     shown = {setting.strip("`"): default.strip("`") for _, _, setting, default, _ in table}
     assert shown == {key: yaml.write(SETTINGS[key].default) for key in shown}
     assert all(note for *_, note in table)
-    own = ("model.width", "model.depth", "model.heads", "model.checkpoint_blocks")
-    parts = ("model", "head", "views", "photometry", "loss", "optim", "teacher")
+    own = ("model.width", "model.depth", "model.heads", "model.grad_checkpointing")
+    parts = ("model", "head", "views", "augment", "loss", "optim", "teacher")
     assert {key for key in SETTINGS if key.split(".")[0] in parts} - set(own) <= shown.keys()
     assert {"seed", "data.batch_size", "data.mean", "data.std", "budget.epochs"} <= shown.keys()
 
@@ -142,11 +135,6 @@ def test_the_recipe_says_all_that_auto_fills():
 def test_what_may_change_is_listed():
     said = PAGES["checkpoints"].split("may change freely:")[1].split("\n\n")[0]
     assert set(quoted(said)) == {key for key, setting in SETTINGS.items() if setting.resumable}
-
-
-def test_suffixes_are_those_of_images():
-    said = next(text for text in quoted(PAGES["data"]) if text.startswith(".jpg "))
-    assert {*said.split(), ".npy"} == set(IMAGE_SUFFIXES)
 
 
 def test_sources_open(tmp_path, monkeypatch):
@@ -184,7 +172,7 @@ def test_a_run_folder_holds_what_the_page_says(trained):
     table = PAGES["checkpoints"].split("## A run folder")[1].split("\n\n")[1]
     assert (trained / "runs/pretrain/eval/knn-leave-one-out.json").exists()
     said = {quoted(what)[0].rstrip("/") for what, _ in rows(table)}
-    assert {path.name for path in (trained / "runs/pretrain").iterdir()} == said - {"report.html"}
+    assert {path.name for path in (trained / "runs/pretrain").iterdir()} == said - {"report.html", ".lock"}
 
 
 def test_a_checkpoint_holds_what_the_page_says(trained):
@@ -219,36 +207,6 @@ def test_the_python_runs(inside):
     assert described.keys() - {"kind"} == set(quoted(said)) - {"backbone"}
 
 
-def test_the_settings_of_a_run_go_on_with_it(trained, tmp_path):
-    said = command(tmp_path / "log", "pretrain", "--config", trained / "runs/pretrain/config.yaml")
-    assert "resuming after step 20" in said
-
-
-def test_features_and_embeddings_hold_what_the_page_says(trained):
-    page = PAGES["checkpoints"].split("## Features and embeddings")[1]
-    (folder,) = (trained / "features").iterdir()
-    files = {path.name for path in folder.iterdir()}
-    assert files == {"values.npy", "features.safetensors"} <= set(quoted(page))
-    schema = pq.read_schema(trained / "photos.parquet")
-    (columns,) = (quoted(contents) for suffix, contents in rows(page) if suffix == "`.parquet`")
-    assert columns == [*schema.names, "dino_vit"]
-    said = page.split("The provenance:")[1].split("With `index")[0]
-    provenance = json.loads(schema.metadata[b"dino_vit"])
-    assert provenance.keys() == set(quoted(said))
-    assert json.loads((trained / "photos.json").read_text()) == provenance
-    tensors, metadata = read_tensors_of_others(trained / "photos.safetensors")
-    assert tensors == {"embedding", "index", "label", "names", "name_ends"} <= set(quoted(page))
-    assert json.loads(metadata["dino_vit"]).keys() - provenance.keys() == {"classes"}
-    assert (trained / "photos.faiss").exists()
-
-
-def read_tensors_of_others(path):
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return set(file.keys()), file.metadata()
-
-
 def test_environment_variables_are_those_that_are_read():
     table = PAGES["multi-node"].split("## Environment variables")[1].split("##")[0]
     named = {name for what, _ in rows(table) for name in re.findall(r"[A-Z][A-Z_]+", what)}
@@ -257,10 +215,11 @@ def test_environment_variables_are_those_that_are_read():
     assert {name for name in named if name not in code} == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
-def test_launch_files_are_all_named():
-    files = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "launch").rglob("*")
-        if path.suffix in (".py", ".yaml", ".sbatch")
-    }
-    assert files <= set(quoted(PAGES["multi-node"]))
+def test_the_readme_names_targets_states_and_functions_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [parts[1] for parts in commands(README) if parts[0] == "make"]
+    assert [target for target in targets if f"\n{target}:" not in makefile] == []
+    table = README.split("The log names the state of the run")[1].split("\n\n")[1]
+    assert set(re.findall(r"^\| ([\w(), -]+?) \|", table, flags=re.MULTILINE)) - {"state"} == set(STATES)
+    named = re.findall(r"\bdino_vit\.(\w+)\(", README)
+    assert [name for name in named if not hasattr(dino_vit, name)] == []

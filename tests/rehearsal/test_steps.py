@@ -7,12 +7,12 @@ from benchmarks.rehearsal import HostWaits, rehearsed_run
 from benchmarks.step import FIXED
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.loop import take_step
+from dino_vit.training.step import take_step
 from tests.support.backbones import backbone
 from tests.support.training import configured, trained
 
 SMALL = {
-    "data.photometry": "device",
+    "data.augment_on": "device",
     "data.batch_size": 2,
     "views.local_count": 1,
     "run.precision": "bf16",
@@ -26,18 +26,18 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
     "float16": {"run.precision": "fp16", "optim.clip_mode": "module"},
     "float32": {"run.precision": "no", "optim.clip_mode": "none"},
     "accumulation": {"optim.accumulate": 2, "model.drop_path": 0.2},
-    "recomputation": {"model.checkpoint_blocks": "true", "optim.layer_decay": 0.9},
-    "rotary": {"model.positions": "rotary", "model.rotary_rescale": 2, "photometry.noise": 0.5},
-    "patches with a mean": {**PATCHES, "loss.centring": "ema", "head.shared": "true"},
+    "recomputation": {"model.grad_checkpointing": "true", "optim.layer_decay": 0.9},
+    "rotary": {"model.positions": "rotary", "model.rotary_rescale": 2, "augment.noise": 0.5},
+    "patches with a mean": {**PATCHES, "loss.centering": "ema", "head.shared": "true"},
     "sgd": {"optim.name": "sgd", "head.batch_norm": "true"},
     "lars": {"optim.name": "lars", "optim.clip_mode": "global"},
     "resnet": {**OF_TIMM, "model.arch": "timm:test_resnet"},
     "imitation": {"teacher.weights": "wide.safetensors", "loss.koleo_weight": 0.1},
     "imitation of patches": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5},
     "frozen teacher": {**PATCHES, "teacher.weights": "run"},
-    "anchor": {**PATCHES, "anchor.weights": "run", "anchor.scale": 2},
+    "gram": {**PATCHES, "gram.weights": "run", "gram.scale": 2},
 }
-# A little more than the kernels of a step of ViT-S/16: 16 images, bf16, photometry on the device.
+# A little more than the kernels of a step of ViT-S/16: 16 images, bf16, augment on the device.
 MOST = {"dino": 2350, "dinov2": 3030}
 
 
@@ -76,7 +76,7 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
 @pytest.mark.parametrize("method", MOST)
 def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
     settings = {**FIXED, "method": method, "data.source": "synthetic:64:96", "output": str(tmp_path)}
-    settings |= {"data.photometry": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
+    settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}
     settings |= {"data.batch_size": 16, "run.precision": "bf16"}
     # It would raise if it made the host wait, like the steps above.
     with rehearsed_run(replace(PretrainConfig(), settings)) as (rehearsal, state):

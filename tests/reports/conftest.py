@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from dino_vit.cli import main
-from tests.support.browser import open_browser, set_screen
+from tests.support.browser import open_browser
 from tests.support.reports import make_run
 
 
@@ -32,15 +32,3 @@ def written(made):
     path = made.parent / "page.html"
     assert main(["report", str(made), f"output={path}"]) == 0
     return path
-
-
-@pytest.fixture
-def page(browser, written):
-    """A browser that shows the report, in which no script may complain."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    set_screen(browser, 1440)
-    browser.get(written.as_uri())
-    WebDriverWait(browser, 30).until(lambda b: b.execute_script("return report.explorer.thumbnails.complete"))
-    yield browser
-    assert browser.get_log("browser") == []

@@ -20,14 +20,3 @@ def build_attention(function: str) -> Callable[[], object]:
 
     work(64)  # what the libraries take for themselves
     return lambda: work(512)
-
-
-def build_propagation(side: int) -> Callable[[], object]:
-    from dino_vit.eval.video.propagation import propagate_labels
-
-    def work(size: int) -> object:
-        frames, labels = torch.randn(3, size, size, 8), torch.rand(2, 2, size, size)
-        return propagate_labels(frames[0], frames[1:], labels, radius=side, k=5, temperature=0.1)
-
-    work(4)
-    return lambda: work(side)

@@ -28,7 +28,6 @@ class Icing(Settings):
 class Cake(Settings):
     """A cake."""
 
-    also_known_as: ClassVar = {"eggs": "oeufs"}
     name: str = setting("plain", "what to call it", resumable=True)
     eggs: Count = setting(3, "how many")
     sizes: tuple[Positive, Positive] = setting((1.0, 2.0), "from, to")

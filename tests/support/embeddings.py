@@ -12,7 +12,7 @@ METADATA: dict[str, Any] = {
     "format": 1,
     "weights": {"path": "w.safetensors", "sha256": "0", "network": "teacher", "step": None},
     "source": {"spec": "synthetic:4:16"},
-    "preparation": {
+    "transform": {
         "size": [16, 16],
         "mean": [0.5, 0.5, 0.5],
         "std": [0.25, 0.25, 0.25],
@@ -34,4 +34,4 @@ def write(path: Path, metadata: Mapping[str, Any] = METADATA, width: int = 3) ->
         indices=np.arange(4),
         metadata={"shape": [width], **metadata},
     )
-    write_embeddings(path, embeddings, dtype="float32", transform=lambda block: block)
+    write_embeddings(path, embeddings, dtype="float32")

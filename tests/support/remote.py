@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dino_vit.data.sources.open import SyntheticSource
+from dino_vit.data.sources.synthetic import SyntheticSource
 
 
 class Request(NamedTuple):

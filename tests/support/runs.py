@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dino_vit.core.storage import OWN_KEY, read_tensors, write_tensors
+from dino_vit.core.storage import read_tensors
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["dino_vit.training.loop", "dino_vit.config.display"])
@@ -75,7 +75,7 @@ class Command:
         self.process = server.Process(target=_run, args=(argv, log, dict(environ), before))
         self.process.start()
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 900) -> int:
         """Return the exit code; that of a process ended by a signal is negative."""
         self.process.join(seconds)
         if self.process.exitcode is None:
@@ -83,7 +83,7 @@ class Command:
             raise TimeoutError(f"the run hangs, having said:\n{self.said}")
         return self.process.exitcode
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 600) -> None:
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end or self.process.exitcode is not None:
@@ -134,7 +134,7 @@ def program(name: str, *argv: object, processes: int = 1) -> str:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -163,9 +163,9 @@ def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[
 
 def within_step(step, action):
     """Have the loop act while it takes a step, for which all images are there."""
-    import dino_vit.training.loop
+    import dino_vit.training.step
 
-    clip = dino_vit.training.loop.clip_gradients
+    clip = dino_vit.training.step.clip_gradients
     taken = 0
 
     def clip_gradients(*arguments, **keywords):
@@ -175,7 +175,7 @@ def within_step(step, action):
         taken += 1
         return clip(*arguments, **keywords)
 
-    dino_vit.training.loop.clip_gradients = clip_gradients
+    dino_vit.training.step.clip_gradients = clip_gradients
 
 
 def signal_within_step(step, *numbers):
@@ -212,14 +212,14 @@ def limit_files(size: int) -> None:
 
 
 def assert_same_end(output: Path, other: Path, step: int) -> None:
-    """Check that the readings of two runs and their checkpoints of a step are the same bit for bit."""
+    """Check that the records of two runs and their checkpoints of a step are the same bit for bit."""
     ours, theirs = tensors(output, step), tensors(other, step)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-    assert readings(output) == readings(other)
+    assert history(output) == history(other)
 
 
-def readings(output: Path) -> list[dict[str, object]]:
+def history(output: Path) -> list[dict[str, object]]:
     """Return the lines of metrics.jsonl, without what depends on the clock."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -229,14 +229,6 @@ def readings(output: Path) -> list[dict[str, object]]:
 
 def tensors(output: Path, step: int) -> dict[str, object]:
     return read_tensors(output / "checkpoints" / f"step-{step:08d}.safetensors")[0]
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
-    """Change the metadata and the tensors of one of our files, which keeps a digest that fits."""
-    tensors, texts = read_tensors(path)
-    metadata = json.loads(texts[OWN_KEY])
-    change(metadata, tensors)
-    write_tensors(path, tensors, json.dumps(metadata))
 
 
 def steps(output: Path) -> list[int]:

@@ -1,5 +1,7 @@
 """Runs in this process, and what became of their tensors."""
 
+import os
+import signal
 from types import MappingProxyType
 
 import torch
@@ -11,7 +13,7 @@ from dino_vit.core.signals import Interruption
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up
-from tests.support.runs import TINY
+from tests.support.runs import TINY, assert_same_end, steps
 
 
 def configured(output, settings, defaults=TINY):
@@ -25,10 +27,32 @@ def opened(output, settings):
 
 def trained(output, settings=MappingProxyType({})):
     """Train in this process and return the state."""
-    found = opened(output, settings)
-    with Interruption() as interruption, Reporter(found) as reporter:
-        assert train(found.state, reporter, interruption)
-    return found.state
+    ready = opened(output, settings)
+    with Interruption() as interruption, Reporter(ready) as reporter:
+        assert train(ready.state, reporter, interruption)
+    return ready.state
+
+
+def interrupted(output, settings, step):
+    """Train in this process until a signal comes at a step that is logged."""
+    ready = opened(output, settings)
+    with Interruption() as interruption:
+
+        def stop(metrics):
+            if metrics.step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with Reporter(ready, on_metrics=stop) as reporter:
+            assert not train(ready.state, reporter, interruption)
+
+
+def assert_resumes_exactly(folder, settings, step=14):
+    """Check that a run of 20 steps that was interrupted ends as one that was not."""
+    trained(folder / "whole", settings)
+    interrupted(folder / "run", settings, step)
+    assert steps(folder / "run")[-1] in (step, step + 1)
+    trained(folder / "run", settings)
+    assert_same_end(folder / "run", folder / "whole", 20)
 
 
 def tensors_of(module):

@@ -5,9 +5,9 @@ import torch
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.views.augment import draw_augment
 from dino_vit.views.build import build_views
 from dino_vit.views.geometry import choose_boxes, draw_tries
-from dino_vit.views.photometry import draw_photometry
 
 
 def views_of(*overrides):
@@ -21,8 +21,8 @@ def draw_boxes(views, *, seed, epoch, sample, height, width):
 
 def draw_rows(views, *, samples, seed=0, epoch=0):
     """Return photometric rows, (samples, views, columns)."""
-    photometry = [view.photometry for view in views]
-    return torch.from_numpy(draw_photometry(photometry, seed=seed, epoch=epoch, samples=np.asarray(samples)))
+    augment = [view.augment for view in views]
+    return torch.from_numpy(draw_augment(augment, seed=seed, epoch=epoch, samples=np.asarray(samples)))
 
 
 def ks_distance(a, b):

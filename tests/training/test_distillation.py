@@ -1,7 +1,6 @@
 """Runs that learn from a frozen teacher, another run: what it teaches, how it resumes, what must agree."""
 
-import signal
-from functools import partial
+import re
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ import dino_vit
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.training.setup import set_up
 from dino_vit.weights.heads import open_teacher
-from tests.support.processes import run_in_two
-from tests.support.runs import TINY, assert_same_end, readings, run, signal_within_step, steps, tensors
-from tests.support.training import configured, opened, tensors_of, trained
+from tests.support.runs import TINY, tensors
+from tests.support.training import assert_resumes_exactly, configured, opened, tensors_of, trained
 
 WIDE = {"model.width": 48, "model.depth": 3, "model.heads": 3, "seed": 5, "budget.steps": 10}
 PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "views.local_size": 24}
@@ -24,7 +22,7 @@ PATCHES = {"loss.patch_weight": 1, "views.global_size": 48, "views.local_size": 
 def wide(tmp_path_factory):
     """A teacher that is wider than its students."""
     output = tmp_path_factory.mktemp("teachers") / "wide"
-    run(output, {**WIDE, "head.prototypes": 128})
+    trained(output, {**WIDE, "head.prototypes": 128})
     return output
 
 
@@ -70,14 +68,8 @@ def test_the_teacher_stays_as_it_is_and_the_average_of_the_student_is_kept(tmp_p
     assert any(not torch.equal(start.state_dict()[n], t) for n, t in kept.state_dict().items())
 
 
-@pytest.mark.parametrize("more", [{}, {"loss.centring": "sinkhorn"}], ids=len)
-def test_a_run_resumes_exactly(tmp_path, wide, more):
-    settings = pupil(wide, **more)
-    run(tmp_path / "whole", settings)
-    run(tmp_path / "run", settings, code=75, before=partial(signal_within_step, 13, signal.SIGTERM))
-    run(tmp_path / "run", settings)
-    assert steps(tmp_path / "run")[-1] == 20
-    assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
+def test_a_run_resumes_exactly(tmp_path, wide):
+    assert_resumes_exactly(tmp_path, pupil(wide))
 
 
 def test_the_average_has_the_statistics_of_the_student(tmp_path, wide):
@@ -103,29 +95,18 @@ def test_the_average_has_the_statistics_of_the_student(tmp_path, wide):
             assert ours[name] == statistic > 0
 
 
-@pytest.mark.parametrize("more", [{}, {"loss.patch_weight": 1}], ids=len)
-def test_two_processes_follow_one(tmp_path, wide, more):
-    if more:
-        wide = tmp_path / "teacher"
-        run(wide, {**WIDE, **PATCHES, "head.prototypes": 128})
-        more = {**PATCHES, "views.global_size": 48}
-    settings = pupil(wide, **{"budget.steps": 6, "optim.name": "sgd"}, **more)
-    run(tmp_path / "alone", {**settings, "data.batch_size": 16})
-    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8})
-    losses = [torch.tensor([line["loss"] for line in readings(tmp_path / name)]) for name in ("run", "alone")]
-    assert_close(*losses, atol=1e-5, rtol=1e-5)
-
-
 def test_masked_patches_are_learned_without_hiding_them(tmp_path):
-    run(tmp_path / "teacher", {**WIDE, **PATCHES, "head.shared": "false"})
+    trained(tmp_path / "teacher", {**WIDE, **PATCHES, "head.shared": "false"})
     settings = {"teacher.weights": tmp_path / "teacher", **PATCHES}
     state = trained(tmp_path / "run", {**settings, "budget.steps": 10})
     assert not state.config.head.shared
     assert "patch_loss.center" in tensors(tmp_path / "run", 10)
     assert state.objective.patch_center is not None
     assert state.student.backbone.mask_token is None
-    said = run(tmp_path / "other", {**settings, "model.patch_size": 4}, code=2)
-    assert "sees 6 × 6 patches of a global view where the student sees 12 × 12; use the same model.pa" in said
+    with pytest.raises(
+        ValueError, match=r"sees 6 × 6 patches of a global view where the student sees 12 × 12"
+    ):
+        opened(tmp_path / "other", {**settings, "model.patch_size": 4})
 
 
 def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
@@ -154,7 +135,8 @@ def test_a_checkpoint_may_be_the_teacher_and_settings_follow_it(tmp_path, wide):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_learned_is_refused(tmp_path, wide, change, said):
-    assert said in run(tmp_path / "run", {**pupil(wide), **change}, code=2)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        opened(tmp_path / "run", {**pupil(wide), **change})
 
 
 def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
@@ -171,24 +153,25 @@ def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
 
 
 def test_pixels_are_scaled_as_the_teacher_has_them(tmp_path, wide):
-    said = run(tmp_path / "run", pupil(wide, **{"data.range": "[50,100]"}), code=2)
-    assert "data.range=(50.0, 100.0) (there None) does not match teacher.weights=" in said
+    with pytest.raises(ValueError, match=r"data.range=\(50.0, 100.0\) \(there None\) does not match teacher"):
+        opened(tmp_path / "run", pupil(wide, **{"data.range": "[50,100]"}))
 
 
 def test_a_teacher_without_heads_does_not_come_halfway(tmp_path, wide):
-    run(tmp_path / "run", {"budget.steps": 10})
+    trained(tmp_path / "run", {"budget.steps": 10})
     dino_vit.save_backbone(dino_vit.load_backbone(wide), tmp_path / "alone.safetensors")
     settings = {"teacher.weights": tmp_path / "alone.safetensors", "run.resume": "changed"}
-    said = run(tmp_path / "run", settings, code=2)
-    assert "holds a run whose networks have other parts" in said
+    with pytest.raises(ValueError, match="holds a run whose networks have other parts"):
+        opened(tmp_path / "run", settings)
 
 
 def test_a_run_does_not_learn_from_itself_nor_from_a_teacher_that_has_changed(tmp_path, wide):
-    said = run(tmp_path / "run", pupil(tmp_path / "run"), code=2)
-    assert "is the run itself; give another run" in said
-    run(tmp_path / "teacher", {**WIDE, "head.prototypes": 128})
-    run(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))
-    run(tmp_path / "teacher", {**WIDE, "head.prototypes": 128, "budget.steps": 15, "run.resume": "changed"})
-    said = run(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}), code=2)
-    assert "the weights of teacher.weights=" in said
-    assert "have changed" in said
+    with pytest.raises(ValueError, match="is the run itself; give another run"):
+        opened(tmp_path / "run", pupil(tmp_path / "run"))
+    trained(tmp_path / "teacher", {**WIDE, "head.prototypes": 128})
+    trained(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))
+    trained(
+        tmp_path / "teacher", {**WIDE, "head.prototypes": 128, "budget.steps": 15, "run.resume": "changed"}
+    )
+    with pytest.raises(ValueError, match=r"the weights of teacher.weights=.* have changed"):
+        opened(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import dino_vit.method.objective
-import dino_vit.training.loop
 import dino_vit.training.setup
+import dino_vit.training.step
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
-from dino_vit.eval.classification.online import Figures, OnlineEvaluation
+from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState
-from tests.support.runs import readings, steps, tensors
+from tests.support.runs import history, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
 SHORT = {"optim.warmup_epochs": 0}
@@ -51,7 +51,7 @@ def lose(monkeypatch):
 
     def lose(first, last, times):
         left = {step: times for step in range(first, last + 1)}
-        take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.objective.dino_loss
+        take, loss = dino_vit.training.step.forward_backward, dino_vit.method.objective.dino_loss
         now = None
 
         def forward_backward(state, *arguments, **keywords):
@@ -66,7 +66,7 @@ def lose(monkeypatch):
             left[now] -= 1
             return value * math.nan
 
-        monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
+        monkeypatch.setattr(dino_vit.training.step, "forward_backward", forward_backward)
         monkeypatch.setattr(dino_vit.method.objective, "dino_loss", dino_loss)
 
     return lose
@@ -89,10 +89,10 @@ def test_steps_are_those_of_the_reference(tmp_path):
     reference = Reference(state.config, torch.device("cpu"), state)
     losses = []
     for batch in islice(state.loader.batches(), 6):
-        views = [state.augment(cut, batch.photometry[size]) for size, cut in batch.views.items()]
+        views = [state.augment(cut, batch.augment[size]) for size, cut in batch.views.items()]
         losses.append(reference.take(torch.cat(views).split(8)))
     taken = trained(tmp_path / "ours", settings)
-    assert [line["loss"] for line in readings(tmp_path / "ours")] == pytest.approx(losses, rel=1e-5)
+    assert [line["loss"] for line in history(tmp_path / "ours")] == pytest.approx(losses, rel=1e-5)
     other = reference.trainer
     for ours, theirs in ((taken.student, other.student), (taken.teacher, other.teacher)):
         assert_close(determined(ours.backbone), determined(theirs.backbone), atol=1e-5, rtol=1e-4)
@@ -123,7 +123,7 @@ def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
     for name in ("student", "teacher", "loss"):
         ours, theirs = (tensors_of(of_run[name]) for of_run in modules)
         assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-    ours, theirs = ([line["loss"] for line in readings(tmp_path / name)] for name in ("parts", "whole"))
+    ours, theirs = ([line["loss"] for line in history(tmp_path / name)] for name in ("parts", "whole"))
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, studen
     assert moved(student_at[5], student_at[6])
     assert moved(student_at[7], student_at[8])
     assert state.skipped_steps == 1
-    lines = readings(tmp_path / "run")
+    lines = history(tmp_path / "run")
     assert [line["nonfinite_steps"] for line in lines] == [0] * 6 + [1] * 14
     assert [line["step"] for line in lines if line["loss"] is None] == [7]
     assert {float(held["step"]) for held in state.optimizer.state.values()} == {19, 15}, "4 frozen"
@@ -169,7 +169,7 @@ def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
 
 def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
     figures = iter([math.nan, math.nan, 30.0, 20.0])
-    monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: Figures(1.0, next(figures)))
+    monkeypatch.setattr(OnlineEvaluation, "__call__", lambda *_: OnlineFigures(1.0, next(figures)))
     state = trained(tmp_path / "run", {"run.eval_every": 1})
     assert state.best == {"figure": "knn", "value": 30.0, "step": 16}
     assert 16 in steps(tmp_path / "run")
@@ -180,7 +180,7 @@ def test_float16_finds_its_scale_by_losing_steps(tmp_path):
     lost = state.skipped_steps
     assert 2 < lost < 16
     assert state.scaler.get_scale() == 65536 / 2**lost
-    losses = [line["loss"] for line in readings(tmp_path / "run")]
+    losses = [line["loss"] for line in history(tmp_path / "run")]
     assert losses.count(None) == lost
     assert None not in losses[-5:]
     stored = state.checkpoints.newest().metadata
@@ -195,7 +195,8 @@ def test_float16_gives_up_when_its_scale_cannot_fall(tmp_path, lose):
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler's own modules warn of
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend):
     """Captured whole; the generated code itself takes minutes to make and is left to `make test-slow`."""
     settings = {"model.drop_path": 0, "optim.lr": 0.003}
@@ -211,7 +212,7 @@ def test_compiled_networks_train_as_plain_ones_do(tmp_path, monkeypatch, backend
     trained(tmp_path / "compiled", {**settings, "run.compile": "true"})
     assert len(used) == 2, "student and teacher"
     plain, compiled = (
-        [reading["loss"] for reading in readings(tmp_path / name)] for name in ("plain", "compiled")
+        [metrics["loss"] for metrics in history(tmp_path / name)] for name in ("plain", "compiled")
     )
     assert compiled == pytest.approx(plain, rel=1e-4)
     assert plain[0] != plain[-1]
@@ -242,6 +243,6 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
     def spoil(teacher, *_, **__):
         teacher.backbone.cls_token.fill_(math.inf)
 
-    monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
+    monkeypatch.setattr(dino_vit.training.step, "ema_update", torch.no_grad()(spoil))
     with pytest.raises(NotFinite, match=r"not be written: .*not finite; the first is teacher.*start again"):
         trained(tmp_path / "run", {"budget.steps": 5, **SHORT})

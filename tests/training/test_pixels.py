@@ -1,7 +1,6 @@
 """Images of every kind through pretraining and the online evaluation, by the real command."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +10,13 @@ from PIL import Image
 from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import read_metadata
-from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.views.preparation import preparation_of
-from tests.support.runs import readings, run
+from dino_vit.views.eval_transform import eval_transform_of
+from tests.support.runs import history, run
 
 SOURCE = SyntheticSource(length=32)
-NO_COLOUR = {"photometry.saturation": 0, "photometry.hue": 0, "photometry.grey": 0}
+NO_COLOUR = {"augment.saturation": 0, "augment.hue": 0, "augment.grey": 0}
 MEASURED = {"data.mean": "null", "data.std": "null"}
 SETTINGS = {
     "budget.steps": 3,
@@ -67,9 +64,6 @@ def described(output):
     return json.loads(read_metadata(output / "checkpoints" / "step-00000003.safetensors")["dino_vit"])
 
 
-CIFAR = Path(__file__).parents[3] / "shared" / "data" / "cifar10" / "test.parquet"
-
-
 def judge(output, source, *labels):
     assert main(["knn", str(source), f"weights={output}", "precision=no", *labels]) == 0
     assert json.loads((output / "eval" / "knn-leave-one-out.json").read_text())["results"]
@@ -97,9 +91,9 @@ def test_deep_images_keep_their_bits_from_the_file_to_the_weights(
     assert metadata["mean"] == pytest.approx([channel.mean() for channel in expected], rel=1e-3)
     assert metadata["std"] == pytest.approx([channel.std() for channel in expected], rel=1e-3)
     assert metadata["bits"] == 16
-    assert preparation_of(model).pixels == Pixels(channels=len(expected), bits=16, range=limits)
-    assert preparation_of(model).mean == tuple(metadata["mean"])
-    assert readings(output)[-1]["knn"] is not None
+    assert eval_transform_of(model).pixels == Pixels(channels=len(expected), bits=16, range=limits)
+    assert eval_transform_of(model).mean == tuple(metadata["mean"])
+    assert history(output)[-1]["knn"] is not None
     judge(output, folder)
 
 
@@ -111,20 +105,8 @@ def test_palettes_cmyk_grey_and_transparency_in_one_set(tmp_path, capsys):
     assert "repeated from grey to RGB" in said
     assert "unreadable" not in said
     assert not (tmp_path / "run" / "unreadable.txt").exists()
-    assert readings(tmp_path / "run")[-1]["knn"] is not None
+    assert history(tmp_path / "run")[-1]["knn"] is not None
     judge(tmp_path / "run", folder)
-
-
-@pytest.mark.skipif(not CIFAR.exists(), reason="needs CIFAR-10 as Parquet in ../shared/data/cifar10")
-def test_a_published_set(tmp_path):
-    settings = {**SETTINGS, "data.source": CIFAR, "data.batch_size": 64, "run.eval_every": "null"}
-    run(tmp_path / "run", settings)
-    source = open_source(str(CIFAR))
-    some = range(0, len(source), len(source) // 100)  # the set is in the order of its classes
-    np.save(tmp_path / "images.npy", np.stack([read_image(source, i).numpy() for i in some]))
-    rows = [f"{n:09d},{source.classes[source.label(i)]}\n" for n, i in enumerate(some)]
-    (tmp_path / "labels.csv").write_text("".join(rows))
-    judge(tmp_path / "run", tmp_path / "images.npy", f"labels={tmp_path / 'labels.csv'}")
 
 
 def test_a_resumed_run_keeps_what_it_measured(tmp_path):

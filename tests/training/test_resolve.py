@@ -8,12 +8,8 @@ import torch
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint
-from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.training.resolve import (
-    Facts,
-    complete,
-    kept_choices,
-)
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.training.resolve import RunContext, kept_choices, resolve_config
 from tests.support.runs import assert_same_end, run
 
 CPU = torch.device("cpu")
@@ -24,41 +20,37 @@ def config(*settings):
     return load(PretrainConfig, None, [*small, *settings])
 
 
-def test_the_choice_is_measured_once_and_gives_way_to_the_user():
+def test_augmentation_is_on_the_device_unless_the_user_says_otherwise():
     source = SyntheticSource(length=20)
-    facts = Facts(source=source, weights=None, resumed=None, trained=None, processes=1, device=CPU)
+    context = RunContext(source=source, processes=1, device=CPU)
 
     def resolved(*settings):
-        completed, choices, *_ = complete(config(*settings), facts)
-        reasons = [choice.reason for choice in choices if choice.key == "data.photometry"]
-        return completed.data.photometry, reasons
+        config_, choices, *_ = resolve_config(config(*settings), context)
+        return config_.data.augment_on, [choice.key for choice in choices].count("data.augment_on")
 
-    where, reasons = resolved("data.workers=1")
-    assert where in ("worker", "device")
-    assert "images/s on the device" in reasons[0]
-    assert resolved("data.workers=0") == ("device", ["there are no loader processes"])
-    assert resolved("data.photometry=worker") == ("worker", [])
+    assert resolved("data.workers=1") == ("device", 1)
+    assert resolved("data.augment_on=worker") == ("worker", 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path, workers):
     settings = {"budget.steps": 5, "optim.warmup_epochs": 0, "data.workers": workers}
-    settings["photometry.noise"] = 0.5
+    settings["augment.noise"] = 0.5
     for place in ("worker", "device"):
-        run(tmp_path / place, {**settings, "data.photometry": place})
+        run(tmp_path / place, {**settings, "data.augment_on": place})
     assert_same_end(tmp_path / "worker", tmp_path / "device", 5)
 
 
 def test_a_run_keeps_its_place(tmp_path):
     settings = {"budget.steps": 10, "optim.warmup_epochs": 0, "run.checkpoint_every": 5}
-    run(tmp_path / "run", {**settings, "data.photometry": "worker"})
+    run(tmp_path / "run", {**settings, "data.augment_on": "worker"})
     (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
     said = run(tmp_path / "run", {**settings, "data.workers": 1})
-    assert "data.photometry=worker: as the run started" in said
-    assert "photometry: worker" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "data.augment_on=worker: as the run started" in said
+    assert "augment_on: worker" in (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
-    said = run(tmp_path / "run", {**settings, "data.photometry": "device"}, code=2)
-    assert "data.photometry was worker and is device" in said
+    said = run(tmp_path / "run", {**settings, "data.augment_on": "device"}, code=2)
+    assert "data.augment_on was worker and is device" in said
 
 
 def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
@@ -67,10 +59,11 @@ def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
     before = load(PretrainConfig, None, chosen).model_dump(mode="json")
     resumed = Checkpoint(path=Path("step"), tensors={}, metadata={"config": before})
     given = load(PretrainConfig, None, ["recipe=auto", "budget.steps=16", "run.eval_every_steps=8"])
-    kept = {choice.key: choice.value for choice in kept_choices(given, resumed)}
+    context = RunContext(source=SyntheticSource(length=20), processes=1, device=CPU, resumed=resumed)
+    kept = {choice.key: choice.value for choice in kept_choices(given, context)}
     assert kept["teacher.momentum"] == 0.97
     assert not {"budget.epochs", "run.eval_every"} & set(kept)
     assert {"budget.epochs", "run.eval_every"} <= {
-        choice.key for choice in kept_choices(load(PretrainConfig, None, ["recipe=auto"]), resumed)
+        choice.key for choice in kept_choices(load(PretrainConfig, None, ["recipe=auto"]), context)
     }
     assert replace(given, kept).run.eval_every_steps == 8

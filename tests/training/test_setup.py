@@ -7,14 +7,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from dino_vit import export_backbone, load_backbone
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.classification.online import OnlineEvaluation
+from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.training.reporter import describe_start
 from dino_vit.training.setup import set_up
-from dino_vit.views.preparation import Preparation
-from dino_vit.weights import export_backbone, load_backbone
+from dino_vit.views.eval_transform import EvalTransform
 from tests.support.runs import tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
 
@@ -43,7 +43,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
         assert any(name.startswith("head.mlp") for name in changed) or step == 0
     evaluation = OnlineEvaluation(
         source=state.source,
-        preparation=Preparation(size=(32, 32), mean=state.config.data.mean, std=state.config.data.std),
+        transform=EvalTransform(size=(32, 32), mean=state.config.data.mean, std=state.config.data.std),
         seed=0,
     )
     figure = evaluation(start).knn
@@ -98,7 +98,7 @@ def test_a_run_from_weights_goes_on_without_them(tmp_path, weights):
 def test_weights_of_other_channels_are_inflated(tmp_path, weights):
     np.save(tmp_path / "grey.npy", np.random.default_rng(0).integers(0, 256, (64, 32, 32), dtype=np.uint8))
     settings = {**FROM, "init.weights": weights, "budget.steps": 9, "data.source": tmp_path / "grey.npy"}
-    settings |= {f"photometry.{name}": 0 for name in ("saturation", "hue", "grey")}
+    settings |= {f"augment.{name}": 0 for name in ("saturation", "hue", "grey")}
     with pytest.raises(ValueError, match=r"data.channels=5, but the images of .* have 1 channel"):
         opened(tmp_path / "run", {**settings, "data.channels": 5, "data.mean": "null", "data.std": "null"})
     settings |= {"data.channels": 1, "data.mean": "[0.5]", "data.std": "[0.25]"}

@@ -1,11 +1,14 @@
-"""What is said of runs that really happened: their readings, rounded, lie in `recorded`.
+"""What is said of runs: recorded ones, whose records lie rounded in `recorded`, and ones spoilt on purpose.
 
-Each took a core some minutes. flowers: 3,586 photos at 48 pixels, width 96 (small: a ViT-S), recipe=auto;
-textures: 4,000 of the generated ones, width 64; unlabelled: 2,500 photos. mean: loss.centring=ema without
-KoLeo; good: sinkhorn with KoLeo.
+Each of the recorded runs took a core some minutes. flowers: 3,586 photos at 48 pixels, width 96 (small: a
+ViT-S), recipe=auto; textures: 4,000 of the generated ones, width 64; unlabelled: 2,500 photos. mean:
+loss.centering=ema without KoLeo; good: sinkhorn with KoLeo.
 """
 
+import contextlib
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +16,12 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.readings import BASELINE, READING, Baseline
-from dino_vit.training.verdict import STATES, circumstances, diagnose, summarise
+from dino_vit.training.metrics import BASELINE, METRICS, Baseline
+from dino_vit.training.reporter import Reporter
+from dino_vit.training.step import take_step
+from dino_vit.training.verdict import PATIENCE, STATES, WAITING, begins_to_wait, collapse, diagnose, summarise
+from tests.support.history import HEALTHY
+from tests.support.training import opened
 
 RECORDED = Path(__file__).parent / "recorded"
 EARLY, LEARNING, BELOW = "too early to say", "learning", "learning, but still below raw pixels"
@@ -47,18 +54,18 @@ TABLE = {
 
 
 def recorded(name, *, labels=True):
-    """Return the readings of a run and its circumstances, possibly as if it had no labels."""
-    found = json.loads((RECORDED / f"{name}.json").read_text())
-    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
-    baseline = found["baseline"] and BASELINE.validate_python(found["baseline"])
+    """Return the history of a run, its settings and its baseline, possibly as if it had no labels."""
+    record = json.loads((RECORDED / f"{name}.json").read_text())
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+    baseline = record["baseline"] and BASELINE.validate_python(record["baseline"])
     if not labels:
         rows = [{**row, "knn": None, "best_features": None, "best_knn": None} for row in rows]
         baseline = baseline and Baseline(rankme=baseline.rankme)
-    readings = [READING.validate_json(json.dumps(row)) for row in rows]
+    history = [METRICS.validate_json(json.dumps(row)) for row in rows]
     config = load(
-        PretrainConfig, None, [f"{key}={json.dumps(value)}" for key, value in found["settings"].items()]
+        PretrainConfig, None, [f"{key}={json.dumps(value)}" for key, value in record["settings"].items()]
     )
-    return readings, circumstances(config, readings, baseline, images=3586)
+    return history, config, baseline
 
 
 def test_every_recorded_run_is_in_the_table():
@@ -68,9 +75,9 @@ def test_every_recorded_run_is_in_the_table():
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("name", TABLE)
 def test_a_recorded_run_is_called_what_it_was(name, labels):
-    readings, run = recorded(name, labels=labels)
-    told = [diagnose(readings[:count], run).state for count in range(len(readings) + 1)]
-    changes = [state for place, state in enumerate(told) if place == 0 or told[place - 1] != state]
+    history, *run = recorded(name, labels=labels)
+    states = [diagnose(history[:count], *run).state for count in range(len(history) + 1)]
+    changes = [state for index, state in enumerate(states) if index == 0 or states[index - 1] != state]
     expected = TABLE[name][not labels]
     assert changes == (expected if expected[0] == EARLY else [EARLY, *expected])
 
@@ -87,33 +94,124 @@ def test_the_last_line_has_the_figures_their_reason_and_what_to_do():
         "learning: k-NN 53.0 % (before training 41.3, raw pixels 42.9, largest class 24.3, chance 20.0), "
         "55.7 % by CLS + mean patch, effective rank 52.4 (before training 14.4)."
     )
-    assert "k-NN rose by 2.5 in the last two thirds: a larger budget.epochs should bring more." in said
-    assert "With 3,586 images, trained weights are the better start: init.weights=FILE_OR_RUN." in said
     said = summarise(*recorded("flowers-small"))
     assert said.startswith("collapsing: k-NN 39.6 % (before training 44.4,")
-    assert "Try loss.centring=sinkhorn" in said
+    assert "Try loss.centering=sinkhorn" in said
     said = summarise(*recorded("unlabelled-good", labels=False))
     assert said.startswith("learning: effective rank 38.0 (before training 14.1), entropy gap 2.54.")
     assert "k-NN" not in said
 
 
-def test_a_run_from_trained_weights_of_many_images_is_not_told_to_start_from_some():
-    readings, run = recorded("flowers-good")
-    for changes in ({"from_scratch": False}, {"images": 1_000_000}):
-        assert "init.weights" not in summarise(readings, replace(run, **changes))
+def test_without_records_nothing_is_claimed():
+    _, *run = recorded("flowers-good")
+    assert diagnose([], *run).state == EARLY
+    assert summarise([], *run) == "too early to say."
 
 
-def test_without_readings_nothing_is_claimed():
-    _, run = recorded("flowers-good")
-    assert diagnose([], run).state == EARLY
-    assert summarise([], run).startswith("too early to say.")
+FLAT = math.log(65536)
 
 
-def test_what_a_run_has_already_is_not_advised():
-    readings, run = recorded("flowers-always-grey")
-    config = load(PretrainConfig, None, ["recipe=auto", "loss.centring=sinkhorn", "loss.koleo_weight=0.03"])
-    remedy = circumstances(config, readings, None, images=3586).remedy
-    assert diagnose(readings, replace(run, remedy=remedy)).advice.endswith(". Try a lower optim.lr.")
-    config = load(PretrainConfig, None, ["recipe=auto"])
-    remedy = circumstances(config, readings, None, images=3586).remedy
-    assert remedy == "Try loss.centring=sinkhorn, loss.koleo_weight=0.03, or a lower optim.lr."
+def repeated(*, count=PATIENCE, **changes):
+    return [replace(HEALTHY, step=10_000 + 50 * n, **changes) for n in range(count)]
+
+
+UNIFORM = {"mean_output_entropy": FLAT, "output_entropy": FLAT, "entropy_gap": 0.001, "loss": FLAT}
+ONE = {"mean_output_entropy": 0.1, "output_entropy": 0.1, "entropy_gap": 0.0, "loss": 0.2}
+ALIKE = {"mean_output_entropy": 7.0, "output_entropy": 7.0, "entropy_gap": 0.0, "loss": 7.1}
+STUCK = {"loss": FLAT + 0.01}
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, None),
+        (UNIFORM, "uniform collapse"),
+        (ONE, "one prototype"),
+        (ALIKE, "all images alike"),
+        (STUCK, "stuck at ln(prototypes)"),
+        ({"prototypes": 2, "mean_output_entropy": 0.69, "entropy_gap": 0.6, "loss": 0.3}, None),
+        ({**UNIFORM, "entropy_gap": 0.02, "loss": FLAT - 0.03}, None),  # hardly, but on its way
+        ({**ALIKE, "rows": 8}, None),  # too few to tell
+        ({"patch_entropy_gap": 0.001, "patch_rows": 900}, "all patches alike"),
+        ({"patch_entropy_gap": 0.001, "patch_rows": 1}, None),  # too few to tell
+        ({"patch_entropy_gap": 0.5, "patch_rows": 900}, None),
+    ],
+)
+def test_several_records_in_a_row_make_a_collapse(changes, state):
+    history = repeated(**changes)
+    assert state_of(history) == state
+    assert state is None or collapse(history, settled_step=0).advice
+    assert state_of(history[1:]) is None
+    assert state_of(history, settled_step=history[0].step + 1) is None
+    assert state_of([*history[:2], HEALTHY, *history[3:]]) is None
+    # At the end of a run there will be no more history.
+    last = replace(history[1], total_steps=history[1].step)
+    assert state_of([history[0], last]) == (None if changes is STUCK else state)
+    assert state_of([last]) is None
+
+
+def state_of(history, settled_step=0):
+    diagnosis = collapse(history, settled_step=settled_step)
+    return diagnosis and diagnosis.state
+
+
+def test_lost_steps_are_named_even_before_it_has_settled():
+    def state(counts, **changes):
+        history = [replace(r, nonfinite_steps=c) for r, c in zip(repeated(count=6), counts, strict=True)]
+        history[-1] = replace(history[-1], **changes)
+        return state_of(history, settled_step=10**6)
+
+    assert state([0, 0, 0, 0, 0, 50]) is None  # a fifth
+    assert state([0, 0, 0, 0, 0, 51]) == "non-finite steps"
+    assert state([51] * 6) is None  # long ago
+    assert state([0] * 6, loss=math.nan) == "non-finite steps"
+    assert state_of([replace(HEALTHY, nonfinite_steps=9)]) is None
+
+
+def waiting(*shares):
+    return [replace(HEALTHY, step=5 * n, data_wait=share) for n, share in enumerate(shares, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "at"),
+    [
+        ([0.5] * 20, PATIENCE + 1),  # the first record does not count
+        ([0.9] + [0.0] * 9, None),
+        (
+            [0.0, *[0.5] * (PATIENCE - 1), WAITING, *[0.5] * PATIENCE, 0.0, *[0.5] * PATIENCE],
+            2 * PATIENCE + 1,
+        ),
+        ([0.0] * 9 + [0.21] * PATIENCE + [0.1], 9 + PATIENCE),
+        ([float("nan")] * 9, None),
+    ],
+)
+def test_only_the_first_records_in_a_row_that_wait_get_advice(shares, at):
+    history = waiting(*shares)
+    assert [n for n in range(1, len(history) + 1) if begins_to_wait(history[:n])] == ([at] if at else [])
+
+
+def test_it_is_said_once_in_a_run_with_what_was_measured(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", "dino_vit")  # at which a run shows its lines
+    records = waiting(*[0.5] * (PATIENCE + 4))
+    settings = {"data.workers": 1, "run.eval_every": "null"}
+    run = opened(tmp_path / "run", settings)
+    with Reporter(run) as reporter, contextlib.closing(run.state.loader.batches()) as batches:
+        for metrics in records[:-2]:
+            if run.state.step < 2:
+                take_step(run.state, batches)
+            reporter.log(metrics)
+    assert run.state.interval.loading.images == 2 * run.state.plan.global_batch
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "waits for images" in line]
+    times = re.search(
+        r"waits for images 50% of its time; an image takes (\S+) ms to read, (\S+) ms to decode and (\S+) ms "
+        r"to (?:cut|crop), by 1 ",
+        line,
+    )
+    assert all(float(time) > 0 for time in times.groups())
+    again = opened(tmp_path / "run", settings)
+    again.state.step = records[-3].step  # records after the last checkpoint are dropped
+    with Reporter(again) as reporter:
+        assert len(reporter.history) == len(records) - 2
+        for metrics in records[-2:]:
+            reporter.log(metrics)
+    assert "waits for images" not in capsys.readouterr().err

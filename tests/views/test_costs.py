@@ -1,53 +1,12 @@
-"""What an image costs in a worker and on the device."""
+"""What a run that waits for images is told."""
 
 import pytest
-import torch
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.sources.open import SyntheticSource
-from dino_vit.views.costs import (
-    OVERHEAD,
-    Costs,
-    advice_on_size,
-    advice_on_waiting,
-    faster_photometry,
-    measure_costs,
-    repeat_images,
-)
+from dino_vit.views.costs import OVERHEAD, advice_on_size, advice_on_waiting
 from dino_vit.views.geometry import View
-from dino_vit.views.times import LoadTimes
-
-CPU = torch.device("cpu")
-SMALL = ["model.patch_size=8", "views.global_size=32", "views.local_size=16"]
-
-
-@pytest.mark.parametrize(
-    ("costs", "workers", "where"),
-    [
-        (Costs(2.0, 2.0, 2.0), 1, "device"),  # the only worker is as slow as this process
-        (Costs(2.0, 2.0, 2.0), 3, "worker"),
-        (Costs(2.0, 2.0, 2.0), 2, "device"),  # no slower than now, but no faster either
-        (Costs(2.0, 2.0, 0.05), 16, "device"),  # an accelerator
-    ],
-)
-def test_photometry_runs_where_the_slower_stage_is_faster(costs, workers, where):
-    assert faster_photometry(costs, workers)[0] == where
-
-
-def test_stages_are_measured_and_leave_no_trace():
-    before = torch.get_rng_state(), torch.get_num_threads()
-    costs = measure_costs(load(PretrainConfig, None, SMALL), SyntheticSource(length=20), CPU)
-    assert min(costs) > 0
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert torch.get_num_threads() == before[1]
-
-
-def test_a_device_is_measured_with_as_much_as_it_trains_on():
-    images, rows = torch.rand(6, 3, 8, 8), torch.rand(6, 4)
-    assert torch.equal(repeat_images(images, 3), torch.cat([images] * 3))
-    assert torch.equal(repeat_images(rows, 2), torch.cat([rows] * 2))
-    assert repeat_images(images, 1) is images
+from dino_vit.views.loader import LoadTimes
 
 
 def test_images_far_larger_than_their_views_get_advice():
@@ -65,7 +24,7 @@ def test_images_far_larger_than_their_views_get_advice():
 
 
 LARGE, USUAL = [(3000, 4000)] * 3, [(375, 500)] * 3
-FAST = {"read": 0.4, "decode": 0.5, "cut": 0.6}  # seconds for 100 images
+FAST = {"read": 0.4, "decode": 0.5, "crop": 0.6}  # seconds for 100 images
 
 
 @pytest.mark.parametrize(
@@ -74,8 +33,8 @@ FAST = {"read": 0.4, "decode": 0.5, "cut": 0.6}  # seconds for 100 images
         ({"read": 9.0}, "photos", USUAL, "data.workers=8, or a faster disk, or shards instead of many"),
         ({"read": 9.0}, "s3://photos", USUAL, "data.workers=8, or a copy of the images on a local disk"),
         ({"decode": 9.0}, "photos", USUAL, "more cores."),
-        ({"cut": 9.0}, "photos", USUAL, "more cores, or a lower views.local_count."),
-        ({"colour": 9.0}, "photos", LARGE, "data.photometry=device."),
+        ({"crop": 9.0}, "photos", USUAL, "more cores, or a lower views.local_count."),
+        ({"augment": 9.0}, "photos", LARGE, "data.augment_on=device."),
     ],
 )
 def test_advice_on_waiting_is_about_what_takes_longest(seconds, source, sizes, advice):
@@ -85,11 +44,11 @@ def test_advice_on_waiting_is_about_what_takes_longest(seconds, source, sizes, a
     name = next(iter(seconds))
     assert f"90 ms to {name}" in found
     assert all(f"{10 * FAST[other]:.3g} ms to {other}" in found for other in FAST.keys() - {name})
-    assert "by 3 loader processes on 4 cores. " in found
+    assert "by 3 DataLoader workers on 4 cores. " in found
     assert f"Try {advice}" in found
 
 
-@pytest.mark.parametrize("longest", ["decode", "cut"])
+@pytest.mark.parametrize("longest", ["decode", "crop"])
 def test_large_images_that_a_run_waits_for_should_be_packed(longest):
     config = load(PretrainConfig, None, ["data.source=photos"])
     times = LoadTimes(images=100, **{**FAST, longest: 9.0})

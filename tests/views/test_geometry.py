@@ -15,8 +15,8 @@ from tests.support.views import draw_boxes, draw_rows, ks_distance, views_of
 def test_the_recipe_is_the_default():
     views = views_of()
     assert [view.size for view in views] == [(224, 224)] * 2 + [(96, 96)] * 8
-    assert [view.photometry.blur for view in views] == [1.0, 0.1] + [0.5] * 8
-    assert [view.photometry.solarise for view in views] == [0.0, 0.2] + [0.0] * 8
+    assert [view.augment.blur for view in views] == [1.0, 0.1] + [0.5] * 8
+    assert [view.augment.solarise for view in views] == [0.0, 0.2] + [0.0] * 8
     assert views[0].scale == views[1].scale == (0.4, 1.0)
     assert views[2].scale == (0.05, 0.4)
 
@@ -91,13 +91,6 @@ def test_the_memory_format_of_an_image_changes_nothing():
     for given in (image, turned):
         assert torch.equal(crop_views(given, boxes, (16, 12), out=room[1]), torch.cat(plain))
     assert torch.equal(room[1], torch.cat(plain))
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3, 5])
-def test_crop_views_takes_any_channels_and_keeps_flat_areas(channels):
-    image = torch.arange(channels, dtype=torch.uint8)[:, None, None].expand(channels, 30, 30) * 40
-    cut = crop_views(image, np.array([[1, 2, 20, 20]]), (8, 8))
-    assert torch.equal(cut[0], image[:, :8, :8])
 
 
 def test_a_view_is_a_function_of_seed_epoch_sample_and_view():

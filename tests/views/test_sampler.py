@@ -28,40 +28,27 @@ def test_every_place_is_equally_likely():
     assert (((counts - 200) ** 2) / 200).sum() < 126  # 0.1 % point for 81 degrees of freedom
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_processes_share_the_batches_of_one(world_size):
-    whole = take(Sampler(length=100, batch_size=12, seed=0), 5, 20)
-    parts = [
-        take(Sampler(length=100, batch_size=12, seed=0, rank=rank, world_size=world_size), 5, 20)
-        for rank in range(world_size)
-    ]
+@pytest.mark.parametrize("weights", [None, np.arange(100.0)])
+@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (1, 3), (3, 2)])
+def test_processes_and_micro_batches_share_the_images_of_a_step(world_size, accumulate, weights):
+    settings = {"length": 100, "batch_size": 12, "seed": 0, "weights": weights}
+    whole = take(Sampler(**settings), 5, 20)
+    settings |= {"world_size": world_size, "accumulate": accumulate}
+    ranks = [take(Sampler(**settings, rank=rank), 5, 20 * accumulate) for rank in range(world_size)]
     for step, (epoch, number, samples) in enumerate(whole):
-        assert [sample for part in parts for sample in part[step][2]] == samples
-        assert all(part[step][:2] == (epoch, number) for part in parts)
-
-
-def test_the_passes_of_a_step_share_its_images():
-    whole = take(Sampler(length=100, batch_size=12, seed=0), 5, 6)
-    passes = take(Sampler(length=100, batch_size=12, seed=0, accumulate=3), 5, 18)
-    for step, (epoch, number, samples) in enumerate(whole):
-        parts = passes[3 * step : 3 * step + 3]
+        parts = [of_rank[accumulate * step + micro] for micro in range(accumulate) for of_rank in ranks]
         assert [sample for part in parts for sample in part[2]] == samples
         assert all(part[:2] == (epoch, number) for part in parts)
 
 
-def test_a_position_is_all_that_resume_needs():
-    sampler = Sampler(length=50, batch_size=8, seed=0)
+@pytest.mark.parametrize("weights", [None, np.arange(50.0)])
+def test_a_position_is_all_that_resume_needs(weights):
+    sampler = Sampler(length=50, batch_size=8, seed=0, weights=weights)
     assert sampler.steps_per_epoch == 6
     all_steps = take(sampler, 0, 20)
     assert [step[:2] for step in all_steps] == [divmod(position, 6) for position in range(20)]
     for position in (1, 5, 6, 13):
         assert take(sampler, position, 20 - position) == all_steps[position:]
-
-
-def test_an_epoch_sees_no_image_twice():
-    steps = take(Sampler(length=50, batch_size=8, seed=0), 0, 6)
-    seen = [sample for _, _, samples in steps for sample in samples]
-    assert len(set(seen)) == len(seen) == 48
 
 
 def test_weights_decide_how_often_an_image_is_drawn():
@@ -75,16 +62,6 @@ def test_weights_decide_how_often_an_image_is_drawn():
     assert ((counts[drawn] - expected) ** 2 / expected).sum() < 18.5  # 0.1 % point for 4 degrees of freedom
 
 
-def test_weights_that_are_equal_draw_all_equally_often_at_every_place():
-    orders = [
-        Sampler(length=10, batch_size=1, seed=1, weights=np.full(10, 0.1)).order(epoch)
-        for epoch in range(2000)
-    ]
-    counts = np.stack([np.bincount(column, minlength=10) for column in np.array(orders).T])
-    assert ((counts - 200) ** 2 / 200).sum() < 137  # 0.1 % point for 90 degrees of freedom
-    assert sum(len(set(order.tolist())) == 10 for order in orders) < 10  # with replacement
-
-
 def test_drawing_by_weight_equals_the_loop():
     weights = np.array([0.0, 0.7, 0.1, 0.0, 0.2, 0.0])
     sampler = Sampler(length=6, batch_size=2, seed=5, weights=weights)
@@ -95,14 +72,6 @@ def test_drawing_by_weight_equals_the_loop():
         while rest >= weights[place]:
             rest, place = rest - weights[place], place + 1
         assert found == place
-
-
-def test_what_is_weighted_is_split_and_resumed_as_any_epoch():
-    settings = {"length": 100, "batch_size": 12, "seed": 0, "weights": np.arange(100.0)}
-    whole = take(Sampler(**settings), 0, 20)
-    assert take(Sampler(**settings), 11, 9) == whole[11:]
-    parts = [take(Sampler(**settings, rank=rank, world_size=2), 0, 20) for rank in (0, 1)]
-    assert [[*one[2], *other[2]] for one, other in zip(*parts, strict=True)] == [step[2] for step in whole]
 
 
 def test_an_image_of_weight_0_stands_in_for_no_other():
@@ -157,11 +126,6 @@ def test_as_many_shards_as_the_window_has_mix_at_any_place_of_an_epoch(place):
         counts.append(len(set(shards[300:500]) & set(shards[500:700])))  # begun, and not at their ends
     assert 3 <= np.mean(counts) <= 5
     assert max(counts) <= 5
-
-
-def test_one_huge_shard_mixes_all_images():
-    shards = np.repeat(np.arange(11, dtype=np.int32), [500, *[50] * 10])
-    assert windowed(shards=shards).span == 1000
 
 
 def test_a_window_reorders_what_weights_draw():

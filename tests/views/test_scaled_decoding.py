@@ -9,8 +9,8 @@ from dino_vit.data.images.decode import UnreadableImage, decode
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.views.geometry import (
     REDUCTIONS,
-    Cut,
     View,
+    ViewBoxes,
     choose_boxes,
     crop_views,
     draw_tries,
@@ -43,7 +43,7 @@ def both(data, sample=0):
 
     The boxes of the whole image are where those of the reduced one come to lie in it.
     """
-    cut = Cut(VIEWS, tries(sample))
+    cut = ViewBoxes(VIEWS, tries(sample))
     whole, reduced = decode(data, "photo"), decode(data, "photo", reduction=cut.reduction)
     boxes = cut.boxes(reduced)
     factor = round(whole.shape[1] / reduced.shape[1])
@@ -107,7 +107,7 @@ def test_what_cannot_be_reduced_is_decoded_as_ever():
 def test_damaged_files_are_refused_in_the_same_way():
     data = saved(photo(), "JPEG")
     for broken in (data[: len(data) // 2], data[:300]):
-        for reduction in (None, Cut(VIEWS, tries()).reduction):
+        for reduction in (None, ViewBoxes(VIEWS, tries()).reduction):
             with pytest.raises(UnreadableImage, match="it cannot be decoded"):
                 decode(broken, "photo", reduction=reduction)
 

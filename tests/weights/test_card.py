@@ -5,7 +5,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import result_changes
@@ -59,13 +59,6 @@ def test_the_hub_reads_what_it_is_and_a_stranger_where_it_comes_from(tmp_path):
     assert changed.count("\n") == 7  # with all of init, which is no default
 
 
-def test_settings_are_those_that_differ_from_the_defaults_of_the_method(tmp_path):
-    model = trained(tmp_path / "a.safetensors", config=settings(method="dinov2", seed=3))
-    card = ModelCard(model_card(model))
-    assert "[DINOv2](https://arxiv.org/abs/2304.07193)" in card.text
-    assert "the defaults of `method=dinov2`:\n\n```yaml\nseed: 3\n```\n" in card.text
-
-
 @pytest.mark.parametrize("name", [".", "someone/vit"])
 def test_the_lines_open_the_folder_wherever_it_is(tmp_path, monkeypatch, name):
     model = trained(tmp_path / "a.safetensors", config={})
@@ -94,24 +87,6 @@ def test_nothing_is_said_of_a_training_that_is_not_known(tmp_path, config):
         assert said not in card.text
     assert "mean (0.485, 0.456, 0.406)" in card.text  # which the processor takes then
     assert "No licence is stated yet. The owner has to name it" in card.text
-
-
-def test_a_backbone_without_a_file_for_images_that_no_processor_takes():
-    card = ModelCard(model_card(VisionTransformer(image_size=64, channels=13)))
-    unknown = "not recorded in the file"
-    assert f"No processor of transformers prepares such images (range of the values: {unknown})." in card.text
-    assert f"mean ({unknown}) and std ({unknown})." in card.text
-    assert "None" not in card.text
-
-
-def test_hostile_names_break_no_line(tmp_path):
-    name = "a\nlicense: mit\x1b[31m\udcff.safetensors"
-    config = settings(**{"data.source": "line\n---\nbreak\x1b"})
-    card = model_card(trained(tmp_path / name, config=config), license="mit")
-    assert "| file | a\\nlicense: mit\\x1b[31m\\xff.safetensors |" in card
-    assert "line\\n---\\nbreak\\x1b" in card
-    assert card.encode().count(b"\x1b") == 0
-    assert ModelCard(card).data.license == "mit"
 
 
 def test_a_card_is_replaced_unless_a_person_claimed_it(tmp_path):

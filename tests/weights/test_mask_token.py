@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from dino_vit.weights import export_backbone, load_backbone, save_backbone
+from dino_vit import export_backbone, load_backbone, save_backbone
 from tests.support.backbones import backbone
 
 

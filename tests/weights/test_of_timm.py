@@ -37,20 +37,10 @@ def test_our_file_holds_the_name_and_what_rebuilds_it(tmp_path):
     assert loaded.architecture == model.architecture
     assert (loaded.provenance.mean, loaded.provenance.std) == tuple(STATISTICS.values())
     assert torch.equal(loaded(IMAGES), model(IMAGES))
-    assert loaded.transform.preparation.size == (64, 64)
+    assert loaded.transform.transform.size == (64, 64)
     assert loaded.embed(IMAGES.sigmoid()).shape == (2, loaded.width)
     larger = dino_vit.load_backbone(tmp_path / "a.safetensors", image_size=96, drop_path=0.0)
     assert larger.grid_of(96, 96) == (3, 3)
-
-
-@torch.no_grad()
-def test_a_classifier_is_kept_on_request(tmp_path):
-    model = TimmBackbone(name="test_convnext", image_size=64)
-    model.add_classifier(7)
-    dino_vit.save_backbone(model.eval(), tmp_path / "a.safetensors", **STATISTICS)
-    assert dino_vit.load_backbone(tmp_path / "a.safetensors")(IMAGES).shape == (2, model.width)
-    kept = dino_vit.load_backbone(tmp_path / "a.safetensors", num_classes=7)
-    assert torch.equal(kept(IMAGES), model(IMAGES))
 
 
 def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
@@ -66,15 +56,9 @@ def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
     dino_vit.save_backbone(model, tmp_path / "b.safetensors", **STATISTICS)
     with pytest.raises(WeightsError, match="does not fit the model that it names"):
         dino_vit.load_backbone(tmp_path / "b.safetensors")
-    model.architecture["channels"] = 0
-    dino_vit.save_backbone(model, tmp_path / "c.safetensors", **STATISTICS)
-    with pytest.raises(WeightsError, match=r"architecture\.channels = 0, but input should be greater than 0"):
-        dino_vit.load_backbone(tmp_path / "c.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "suffix"), [("test_convnext", ".pth"), ("test_resnet", ".safetensors"), ("test_vit", ".pth")]
-)
+@pytest.mark.parametrize(("name", "suffix"), [("test_resnet", ".safetensors"), ("test_vit", ".pth")])
 @torch.no_grad()
 def test_exported_it_is_timms_own(tmp_path, name, suffix):
     """The printed lines embed a photo as we do, and the file loads here again."""
@@ -96,34 +80,20 @@ def test_exported_it_is_timms_own(tmp_path, name, suffix):
     assert_close(again.embed(tmp_path / "photo.jpg"), ours)
 
 
-def test_other_formats_are_refused_and_graphs_are_written(tmp_path):
-    saved(tmp_path)
-    with pytest.raises(
-        WeightsError, match=r"is written for timm, or as a graph \(onnx, pt2\), not in the hugg"
-    ):
-        dino_vit.export(tmp_path / "a.safetensors", out=tmp_path / "hf", format="huggingface", verbose=False)
-    with pytest.raises(WeightsError, match="as a graph for one size: leave out --dynamic"):
-        dino_vit.export(
-            tmp_path / "a.safetensors", out=tmp_path / "a.pt2", format="pt2", dynamic=True, verbose=False
-        )
-    written = dino_vit.export(tmp_path / "a.safetensors", out=tmp_path / "a.pt2", format="pt2", verbose=False)
-    assert written.path.exists()
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A folder as timm's models have on the hub."""
     torch.manual_seed(0)
     model = timm.create_model("test_resnet").eval()
-    found = tmp_path / "hub"
-    found.mkdir()
+    folder = tmp_path / "hub"
+    folder.mkdir()
 
     def write(tensors=None, **changes):
         config = {"architecture": "test_resnet", "num_classes": 1000, **changes}
         config["pretrained_cfg"] = {"input_size": [3, 64, 64], "mean": [0.5] * 3, "std": [0.2] * 3}
-        (found / "config.json").write_text(json.dumps(config))
-        save_file(model.state_dict() if tensors is None else tensors, found / "model.safetensors")
-        return found
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(model.state_dict() if tensors is None else tensors, folder / "model.safetensors")
+        return folder
 
     return model, write
 
@@ -165,13 +135,9 @@ def cache(tmp_path):
         (snapshot.parents[1] / "refs").mkdir()
         (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
         save_file(model.state_dict(), snapshot / "model.safetensors")
-        known = model.pretrained_cfg
-        statistics = {"input_size": [3, 160, 160], "mean": list(known["mean"]), "std": list(known["std"])}
-        config = {
-            "architecture": name,
-            "num_classes": 1000,
-            "pretrained_cfg": {"tag": "r160_in1k", **statistics},
-        }
+        statistics = {key: list(model.pretrained_cfg[key]) for key in ("mean", "std")}
+        config = {"architecture": name, "num_classes": 1000}
+        config["pretrained_cfg"] = {"tag": "r160_in1k", "input_size": [3, 160, 160], **statistics}
         if name == "test_vit":
             config |= {"model_args": {"num_heads": model.blocks[0].attn.num_heads}}
         (snapshot / "config.json").write_text(json.dumps(config))
@@ -205,28 +171,18 @@ def embedded(environ, *names):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("test_convnext", "LoadedTimmBackbone"), ("test_vit", "LoadedTransformer")]
-)
-def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache, name, kind):
+def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache):
     """A vision transformer becomes ours, with attention to look at; anything else stays timm's."""
     models, environ = cache
     images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
-    models[name].reset_classifier(0)
-    with torch.no_grad():
-        expected = models[name].eval()(images)
-    names = f"timm:{name}", f"timm:{name}.r160_in1k", f"hf:timm/{name}.r160_in1k"
-    for found, mean, features in embedded(environ, *names):
-        assert found == kind
-        assert mean == list(models[name].pretrained_cfg["mean"])
-        assert_close(torch.tensor(features), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_names_that_lead_nowhere_are_said(cache):
-    names = "hf:facebook/dinov2-small", "timm:test_convnet", "hf:no such name/at all", "timm:test_vit.none"
-    absent, unknown, invalid, tag = embedded(cache[1], *names)
-    assert "hf:facebook/dinov2-small could not be fetched, and the hub's cache does not have it" in absent
+    names = ["timm:test_convnext", "hf:timm/test_convnext.r160_in1k", "timm:test_vit"]
+    *resolved, absent, unknown = embedded(environ, *names, "hf:facebook/dinov2-small", "timm:test_convnet")
+    for name, (kind, mean, features) in zip(names, resolved, strict=True):
+        model = models["test_vit" if "test_vit" in name else "test_convnext"]
+        model.reset_classifier(0)
+        with torch.no_grad():
+            assert_close(torch.tensor(features), model.eval()(images), atol=1e-5, rtol=1e-5)
+        assert kind == ("LoadedTransformer" if "test_vit" in name else "LoadedTimmBackbone")
+        assert mean == list(model.pretrained_cfg["mean"])
     assert "run `hf download facebook/dinov2-small`, and give the folder that it prints" in absent
     assert "knows no weights of this name; timm.list_pretrained() names those that there are" in unknown
-    assert "could not be fetched" in invalid
-    assert "knows no weights of this name" in tag

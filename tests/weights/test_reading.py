@@ -5,11 +5,8 @@ import io
 import json
 import os
 import pickle
-import zipfile
-from collections import OrderedDict
 
 import pytest
-import safetensors.torch
 import torch
 
 from dino_vit import WeightsError, load_backbone, save_backbone
@@ -57,7 +54,7 @@ def test_a_reference_checkpoint_with_a_pickled_namespace(tmp_path, network):
 )
 @pytest.mark.parametrize(
     "prefix",
-    ["", "module.", "backbone.", "module.backbone.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."],
+    ["", "module.", "module.backbone.", "_orig_mod.module."],
 )
 def test_prefixes_and_wrappers_are_removed(tmp_path, wrap, prefix, old_style):
     model = backbone(position_mode="dino")
@@ -101,12 +98,6 @@ def test_training_checkpoints_of_ours_hold_both_networks(tmp_path):
         assert loaded.provenance.network == network
 
 
-def test_plain_safetensors_of_the_reference_layout(tmp_path):
-    model = backbone(position_mode="dino")
-    safetensors.torch.save_file(model.state_dict(), tmp_path / "a.safetensors")
-    assert torch.equal(load_backbone(tmp_path / "a.safetensors", heads=2)(IMAGES), model(IMAGES))
-
-
 class Bomb:
     """What a hostile file does: it asks for a command to be run while it is read."""
 
@@ -121,7 +112,6 @@ class Bomb:
     ("writer", "message"),
     [
         ("torch", r"would run posix\.system.*Nothing in it was executed"),
-        ("old torch", r"would run posix\.system.*Nothing in it was executed"),
         ("pickle", "Nothing in it was executed"),
     ],
 )
@@ -137,21 +127,12 @@ def test_a_pickle_that_would_run_code_is_refused_and_nothing_runs(tmp_path, writ
     assert not flag.exists()
 
 
-def test_a_pickle_names_the_class_it_needs(tmp_path):
-    torch.save({"model": backbone().state_dict(), "place": tmp_path}, tmp_path / "a.pth")
-    with pytest.raises(WeightsError, match=r"would run pathlib\S*Path"):
-        load_backbone(tmp_path / "a.pth", heads=2)
-
-
 def bad_files():
-    text, checkpoint = io.BytesIO(), io.BytesIO()
-    with zipfile.ZipFile(text, "w") as archive:
-        archive.writestr("notes.txt", "no weights here")
+    checkpoint = io.BytesIO()
     torch.save(dict(backbone().state_dict()), checkpoint)
     return {
         "empty": b"",
         "a page": b"<!doctype html><title>404</title>",
-        "a zip of text": text.getvalue(),
         "half a checkpoint": checkpoint.getvalue()[: len(checkpoint.getvalue()) // 2],
     }
 
@@ -165,66 +146,17 @@ def test_files_that_hold_no_weights(tmp_path, name, suffix):
         load_backbone(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([torch.ones(2)], "holds a list, not a dict"),
-        ({}, "it is empty"),
-        ({"epoch": 3, "loss": 0.1}, r"2 entries without a tensor \(epoch, loss\)"),
-        ({"conv1.weight": torch.ones(2)}, r"not a supported vision transformer \(tensors: conv1.weight"),
-        ({"cls_token": torch.ones(1, 1, 8), "pos_embed": torch.ones(1, 5, 8)}, "lacks 'patch_embed"),
-        ({"teacher": {"a": torch.ones(1)}}, "no student; it holds teacher"),
-    ],
-)
-def test_checkpoints_of_something_else(tmp_path, content, message):
-    torch.save(content, tmp_path / "other.pth")
-    with pytest.raises(WeightsError, match=message):
-        load_backbone(tmp_path / "other.pth", network="student")
-
-
-def test_paths_that_hold_nothing(tmp_path):
+def test_what_holds_no_backbone(tmp_path):
+    with pytest.raises(WeightsError, match=r"2 entries without a tensor \(epoch, loss\)"):
+        load_backbone({"epoch": 3, "loss": 0.1})
+    with pytest.raises(WeightsError, match="not a supported vision transformer"):
+        load_backbone({"conv1.weight": torch.ones(2)})
     with pytest.raises(WeightsError, match="does not exist"):
         load_backbone(tmp_path / "nowhere.pth")
     with pytest.raises(WeightsError, match="holds no weights"):
         load_backbone(tmp_path)
     with pytest.raises(WeightsError, match="choose from teacher, student"):
         load_backbone(backbone().state_dict(), network="ema")
-
-
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "C64", "I4", "X9"])
-def test_types_that_no_weights_have_are_a_sentence(tmp_path, dtype):
-    named = {"cls_token": {"dtype": dtype, "shape": [1, 1, 8], "data_offsets": [0, 8]}}
-    header = json.dumps(named).encode()
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(WeightsError, match=r"a\.safetensors"):
-        load_backbone(path)
-
-
-@pytest.mark.parametrize("name", ["a.pth", "a.safetensors", "checkpoints/step-00000001.safetensors"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    os.mkfifo(path)
-    with pytest.raises(WeightsError, match=r"is not a file|can be read"):
-        load_backbone(tmp_path if "checkpoints" in name else path)
-
-
-def test_a_damaged_file_of_ours_is_refused(tmp_path):
-    path = tmp_path / "mine.safetensors"
-    save_backbone(backbone(), path)
-    damage(path)
-    with pytest.raises(WeightsError, match="damaged"):
-        load_backbone(path)
-
-
-@pytest.mark.parametrize("kind", [OrderedDict, argparse.Namespace])
-def test_only_safetensors_files_are_ours(tmp_path, kind):
-    content = kind()
-    content.dino_vit = 5
-    torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(WeightsError, match=r"a\.pth (is not a state dict: it is empty|holds a Namespace)"):
-        load_backbone(tmp_path / "a.pth")
 
 
 def test_a_file_that_claims_more_than_it_stores_is_refused(tmp_path):
@@ -241,23 +173,9 @@ def test_a_file_that_claims_more_than_it_stores_is_refused(tmp_path):
     assert load_backbone(tmp_path / "b.pth", heads=2)(IMAGES).isfinite().all()
 
 
-def test_a_dict_within_itself_is_refused(tmp_path):
-    content = {}
-    content["model"] = content
-    torch.save(content, tmp_path / "a.pth")
-    with pytest.raises(WeightsError, match=r"a\.pth .* 9 dicts within one another"):
-        load_backbone(tmp_path / "a.pth")
-
-
 def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):
     torch.save(backbone().state_dict(), tmp_path / "dino.pth")
     config = {"model_type": "vit", "layer_norm_eps": 0.1, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_backbone(tmp_path / "dino.pth", heads=2)
     assert (loaded.position_mode, loaded.architecture["norm_eps"]) == ("dino", 1e-6)
-
-
-def test_names_that_differ_by_a_prefix_only_are_refused():
-    named = {**backbone().state_dict(), "backbone.cls_token": torch.ones(1, 1, 32)}
-    with pytest.raises(WeightsError, match="more than one network"):
-        load_backbone(named, heads=2)

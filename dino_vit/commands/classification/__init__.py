@@ -3,35 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from statistics import mean, stdev
+from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
-from dino_vit.commands import Result
-from dino_vit.eval.accuracy import Accuracy
-
-
-class Predictions(NamedTuple):
-    """The class of each image that could be read, as numbers of `classes`."""
-
-    images: NDArray[np.int64]  # in the source
-    predicted: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    classes: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, ranked: Tensor, targets: Tensor, images: NDArray[np.int64], classes: Sequence[str]
-    ) -> "Predictions":
-        """Return the first of the ranked classes of each image."""
-        return cls(images, ranked[:, 0].cpu().numpy(), targets.cpu().numpy(), tuple(classes))
-
-    @property
-    def right(self) -> NDArray[np.bool_]:
-        """Which images were classified rightly."""
-        return self.predicted == self.targets
+from dino_vit.commands import Result, format_table
+from dino_vit.eval.accuracy import Accuracy, Predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +24,31 @@ class Classification(Result):
     @classmethod
     def of(cls, best: Mapping[str, Any], **others: Any) -> Self:
         """Return the result whose figures are `best`, a part of the details."""
-        per_class = {name: Accuracy(**one) for name, one in best.get("per_class", {}).items()}
+        per_class = {name: Accuracy(**of_class) for name, of_class in best.get("per_class", {}).items()}
         top1, top5 = Accuracy(**best["top1"]), Accuracy(**best["top5"])
         return cls(top1=top1, top5=top5, per_class=per_class, **others)
+
+
+def few_shot_result(
+    shots: int, images: int, name: str, value: float, top1: Sequence[Accuracy]
+) -> dict[str, Any]:
+    """Return the accuracies of all repeats for the value of a setting, their mean and their deviation."""
+    percents = [accuracy.percent for accuracy in top1]
+    return {
+        "shots": shots,
+        "images": images,
+        name: value,
+        "mean": mean(percents),
+        "standard_deviation": stdev(percents) if len(percents) > 1 else None,
+        "top1": [accuracy._asdict() for accuracy in top1],
+    }
+
+
+def few_shot_table(results: Sequence[Mapping[str, Any]], setting: str, repeats: int) -> str:
+    """Return the accuracies by number of training images, for the best value of a setting."""
+    rows = []
+    for few in results:
+        deviation = "-" if few["standard_deviation"] is None else f"{few['standard_deviation']:.2f}"
+        counts = f"{few['shots']:,}", f"{few['images']:,}"
+        rows.append([*counts, f"{few[setting]:.3g}", f"{few['mean']:.2f}", deviation])
+    return format_table(["images per class", "images", setting, "top-1 %", f"std of {repeats}"], rows)

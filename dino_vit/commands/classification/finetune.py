@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -31,27 +31,17 @@ from dino_vit.config.settings import (
     setting,
     settings_of,
 )
-from dino_vit.core import log
-from dino_vit.core.checkpoint import Checkpoints, collect, restore
-from dino_vit.core.distributed import (
-    all_equal,
-    all_gather,
-    any_process,
-    is_main_process,
-    rank,
-    share,
-    world_size,
-)
+from dino_vit.core.distributed import all_gather, any_process, is_main_process, rank, rank_slice, world_size
 from dino_vit.core.lock import locked
 from dino_vit.core.progress import Advance, plural, progress
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.signals import Interruption
 from dino_vit.core.sizes import VIT_SIZES, height_width
-from dino_vit.eval.accuracy import accuracy_of_guesses, summary, top_k_accuracy, write_results
-from dino_vit.eval.classification.datasets import SupervisedConfig, SupervisedLoader, open_sets
-from dino_vit.eval.classification.linear import TOP_K
-from dino_vit.eval.features.extraction import extract_features
+from dino_vit.eval.accuracy import summary, top_k_accuracy, trivial_baselines, write_results
+from dino_vit.eval.features import extract_features
+from dino_vit.eval.labelled import Epochs, SupervisedConfig, SupervisedLoader, open_sets
+from dino_vit.eval.linear import TOP_K
 from dino_vit.method.optim import (
     build_optimizer,
     clip_gradients,
@@ -62,17 +52,22 @@ from dino_vit.method.optim import (
 )
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.batch_norm import synchronise
+from dino_vit.models.batch_norm import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.augment import ViewAugment
+from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
-from dino_vit.views.photometry import ViewPhotometry
-from dino_vit.views.preparation import preparation_of
 from dino_vit.weights import load_backbone, save_backbone
 
 
 class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
 
+    examples: ClassVar = (
+        "finetune photos/val train=photos/train weights=runs/pretrain",
+        "finetune photos arch=vit_small",
+    )
+    resumes: ClassVar = True
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
@@ -80,7 +75,7 @@ class FinetuneConfig(SupervisedConfig):
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
     batch_size: Dimension = setting(64, "images per process and step")
-    workers: FewOrZero | None = setting(None, "loader processes; null: by the cores", resumable=True)
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
     epochs: Count = setting(100, "passes over the images")
     lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
     min_lr: NonNegative = setting(1e-6, "learning rate at the end")
@@ -130,43 +125,37 @@ class Finetuning:
         self.sets = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.sets.classes)).to(self.device)
-        self.preparation = preparation_of(self.model)
+        self.transform = eval_transform_of(self.model)
         # What the steps call: in several processes the model inside DistributedDataParallel.
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = parameter_groups(self.model, layer_decay=config.layer_decay)
         self.optimizer = build_optimizer("adamw", groups)
         bf16 = choose_precision(config.precision, self.device) == "bf16"
         self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
-        photometry = ViewPhotometry(
+        augment = ViewAugment(
             flip=config.flip, jitter=config.jitter, brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1
         )
         self.loader = SupervisedLoader(
             self.sets.train,
-            view=View(size=self.preparation.size, scale=config.crop, photometry=photometry),
-            preparation=self.preparation,
+            view=View(size=self.transform.size, scale=config.crop, augment=augment),
+            transform=self.transform,
             batch_size=config.batch_size,
             seed=config.seed,
             workers=config.workers,
             device=self.device,
         )
-        self.checkpoints = Checkpoints(Path(config.output) / "state")
-        self.history: list[dict[str, Any]] = []  # of each finished epoch
-        self._resume()
-
-    @property
-    def epoch(self) -> int:
-        return len(self.history)
+        self.epochs = Epochs(Path(config.output) / "state", self.model, self.optimizer, self._facts())
 
     @property
     def step(self) -> int:
-        return self.epoch * self.loader.steps_per_epoch
+        return self.epochs.finished * self.loader.steps_per_epoch
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return all that the training depends on, for JSON."""
         fixed = {key for key, info in settings_of(FinetuneConfig).items() if not info.resumable}
         return {
             "config": self.config.model_dump(mode="json", include=fixed),
-            "sets": [part.images.fingerprint for part in (self.sets.train, self.sets.val)],
+            "sets": [part.fingerprint for part in (self.sets.train, self.sets.val)],
             "classes": list(self.sets.classes),
             "global_batch": self.loader.global_batch,
             "precision": str(self.autocast),
@@ -180,25 +169,21 @@ class Finetuning:
             closing(self.loader.batches(self.step)) as batches,
             progress("Fine-tuning, steps", steps) as advance,
         ):
-            while self.epoch < self.config.epochs:
+            while self.epochs.finished < self.config.epochs:
                 loss = self._train_epoch(batches, advance, interruption)
                 if loss is None:
                     return False
-                self.history.append({"epoch": self.epoch + 1, "loss": loss, **self._evaluate()})
-                if is_main_process():
-                    tensors = collect({"model": self.model}, self.optimizer)
-                    metadata = {"facts": self.facts(), "history": self.history}
-                    self.checkpoints.save(self.epoch, tensors, metadata)
+                self.epochs.finish(loss=loss, **self._evaluate())
         return True
 
     def _train_epoch(
         self, batches: Iterator[tuple[Tensor, Tensor]], advance: Advance, interruption: Interruption
     ) -> float | None:
         """Take the steps of an epoch and return their mean loss, or None if interrupted."""
-        steps = self.loader.steps_per_epoch
+        steps, epoch = self.loader.steps_per_epoch, self.epochs.finished + 1
         losses = torch.zeros((), device=self.device)
-        best = max((one["top1"]["percent"] for one in self.history), default=None)
-        note = f"epoch {self.epoch + 1}" + ("" if best is None else f", best top-1 {best:.1f} %")
+        best = max((figures["top1"]["percent"] for figures in self.epochs.history), default=None)
+        note = f"epoch {epoch}" + ("" if best is None else f", best top-1 {best:.1f} %")
         self.wrapped.train()
         for index, (images, targets) in enumerate(islice(batches, steps)):
             losses += self.take_step(images, targets, self.step + index)
@@ -207,9 +192,7 @@ class Finetuning:
                 return None
         loss = float(losses) / steps
         if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss of epoch {self.epoch + 1} is not finite: lower lr or use precision=no"
-            )
+            raise ValueError(f"the loss of epoch {epoch} is not finite: lower lr or use precision=no")
         return loss
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
@@ -243,8 +226,8 @@ class Finetuning:
         features = extract_features(
             self.model,
             val.images,
-            share(range(len(val))),
-            preparation=self.preparation,
+            rank_slice(range(len(val))),
+            transform=self.transform,
             batch_size=self.config.batch_size,
             autocast=self.autocast,
         )
@@ -253,26 +236,7 @@ class Finetuning:
         ranked, indices = all_gather(ranked), all_gather(features.indices)
         targets = torch.from_numpy(val.targets).to(self.device)[indices]
         accuracies = {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
-        return {**accuracies, **accuracy_of_guesses(targets, self.sets.classes)}
-
-    def _resume(self) -> None:
-        """Restore the newest checkpoint of the output folder, if it is of the same run."""
-        output = self.config.output
-        if checkpoint := self.checkpoints.newest():
-            saved = checkpoint.metadata.get("facts") or {}
-            changed = sorted(key for key, value in self.facts().items() if value != saved.get(key))
-            if changed:
-                raise ValueError(
-                    f"{output} holds a run with another {' and '.join(changed)}; give another output, or "
-                    "move that folder away"
-                )
-            restore(checkpoint, {"model": self.model}, self.optimizer)
-            self.history = checkpoint.metadata["history"]
-            log.info("%s: resuming after epoch %d", output, self.epoch)
-        if not all_equal(self.epoch):
-            raise ValueError(
-                f"the processes found {output} at different epochs: all nodes must share one folder"
-            )
+        return {**accuracies, **trivial_baselines(targets, self.sets.classes)}
 
 
 def build_model(config: FinetuneConfig, classes: int) -> Backbone:
@@ -287,7 +251,7 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     overrides: dict[str, Any] = {} if size is None else {"image_size": size}
     model = load_backbone(config.weights, network=config.network, drop_path=config.drop_path, **overrides)
     model.add_classifier(classes)
-    synchronise(model)
+    convert_sync_batchnorm(model)
     return model.train()
 
 
@@ -302,17 +266,17 @@ def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: in
 
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
-    folder, facts = Path(tuning.config.output), tuning.facts()
-    weights, last, preparation = folder / "backbone.safetensors", tuning.history[-1], tuning.preparation
-    path, details = folder / "eval" / "finetune.json", {**facts, "history": tuning.history, "last": last}
+    folder, facts, history = Path(tuning.config.output), tuning.epochs.facts, tuning.epochs.history
+    weights, last, transform = folder / "backbone.safetensors", history[-1], tuning.transform
+    path, details = folder / "eval" / "finetune.json", {**facts, "history": history, "last": last}
     if is_main_process():
         save_backbone(
             tuning.model,
             weights,
-            mean=preparation.mean,
-            std=preparation.std,
-            bits=preparation.pixels.bits,
-            range=preparation.pixels.range,
+            mean=transform.mean,
+            std=transform.std,
+            bits=transform.pixels.bits,
+            range=transform.pixels.range,
             network="classifier",
             step=tuning.step,
             config={**facts["config"], "classes": facts["classes"]},
@@ -320,7 +284,7 @@ def _result(tuning: Finetuning) -> Classification:
         write_results(path, details)
     classes = len(facts["classes"])
     text = (
-        f"after {plural(tuning.epoch, 'epoch')}: {summary(last, classes)}\n"
+        f"after {plural(len(history), 'epoch')}: {summary(last, classes)}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={classes})"
     )
     return Classification.of(last, path=path, details=details, text=text)

@@ -1,55 +1,53 @@
-"""Evaluate a frozen backbone by weighted k-NN classification: top-1, top-5 and per class."""
+"""Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, Predictions
-from dino_vit.commands.classification.robustness import draw_robustness, robustness_tables
+from dino_vit.commands.classification import Classification, few_shot_result, few_shot_table
 from dino_vit.config.settings import Count, NonEmpty, Positive, setting
-from dino_vit.core.distributed import all_gather, is_main_process, share
-from dino_vit.core.progress import progress
+from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
+from dino_vit.core.progress import plural, progress
+from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import (
     Accuracy,
+    Predictions,
+    accuracy,
     classification_results,
     describe_guess,
     results_path,
     top_k_accuracy,
     write_results,
 )
-from dino_vit.eval.classification.datasets import (
+from dino_vit.eval.confidence import measured_share
+from dino_vit.eval.frozen import EvaluationConfig, frozen_backbone
+from dino_vit.eval.knn import rank_all, weighted_knn
+from dino_vit.eval.labelled import (
+    FewShotConfig,
     LabelledFeatures,
     LabelledSubset,
+    few_shot_banks,
     labelled_features,
     sets_or_images,
 )
-from dino_vit.eval.classification.knn import weighted_knn
-from dino_vit.eval.classification.robustness import (
-    RobustnessConfig,
-    check_corruptions,
-    corrupted_rows,
-    corruption_results,
-    few_shot_banks,
-    few_shot_result,
-)
-from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.neighbours import Search
 
 _CLASSES_SHOWN = 20
+_PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-class KnnConfig(RobustnessConfig, EvaluationConfig):
+class KnnConfig(FewShotConfig, EvaluationConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
+    examples: ClassVar = ("knn photos weights=runs/demo", "knn val train=train weights=runs/demo")
     train: str | None = setting(
         None, "labelled images of the bank; null: the split train of source, or for each image the others"
     )
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    search: Search = setting("auto", "faiss or torch, equal up to rounding; auto: the faster one here")
     output: str | None = setting(
         None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
     )
@@ -58,20 +56,18 @@ class KnnConfig(RobustnessConfig, EvaluationConfig):
 def run(config: KnnConfig) -> Classification:
     """Classify and write the JSON; the result's own figures are those of the first k."""
     frozen = frozen_backbone(config)
-    check_corruptions(config, frozen)
     sets = sets_or_images(config)
     if isinstance(sets, LabelledSubset):  # each image is classified by the others
-        name, bank_name, queries_name = "knn-leave-one-out", None, config.source
+        name, bank_name, queries_name = "knn-leave-one-out", "", config.source
         bank = queries = labelled_features(frozen, sets)
-        asked = sets
         classes = tuple(sets.source.classes)
     else:
         name, bank_name, queries_name = "knn", sets.train_name, sets.val_name
         bank = labelled_features(frozen, sets.train, title="features of the bank")
         queries = labelled_features(frozen, sets.val, title="features of the query images")
-        classes, asked = sets.classes, sets.val
+        classes = sets.classes
     path = results_path(name, weights=config.weights, output=config.output)
-    ranked = _classify(config, frozen, bank, queries, config.k, own=queries is bank)
+    ranked = _classify(config, bank, queries, config.k, frozen.device)
     results: dict[str, Any] = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -81,36 +77,30 @@ def run(config: KnnConfig) -> Classification:
         "results": [
             {"k": k, **classification_results(of_k, queries.targets, classes)} for k, of_k in ranked.items()
         ],
-        "few_shot": list(_few_shot(config, frozen, bank, queries)),
+        "ranking": _rank(bank, queries, frozen.device),
+        "few_shot": list(_few_shot(config, bank, queries, frozen.device)),
     }
-    if config.corruptions:
-        results["corruptions"] = _corrupted(config, frozen, bank, queries, asked)
     if is_main_process():
         write_results(path, results)
-    drawn = draw_robustness(results, path)
-    others = f"{results['bank']:,} of {bank_name}" if bank_name else "the others"
+    others = "the others" if queries is bank else f"{len(bank):,} of {bank_name}"
     title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
-    text = "\n\n".join([title, *_tables(config, results), "\n".join(map(str, [path, *drawn]))])
-    predictions = Predictions.of(ranked[config.k[0]], queries.targets, queries.indices, classes)
-    return Classification.of(
-        results["results"][0], predictions=predictions, path=path, details=results, text=text
-    )
+    text = "\n\n".join([title, *_tables(config, results), str(path)])
+    predicted = ranked[config.k[0]][:, 0].cpu().numpy()
+    predictions = Predictions(queries.indices, predicted, queries.targets.cpu().numpy(), classes)
+    best = results["results"][0]
+    return Classification.of(best, predictions=predictions, path=path, details=results, text=text)
 
 
 def _classify(
     config: KnnConfig,
-    frozen: FrozenBackbone,
     bank: LabelledFeatures,
     queries: LabelledFeatures,
     k: Sequence[int],
+    device: torch.device,
     title: str = "neighbours",
-    own: bool = False,
 ) -> dict[int, Tensor]:
-    """Return the best classes of all queries for each k; each process classifies a share of the queries.
-
-    With `own`, query i is row i of the bank and does not find itself.
-    """
-    mine = share(range(len(queries)))
+    """Return the best classes of all queries for each k; each process classifies a share of the queries."""
+    mine = rank_slice(range(len(queries)))
     with progress(title, len(mine)) as advance:
         ranked = weighted_knn(
             bank.features,
@@ -118,63 +108,77 @@ def _classify(
             queries.features[mine.start : mine.stop],
             k=k,
             temperature=config.temperature,
-            own=mine.start if own else None,
-            search=config.search,
-            device=frozen.device,
+            self_offset=mine.start if queries is bank else None,
+            device=device,
             progress=advance,
         )
     return {k: all_gather(best).to(queries.targets.device) for k, best in ranked.items()}
 
 
+def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device) -> dict[str, Any] | None:
+    """Return mAP and recall at 1 of the queries with an image of their class in the bank, if there are any.
+
+    Each query ranks the whole bank, or all other images, by cosine.
+    """
+    chosen = spread(len(queries), max(1, _PAIRS_RANKED // len(bank)))
+    rows = torch.tensor(rank_slice(chosen), dtype=torch.long, device=queries.targets.device)
+    with progress("ranking all images", len(rows)) as advance:
+        ranking = rank_all(
+            bank.features,
+            bank.targets,
+            queries.features[rows],
+            queries.targets[rows],
+            own_rows=rows if queries is bank else None,
+            progress=advance,
+        )
+    precision, first = (all_gather(each.to(device)) for each in ranking)
+    first, precision = first[~precision.isnan()], precision[~precision.isnan()]
+    if not len(precision):
+        return None
+    mean = measured_share("mAP", np.arange(len(precision)), precision).interval
+    recall = accuracy(int(first.sum()), len(first))
+    return {"queries": len(chosen), "map": mean._asdict(), "recall_at_1": recall._asdict()}
+
+
 def _few_shot(
-    config: KnnConfig, frozen: FrozenBackbone, bank: LabelledFeatures, queries: LabelledFeatures
+    config: KnnConfig, bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each size of the bank and each k, the mean and deviation of the accuracies."""
-    for few, banks in few_shot_banks(config, bank):
+    for shots, banks in few_shot_banks(config, bank):
         top1: dict[int, list[Accuracy]] = {}
         for repeat, rows in enumerate(banks):
-            # Without `train` the queries are the images that were not chosen.
-            asked = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
-            if not len(asked):
-                raise ValueError(f"with {few}, all {len(bank)} are taken, which leaves none to classify")
-            title = f"neighbours, {few}, {repeat + 1} of {config.repeats}"
+            # Without a bank of their own the queries are the images that were not chosen.
+            rest = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
+            images = f"{plural(shots, 'image')} per class"
+            if not len(rest):
+                raise ValueError(f"with {images}, all {len(bank)} are taken, which leaves none to classify")
+            title = f"neighbours, {images}, {repeat + 1} of {config.repeats}"
             possible = sorted({min(k, len(rows)) for k in config.k})
-            for k, ranked in _classify(config, frozen, bank[rows], asked, possible, title).items():
-                top1.setdefault(k, []).append(top_k_accuracy(ranked, asked.targets))
+            for k, ranked in _classify(config, bank[rows], rest, possible, device, title).items():
+                top1.setdefault(k, []).append(top_k_accuracy(ranked, rest.targets))
         for k, of_k in top1.items():
-            yield few_shot_result(few, {"k": k}, of_k)
-
-
-def _corrupted(
-    config: KnnConfig,
-    frozen: FrozenBackbone,
-    bank: LabelledFeatures,
-    queries: LabelledFeatures,
-    images: LabelledSubset,
-) -> dict[str, Any]:
-    """Return the accuracies of the first k on corrupted query images; the bank stays clean."""
-    rows = corrupted_rows(config, queries)
-    own = queries is bank
-    if own:  # the corrupted images first, so that none is classified by itself
-        bank = bank[np.concatenate([rows, np.delete(np.arange(len(bank)), rows)])]
-
-    def classify(asked: LabelledFeatures, title: str) -> Tensor:
-        return _classify(config, frozen, bank, asked, config.k[:1], title, own)[config.k[0]][:, 0]
-
-    return {"k": config.k[0], **corruption_results(config, frozen, queries[rows], images, classify)}
+            yield few_shot_result(shots, len(banks[0]), "k", k, of_k)
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
     """Return the tables as texts: by k, by shots, and by class for the first k."""
-    rows = [[str(one["k"]), _cell(one["top1"]), _cell(one["top5"])] for one in results["results"]]
-    tables = [f"{format_table(['k', 'top-1 %', 'top-5 %'], rows)}\n{describe_guess(results['results'][0])}"]
-    tables += robustness_tables(config, results, "k")
     first = results["results"][0]
-    classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])
-    title = f"class, k={first['k']}" + (", the lowest" if len(classes) > _CLASSES_SHOWN else "")
-    rows = [[name, _cell(one), f"{one['images']:,}"] for name, one in classes[:_CLASSES_SHOWN]]
-    return [*tables, format_table([title, "top-1 %", "images"], rows)]
+    rows = [[str(of_k["k"]), _cell(of_k["top1"]), _cell(of_k["top5"])] for of_k in results["results"]]
+    lines = [format_table(["k", "top-1 %", "top-5 %"], rows), describe_guess(first)]
+    if ranking := results["ranking"]:
+        precision, recall = _cell(ranking["map"]), _cell(ranking["recall_at_1"])
+        line = f"ranking all images by cosine: mAP {precision} %, recall at 1 {recall} %"
+        if ranking["queries"] < results["images"]:
+            line += f", of {ranking['queries']:,} of the {results['images']:,} images"
+        lines.append(line)
+    tables = ["\n".join(lines)]
+    if results["few_shot"]:
+        tables.append(few_shot_table(results["few_shot"], "k", config.repeats))
+    classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])[:_CLASSES_SHOWN]
+    lowest = ", the lowest" if len(first["per_class"]) > _CLASSES_SHOWN else ""
+    rows = [[name, _cell(of_class), f"{of_class['images']:,}"] for name, of_class in classes]
+    return [*tables, format_table([f"class, k={first['k']}{lowest}", "top-1 %", "images"], rows)]
 
 
-def _cell(one: dict[str, Any]) -> str:
-    return f"{one['percent']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+def _cell(figure: dict[str, Any]) -> str:
+    return f"{figure['percent']:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"

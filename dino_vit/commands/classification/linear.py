@@ -7,54 +7,49 @@ mean patch token of the last block. Each head reads a contiguous range of these 
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, Predictions
-from dino_vit.commands.classification.robustness import draw_robustness, robustness_tables
+from dino_vit.commands.classification import Classification, few_shot_result, few_shot_table
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
-from dino_vit.core.progress import progress
+from dino_vit.core.progress import plural, progress
 from dino_vit.eval.accuracy import (
     Accuracy,
+    Predictions,
     accuracy,
     classification_results,
     results_path,
     summary,
     write_results,
 )
-from dino_vit.eval.classification.datasets import (
+from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_probe
+from dino_vit.eval.features import FeatureSpec
+from dino_vit.eval.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
+from dino_vit.eval.labelled import (
+    FewShotConfig,
     LabelledFeatures,
+    few_shot_banks,
     hold_out,
     labelled_features,
     open_sets,
     open_subset,
 )
-from dino_vit.eval.classification.dino2021 import Dino2021, probe_features, read_probe, train_probe
-from dino_vit.eval.classification.linear import (
+from dino_vit.eval.linear import (
     CS,
     RATES,
     LinearHeads,
     count_correct,
     grid_steps,
+    join_heads,
     sweep,
     sweep_each,
     top_classes,
     train_heads,
 )
-from dino_vit.eval.classification.robustness import (
-    RobustnessConfig,
-    check_corruptions,
-    corrupted_rows,
-    corruption_results,
-    few_shot_banks,
-    few_shot_result,
-)
-from dino_vit.eval.features.extraction import FeatureSpec
-from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.models.backbone import Backbone
 
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
@@ -82,9 +77,13 @@ class Logistic(Settings):
     iterations: Count = setting(1000, "maximum iterations of L-BFGS for each C")
 
 
-class LinearConfig(RobustnessConfig, EvaluationConfig):
+class LinearConfig(FewShotConfig, EvaluationConfig):
     """Train linear classifiers on a frozen backbone, and report their accuracy."""
 
+    examples: ClassVar = (
+        "linear photos/val train=photos/train weights=runs/pretrain",
+        "linear photos weights=runs/pretrain method=logistic",
+    )
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
@@ -98,20 +97,17 @@ class LinearConfig(RobustnessConfig, EvaluationConfig):
 
     def contradictions(self) -> Iterator[Problem]:
         yield from super().contradictions()
-        if self.method != "logistic" and (self.shots or self.shares):
-            text = (
-                "few images are classified by logistic regression: set method=logistic for shots and shares"
-            )
-            yield Problem(text, ("method", "shots", "shares"))
-        if self.method == "dino2021" and self.corruptions:
-            text = "corruptions needs the cached features of method=grid or logistic, not dino2021"
-            yield Problem(text, ("method", "corruptions"))
+        if self.method != "logistic" and self.shots:
+            text = "few images are classified by logistic regression: set method=logistic for shots"
+            yield Problem(text, ("method", "shots"))
+        if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
+            text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
+            yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
 
 
 def run(config: LinearConfig) -> Classification:
     """Train and evaluate, and write the JSON; the result's own figures are those of the best classifier."""
     frozen = frozen_backbone(config)
-    check_corruptions(config, frozen)
     method = "" if config.method == "grid" else f"-{config.method}"
     held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
     path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
@@ -119,88 +115,72 @@ def run(config: LinearConfig) -> Classification:
         results, text, predictions = _run_dino2021(config, frozen, path.with_suffix(".pth"))
     else:
         results, text, predictions = _train_on_features(config, frozen)
-    other_methods = {"grid", "logistic", "dino2021"} - {config.method}
-    settings = config.model_dump(mode="json", exclude=other_methods)
-    metadata = {"method": config.method, "weights": frozen.describe_weights(), "settings": settings}
-    details = {**metadata, **results}
+    settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
+    weights = frozen.describe_weights()
+    details = {"method": config.method, "weights": weights, "settings": settings, **results}
     if is_main_process():
         write_results(path, details)
+    if few := results.get("few_shot"):
+        text += f"\n\n{few_shot_table(few, 'C', config.repeats)}"
     best = results.get("best", results)
-    tables = robustness_tables(config, results, "C")
-    drawn = draw_robustness(results, path)
-    text = "\n\n".join([text, *tables]) + "".join(f"\n{one}" for one in [path, *drawn])
-    return Classification.of(best, predictions=predictions, path=path, details=details, text=text)
+    return Classification.of(
+        best, predictions=predictions, path=path, details=details, text=f"{text}\n{path}"
+    )
 
 
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
     """Train heads on cached features, evaluate all of them and choose the best."""
-    sets = open_sets(config)
-    inputs = _inputs(config, frozen.model)
-    with_mean = any(spec.tokens == "cls+mean" for spec in inputs)
-    blocks = max(spec.blocks for spec in inputs)
+    sets, inputs, device = open_sets(config), _inputs(config, frozen.model), frozen.device
+    with_mean, blocks = any(spec.with_mean for spec in inputs), max(spec.blocks for spec in inputs)
     cached = FeatureSpec(tokens="cls+mean" if with_mean else "cls", blocks=blocks)
     train = labelled_features(frozen, sets.train, cached, "training features")
     val = labelled_features(frozen, sets.val, cached, "evaluation features")
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
-    columns = [spec.columns_in(cached, frozen.model.width) for spec in inputs]
+    columns, classes = [spec.columns_in(cached, frozen.model.width) for spec in inputs], len(sets.classes)
     values: Sequence[float]
     if config.method == "grid":
         setting, values = "rate", config.grid.rates
-        heads, notes = _train_grid(config, train, columns, len(sets.classes), frozen.device)
+        heads, notes = _train_grid(config, train, columns, classes, device)
     else:
         setting, values = "C", sorted(config.logistic.cs)
-        heads, notes = _fit_logistic(config, train, columns[0], len(sets.classes), frozen.device)
-
+        heads, notes = _fit_logistic(config, train, columns[0], classes, device)
     top1 = _top1(heads, val)
     chosen_by = top1 if config.select == "source" else _top1(heads, chosen_on)
     cells: list[dict[str, Any]] = []
-    for (value, spec), one, by in zip(product(values, inputs), top1, chosen_by, strict=True):
-        mean = spec.tokens == "cls+mean"
-        cells.append({setting: value, "blocks": spec.blocks, "mean": mean, "top1": one._asdict()})
+    for (value, spec), on_val, on_held_out in zip(product(values, inputs), top1, chosen_by, strict=True):
+        cells.append(
+            {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, "top1": on_val._asdict()}
+        )
         if config.select == "train":
-            cells[-1]["held_out"] = by._asdict()
+            cells[-1]["held_out"] = on_held_out._asdict()
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
     row, column = divmod(best, len(inputs))
     accuracies, predictions = _evaluate_head(heads[column], val, sets.classes, head=row)
-    line = summary(accuracies, len(sets.classes))
     results: dict[str, Any] = {
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
-        "classes": len(sets.classes),
+        "classes": classes,
         "best": cells[best] | accuracies,
         "table": cells,
         "notes": notes,
     }
     if config.method == "logistic":
-        few = _few_shot(config, train, [chosen_on, val], len(sets.classes), columns[0], frozen.device)
-        results["few_shot"] = list(few)
-    if config.corruptions:
-        results["corruptions"] = corruption_results(
-            config,
-            frozen,
-            val[corrupted_rows(config, val)],
-            sets.val,
-            lambda asked, _: top_classes(heads[column], asked.features, head=row, k=1)[:, 0],
-            cached,
-        )
-    text = [
-        f"top-1 in %, trained on {len(train):,} images",
-        _table(setting, values, inputs, top1, best),
-        f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {line}",
-        _how_chosen(config, len(chosen_on), chosen_by[best]),
-        *notes,
-    ]
-    return results, "\n".join(text), predictions
-
-
-def _how_chosen(config: LinearConfig, images: int, by: Accuracy) -> str:
-    """Say which images the best head was chosen on."""
-    if config.select == "train":
-        return f"chosen on {images:,} training images that no head was trained on: {by}"
-    return (
+        results["few_shot"] = list(_few_shot(config, train, [chosen_on, val], classes, columns[0], device))
+    how_chosen = (
         "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
         "select=train chooses on a tenth of the training images"
     )
+    if config.select == "train":
+        images = f"{len(chosen_on):,} training images that no head was trained on"
+        how_chosen = f"chosen on {images}: {chosen_by[best]}"
+    text = [
+        f"top-1 in %, trained on {len(train):,} images",
+        _table(setting, values, inputs, top1, best),
+        f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {summary(accuracies, classes)}",
+        how_chosen,
+        *notes,
+    ]
+    return results, "\n".join(text), predictions
 
 
 def _inputs(config: LinearConfig, model: Backbone) -> list[FeatureSpec]:
@@ -253,42 +233,40 @@ def _fit_logistic(
     features, targets = train.features[:, columns].to(device, torch.float32), train.targets.to(device)
     fits = []
     with progress("Fitting logistic regressions", len(config.logistic.cs)) as advance:
-        for fit in sweep(
-            features, targets, cs=config.logistic.cs, classes=classes, max_iterations=iterations
-        ):
+        cs = config.logistic.cs
+        for fit in sweep(features, targets, cs=cs, classes=classes, max_iterations=iterations):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}: {fit.iterations} iterations")
-    weight, bias = torch.cat([fit.head.weight for fit in fits]), torch.cat([fit.head.bias for fit in fits])
     unfinished = ", ".join(f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED)
     notes = [f"not at the optimum after {iterations:,} iterations: C = {unfinished}"] if unfinished else []
-    return [LinearHeads(weight, bias, columns)], notes
+    return [join_heads(fits, columns)], notes
 
 
 def _few_shot(
     config: LinearConfig,
     train: LabelledFeatures,
-    judged: Sequence[LabelledFeatures],
+    evaluated: Sequence[LabelledFeatures],
     classes: int,
     columns: slice,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the accuracies on the second of `judged`, for the C that is best on the first on average."""
-    cs, iterations = sorted(config.logistic.cs), config.logistic.iterations
-    fit_on, *sets = [(each.features[:, columns], each.targets) for each in (train, *judged)]
-    for few, banks in few_shot_banks(config, train):
+    """Yield the accuracies on the second set, for the C that is best on the first on average."""
+    cs = sorted(config.logistic.cs)
+    fit_on, *sets = [(each.features[:, columns], each.targets) for each in (train, *evaluated)]
+    for shots, banks in few_shot_banks(config, train):
         correct = sweep_each(
             fit_on,
             banks,
             sets,
             cs=cs,
             classes=classes,
-            max_iterations=iterations,
+            max_iterations=config.logistic.iterations,
             device=device,
-            title=f"Fitting logistic regressions, {few}",
+            title=f"Fitting logistic regressions, {plural(shots, 'image')} per class",
         )
         best = int(correct[:, 0].sum(dim=0).argmax())
-        top1 = [accuracy(count, len(judged[1])) for count in correct[:, 1, best].tolist()]
-        yield few_shot_result(few, {"C": cs[best]}, top1)
+        top1 = [accuracy(count, len(evaluated[1])) for count in correct[:, 1, best].tolist()]
+        yield few_shot_result(shots, len(banks[0]), "C", cs[best], top1)
 
 
 def _top1(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy]:
@@ -301,7 +279,7 @@ def _table(
     setting: str, values: Sequence[float], inputs: Sequence[FeatureSpec], top1: Sequence[Accuracy], best: int
 ) -> str:
     """Return a table with a row for each rate or C and a column for each input."""
-    cells = [f"{one.percent:.2f}{'*' if index == best else ' '}" for index, one in enumerate(top1)]
+    cells = [f"{of_head.percent:.2f}{'*' if index == best else ' '}" for index, of_head in enumerate(top1)]
     width = len(inputs)
     rows = [[f"{value:.3g}", *cells[row * width : (row + 1) * width]] for row, value in enumerate(values)]
     return format_table([setting, *(spec.title for spec in inputs)], rows)
@@ -313,9 +291,9 @@ def _evaluate_head(
     """Return the top-1, top-5 and per-class accuracy of one head, and its predictions."""
     ranked = top_classes(heads, val.features, head=head)
     targets = val.targets.to(ranked.device)
-    return classification_results(ranked, targets, classes), Predictions.of(
-        ranked, targets, val.indices, classes
-    )
+    predicted = ranked[:, 0].cpu().numpy()
+    predictions = Predictions(val.indices, predicted, targets.cpu().numpy(), tuple(classes))
+    return classification_results(ranked, targets, classes), predictions
 
 
 def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
@@ -325,10 +303,10 @@ def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> E
     if settings.probe:
         subset = open_subset(config.source, config.labels)
         head, classes = read_probe(settings.probe, frozen, settings), tuple(subset.source.classes)
-        if (known := head.bias.shape[1]) != len(classes):
+        if (of_head := head.bias.shape[1]) != len(classes):
             raise ValueError(
-                f"{settings.probe} has {known} classes, but {config.source} has {len(classes)}; give images "
-                "with the classes that it was trained on, one folder for each"
+                f"{settings.probe} has {of_head} classes, but {config.source} has {len(classes)}; give "
+                "images with the classes that it was trained on, one folder for each"
             )
         val = probe_features(frozen, subset, settings)
     else:
@@ -337,8 +315,8 @@ def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> E
         head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
         training["percents"], best = percents, max(percents)
         text = (
-            f"\ntrained on {len(sets.train):,} images for {settings.epochs} epochs; best after epoch "
-            f"{percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
+            f"\ntrained on {len(sets.train):,} images for {plural(settings.epochs, 'epoch')}; best after "
+            f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
         )
     accuracies, predictions = _evaluate_head(head, val, classes)
     results = {"images": len(val), "classes": len(classes), **accuracies, **training}

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dino_vit import __version__
 from dino_vit.commands import Result
@@ -18,32 +17,31 @@ from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import (
     Array,
     Embeddings,
+    blocks_of,
     check_suffix,
     read_embeddings,
-    row_blocks,
     write_embeddings,
 )
-from dino_vit.eval.features.extraction import FeatureSpec, Tokens
-from dino_vit.eval.features.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
-from dino_vit.eval.features.store import StoredFeatures
+from dino_vit.eval.features import FeatureSpec, Tokens
+from dino_vit.eval.frozen import EvaluationConfig, FrozenBackbone, StoredFeatures, frozen_backbone
 
 
 class EmbedConfig(EvaluationConfig):
     """Write the embeddings of images to a file."""
 
     output: str = setting("embeddings.parquet", "file to write: .parquet, .npy or .safetensors")
-    tokens: Tokens = setting(
-        "cls", "CLS token, CLS with the mean of patches or their generalised mean (GeM), or all patch tokens"
-    )
+    tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
     index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
 
+    examples: ClassVar = ("embed photos weights=runs/pretrain output=photos.parquet",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingFile(Result):
-    """A file of embeddings; what is in it is read when it is asked for."""
+    """A file of embeddings; its contents are read when they are asked for."""
 
     path: Path
 
@@ -74,74 +72,62 @@ class EmbeddingFile(Result):
 def run(config: EmbedConfig) -> EmbeddingFile:
     """Write the embeddings of a source to a file."""
     output = Path(config.output)
+    index = output.with_suffix(".faiss")
     check_suffix(output)
     if config.index and config.tokens == "patches":
-        raise ValueError(
-            "index=flat needs one embedding per image, but tokens=patches gives many; leave one out"
-        )
+        raise ValueError("index=flat needs one embedding per image; leave it or tokens=patches out")
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
-    index = output.with_suffix(".faiss")
     if is_main_process():
-        embeddings = with_metadata(stored, source, backbone, config)
-        transform = normalised if config.normalise else np.asarray
-        write_embeddings(output, embeddings, dtype=config.dtype, transform=transform)
+        indices = stored.indices.tolist()
+        labels = [source.label(i) for i in indices]
+        embeddings = Embeddings(
+            values=stored.values,
+            names=[source.name(i) for i in indices],
+            labels=[None if label is None else source.classes[label] for label in labels],
+            indices=stored.indices,
+            metadata=provenance(stored, source, backbone, config),
+        )
+        write_embeddings(output, embeddings, dtype=config.dtype, normalise=config.normalise)
         if config.index:
             write_index(index, stored.values)
+    wait_for_all()  # the file is complete for all of them
     shape = " × ".join(map(str, stored.values.shape))
     text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
     if config.index:
         text += f"\n{index}: FAISS index of their cosines"
-    wait_for_all()  # the file is complete for all of them
     return EmbeddingFile(path=output, text=text)
 
 
-def with_metadata(
+def provenance(
     stored: StoredFeatures, source: Source, backbone: FrozenBackbone, config: EmbedConfig
-) -> Embeddings:
-    """Return stored features with names, labels, and all that is needed to compute them again."""
-    provenance = backbone.model.provenance
-    assert provenance is not None
-    indices, path = stored.indices.tolist(), Path(config.source)
-    labels = [source.label(index) for index in indices]
-    metadata = {
+) -> dict[str, Any]:
+    """Return all that is needed to compute the features again."""
+    path, weights = Path(config.source), backbone.describe_weights()
+    return {
         "format": 1,
         "dino_vit": __version__,
         "weights": {
-            "path": str(Path(provenance.source).absolute()),
-            "file_sha256": provenance.sha256,
+            "path": str(Path(weights["source"]).absolute()),
+            "file_sha256": weights["sha256"],
             "sha256": stored.metadata["weights"],
             "network": config.network,
-            "step": provenance.step,
+            "step": weights["step"],
         },
         "source": {
             "spec": str(path.absolute()) if path.exists() else config.source,
             "fingerprint": stored.metadata["source"],
             "images": len(source),
-            "unreadable": len(stored.unreadable),
+            "unreadable": stored.unreadable,
         },
-        "preparation": asdict(backbone.preparation),
+        "transform": asdict(backbone.transform),
         "tokens": {"kind": config.tokens, "blocks": config.blocks},
         "precision": stored.metadata["precision"],
         "normalised": config.normalise,
         "shape": list(stored.values.shape[1:]),
     }
-    return Embeddings(
-        values=stored.values,
-        names=[source.name(index) for index in indices],
-        labels=[None if label is None else source.classes[label] for label in labels],
-        indices=stored.indices,
-        metadata=metadata,
-    )
-
-
-def normalised(values: Array) -> NDArray[np.float32]:
-    """Scale rows to length 1, in float32; a row of zeros stays as it is."""
-    rows = values.astype(np.float32)
-    lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
-    return np.divide(rows, np.maximum(lengths, np.finfo(np.float32).tiny), dtype=np.float32)
 
 
 def write_index(path: Path, values: Array) -> None:
@@ -149,7 +135,7 @@ def write_index(path: Path, values: Array) -> None:
     import faiss
 
     index = faiss.IndexFlatIP(values.shape[1])
-    for rows in row_blocks(len(values), 4 * values.shape[1]):
-        index.add(normalised(values[rows]))
+    for _, block in blocks_of(values, np.dtype(np.float32), normalise=True):
+        index.add(block)
     with replacing(path) as partial, partial.open("wb") as file:  # faiss itself opens UTF-8 names only
         faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]

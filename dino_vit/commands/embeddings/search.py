@@ -1,27 +1,25 @@
 """Find the images of an embedding file that are nearest to given images."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import printable
-from dino_vit.data.sources.open import Source
-from dino_vit.eval.embeddings import EmbeddedImages, read_image_embeddings
-from dino_vit.eval.features.extraction import FeatureSpec, extract_features
-from dino_vit.eval.features.store import weights_digest
-from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
-from dino_vit.eval.neighbours import format_cosines, nearest
-from dino_vit.views.preparation import Preparation
+from dino_vit.eval.accuracy import write_results
+from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
+from dino_vit.eval.features import FeatureSpec, extract_features
+from dino_vit.eval.frozen import weights_digest
+from dino_vit.eval.knn import format_cosines, nearest
+from dino_vit.eval.maps.pictures import shorten, thumbnail, write_sheet
 from dino_vit.weights import load_backbone
 
 
@@ -35,6 +33,7 @@ class SearchConfig(Settings):
     output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
 
     positional: ClassVar = ("embeddings", "images")
+    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
 
 
 @dataclass(frozen=True)
@@ -58,51 +57,8 @@ class SearchResult(Result):
     path: Path  # of the JSON file
 
 
-def run(config: SearchConfig) -> SearchResult:
-    """Find the nearest images to each given one, and write them as a sheet and as JSON."""
-    output = Path(config.output)
-    if output.suffix != ".png":
-        raise ValueError(f"output={output} must end in .png")
-    embeddings = read_image_embeddings(config.embeddings)
-    queries = ImageFiles(config.images)
-    features = query_features(config, queries, embeddings.metadata)
-    cosines, rows = nearest(embeddings.values, features, k=config.k)
-    images, sheet, lines = EmbeddedImages(embeddings), [], []
-    names: list[str] = []
-    found: list[list[Neighbour]] = []
-    for index, (query_cosines, query_rows) in enumerate(zip(cosines.tolist(), rows.tolist(), strict=True)):
-        name = queries.name(index)
-        lines.append(f"{name}:")
-        panels = [Panel(thumbnail(queries, index, images.pixels), Path(name).name)]
-        names.append(name)
-        found.append([])
-        texts = format_cosines(query_cosines)
-        for cosine, text, row in zip(query_cosines, texts, query_rows, strict=True):
-            one = Neighbour(
-                name=embeddings.names[row],
-                label=embeddings.labels[row],
-                cosine=round(cosine, 6),
-                index=int(embeddings.indices[row]),
-                row=row,
-            )
-            lines.append(f"  {text}  {one.name}" + (f"  {one.label}" if one.label else ""))
-            panels.append(images.panel(row, f"{text}  {shorten(one.label or one.name, 20)}"))
-            found[-1].append(one)
-        sheet.append(panels)
-    write_sheet(sheet, output)
-    results = [
-        {"image": name, "nearest": [asdict(one) for one in of_image]}
-        for name, of_image in zip(names, found, strict=True)
-    ]
-    written = {"embeddings": str(Path(config.embeddings).absolute()), "results": results}
-    path = output.with_suffix(".json")
-    write_bytes(path, json.dumps(written, indent=1).encode())
-    lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
-    return SearchResult(images=names, nearest=found, sheet=output, path=path, text="\n".join(lines))
-
-
 class ImageFiles:
-    """Image files in the given order, as a source; FilesSource would sort them and index them on disk."""
+    """Image files as a source, in the given order."""
 
     classes: Sequence[str] = ()
     fingerprint = ""
@@ -123,9 +79,55 @@ class ImageFiles:
         return printable(self.paths[index])
 
 
-def query_features(config: SearchConfig, queries: Source, metadata: dict[str, Any]) -> Tensor:
+def run(config: SearchConfig) -> SearchResult:
+    """Find the nearest images to each given one, and write them as a sheet and as JSON."""
+    output = Path(config.output)
+    if output.suffix != ".png":
+        raise ValueError(f"output={output} must end in .png")
+    embeddings, queries = read_image_embeddings(config.embeddings), ImageFiles(config.images)
+    cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k)
+    names = [queries.name(index) for index in range(len(queries))]
+    neighbours = [
+        [neighbour(embeddings, row, cosine) for row, cosine in zip(of_rows, of_cosines, strict=True)]
+        for of_rows, of_cosines in zip(rows.tolist(), cosines.tolist(), strict=True)
+    ]
+    lines, captions = [], []
+    for name, images in zip(names, neighbours, strict=True):
+        texts = format_cosines([image.cosine for image in images])
+        lines.append(f"{name}:")
+        for text, image in zip(texts, images, strict=True):
+            lines.append(f"  {text}  {image.name}" + (f"  {image.label}" if image.label else ""))
+            captions.append((image.row, f"{text}  {shorten(image.label or image.name, 20)}"))
+    panels = iter(embedded_panels(embeddings, captions))
+    sheet = []
+    for query, (name, images) in enumerate(zip(names, neighbours, strict=True)):
+        given = thumbnail(queries, query, embeddings.transform.pixels), Path(name).name
+        sheet.append([given, *islice(panels, len(images))])
+    write_sheet(sheet, output)
+    path = output.with_suffix(".json")
+    results = [
+        {"image": name, "nearest": list(map(asdict, images))}
+        for name, images in zip(names, neighbours, strict=True)
+    ]
+    write_results(path, {"embeddings": str(Path(config.embeddings).absolute()), "results": results})
+    lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
+    return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
+
+
+def neighbour(embeddings: Embeddings, row: int, cosine: float) -> Neighbour:
+    """Return an embedded image by its row."""
+    return Neighbour(
+        name=embeddings.names[row],
+        label=embeddings.labels[row],
+        cosine=round(cosine, 6),
+        index=int(embeddings.indices[row]),
+        row=row,
+    )
+
+
+def query_features(config: SearchConfig, queries: ImageFiles, embeddings: Embeddings) -> Tensor:
     """Compute the features of the given images exactly as those in the file were computed."""
-    recorded, tokens = metadata["weights"], metadata["tokens"]
+    recorded, tokens = embeddings.metadata["weights"], embeddings.metadata["tokens"]
     path = config.weights or recorded["path"]
     try:
         model = load_backbone(path, network=recorded["network"])
@@ -139,12 +141,12 @@ def query_features(config: SearchConfig, queries: Source, metadata: dict[str, An
             f"{path} are not the weights that computed the embeddings (step {recorded['step']} of "
             f"{recorded['path']}): give those with weights=, or embed the images again"
         )
-    precision = getattr(torch, metadata["precision"])
+    precision = getattr(torch, embeddings.metadata["precision"])
     features = extract_features(
         model.to(start_processes().device),
         queries,
         range(len(queries)),
-        preparation=TypeAdapter(Preparation).validate_python(metadata["preparation"]),
+        transform=embeddings.transform,
         batch_size=32,
         spec=FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"]),
         autocast=None if precision == torch.float32 else precision,

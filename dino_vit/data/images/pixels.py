@@ -29,14 +29,6 @@ class Pixels:
     range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS  # height × width, for up to four channels
 
-    def __post_init__(self) -> None:
-        if self.channels < 1 or self.bits not in (8, 16) or self.max_pixels < 1:
-            raise ValueError(
-                f"pixels need 1 channel or more, 8 or 16 bits and max_pixels of 1 or more; got {self}"
-            )
-        if self.range is not None and not self.range[0] < self.range[1]:
-            raise ValueError(f"range must be a pair low < high, but is {self.range}")
-
     @property
     def keeps_alpha(self) -> bool:
         """Tell whether an alpha channel is one of the channels."""
@@ -54,10 +46,6 @@ class Pixels:
     def dtype(self) -> torch.dtype:
         """Return the dtype of converted images."""
         return torch.uint8 if self.bits == 8 else torch.float32
-
-    def blank(self) -> Tensor:
-        """Return a black image of one pixel."""
-        return torch.zeros(self.channels, 1, 1, dtype=self.dtype)
 
     def _with_channels(self, image: Tensor) -> Tensor:
         if image.ndim != 3 or not image.numel():

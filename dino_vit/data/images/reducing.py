@@ -1,12 +1,11 @@
-"""Write images and masks again with fewer pixels."""
+"""Write images again with fewer pixels."""
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from einops import rearrange
-from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,11 +13,6 @@ from dino_vit.data.images.decode import decode, format_of
 
 _QUALITY = 95
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
-_WITH_PROFILE: dict[str, Callable[[io.BytesIO], Image.Image]] = {
-    "JPEG": JpegImagePlugin.JpegImageFile,
-    "PNG": PngImagePlugin.PngImageFile,
-    "WebP": WebPImagePlugin.WebPImageFile,
-}
 
 
 class NotReducible(Exception):
@@ -55,16 +49,15 @@ def reduce_image(item: bytes | Tensor, name: str, side: int) -> bytes | Tensor |
 def _encode(image: Tensor, source: bytes) -> bytes:
     kind, mode = format_of(source), _MODES[len(image)]
     lossy = kind == "JPEG" or (kind == "WebP" and b"VP8L" not in source)
-    options: dict[str, Any] = (
-        {"quality": _QUALITY, "subsampling": 0} if lossy and mode in ("L", "RGB") else {}
-    )
-    if kind in _WITH_PROFILE:
-        file = _WITH_PROFILE[kind](io.BytesIO(source))
-        # A profile of another kind of colours, such as CMYK, is not one of what was decoded.
-        if file.mode.removesuffix("A") == mode.removesuffix("A"):
-            options["icc_profile"] = file.info.get("icc_profile")
+    options: dict[str, Any] = {"format": "PNG"}
+    if lossy and mode in ("L", "RGB"):
+        options = {"format": "JPEG", "quality": _QUALITY, "subsampling": 0}
+    if kind in ("JPEG", "PNG", "WebP"):
+        with Image.open(io.BytesIO(source)) as file:
+            # A profile of another kind of colours, such as CMYK, is not one of what was decoded.
+            if file.mode.removesuffix("A") == mode.removesuffix("A"):
+                options["icc_profile"] = file.info.get("icc_profile")
     pixels = rearrange(image, "c y x -> y x c").contiguous().numpy()
     buffer = io.BytesIO()
-    kind = "JPEG" if "quality" in options else "PNG"
-    Image.fromarray(pixels.squeeze(-1) if mode == "L" else pixels).save(buffer, kind, **options)
+    Image.fromarray(pixels.squeeze(-1) if mode == "L" else pixels).save(buffer, **options)
     return buffer.getvalue()

@@ -15,20 +15,15 @@ import numpy as np
 from dino_vit.core import log
 from dino_vit.core.progress import plural, progress
 from dino_vit.core.text import brief, printable
-from dino_vit.data.labels import number_labels, parse_json
+from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
 from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.files import in_threads, open_file
-from dino_vit.data.sources.index import Draft, WriteImages, open_index
+from dino_vit.data.sources.index import IndexContents, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
 
-LABEL_KEYS = ("label", "cls", "class", "target", "category")  # of a shard's .json
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-MAX_HEADER = 2**18  # bytes of names and attributes that extend the header of a member of a tar
-REDUCED_TO = (
-    "DINO_VIT.reduced_to"  # global attribute of a tar: shorter side in pixels that it was packed with
-)
-MAX_UNPACKED, MAX_RATIO = 2**28, 200  # bytes that may always be unpacked, as an empty page; then by ratio
+REDUCED_TO = "DINO_VIT.reduced_to"  # attribute of a tar: shorter side in pixels that it was packed with
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
 
@@ -57,12 +52,12 @@ class ArchiveSource(ShardedSource):
 
     def read(self, index: int) -> bytes:
         item = {name: int(column[index]) for name, column in self.index.columns.items()}
-        place = item["file"], item["start"], item["stored"]
-        copied = self.copies.read(*place) if self.ranges.is_remote else None
-        data = self.ranges.read(*place) if copied is None else copied
+        stored = item["file"], item["start"], item["stored"]
+        data = self.local_copies.read(*stored) if self.ranges.is_remote else None
+        if data is None:
+            data = self.ranges.read(*stored)
         if item["method"] != zipfile.ZIP_STORED:
-            check_ratio(item["stored"], item["size"])
-            data = _decompress(data, item["method"], item["size"])
+            data = _decompress(data, item["method"])
         if item["crc"] >= 0 and zlib.crc32(data) != item["crc"]:
             raise OSError("its checksum does not match the archive's")
         return data
@@ -73,26 +68,24 @@ class ArchiveSource(ShardedSource):
             return []
         return sorted(set(in_threads(_reduced_to, self._files)) - {0})
 
-    def _build(self, _: WriteImages) -> Draft:
+    def _build(self, _: WriteImages) -> IndexContents:
         list_images = ARCHIVES[self._suffix]
         with progress(f"Indexing {self._spec}") as advance:
-            listed = in_threads(list_images, self._files, lambda found: advance(len(found)))
-        images = [image for found in listed for image in found]
+            listed = in_threads(list_images, self._files, lambda members: advance(len(members)))
+        images = [image for members in listed for image in members]
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
-        file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(found) for found in listed])
+        file = np.repeat(np.arange(len(listed), dtype=np.int32), [len(members) for members in listed])
         names = [image.name for image in images]
         if len(set(names)) < len(names) and len(self._files) > 1:
             prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
-            names = [
-                prefixes[number] + b"/" + name for number, name in zip(file.tolist(), names, strict=True)
-            ]
+            names = [prefixes[number] + b"/" + name for number, name in zip(file, names, strict=True)]
         labels = [image.label for image in images]
         columns = {
             field: np.array([getattr(image, field) for image in images], dtype=np.int64)
             for field in ("start", "stored", "size", "method", "crc")
         }
-        return Draft(
+        return IndexContents(
             names=names,
             sizes=columns["size"],
             labels=None if labels.count(None) == len(labels) else number_labels(labels),
@@ -100,44 +93,21 @@ class ArchiveSource(ShardedSource):
         )
 
 
-def check_ratio(stored: int, size: int, what: str = "it") -> None:
-    """Refuse what would fill the memory or the disk when it is unpacked."""
-    if size > MAX_UNPACKED and size > MAX_RATIO * stored:
-        raise OSError(
-            f"{what} would unpack to {size / 2**20:,.0f} MiB, over {MAX_RATIO} times its size in the file: "
-            "it may be a zip bomb. If not, pack or write it again uncompressed"
-        )
-
-
-def _decompress(data: bytes, method: int, size: int) -> bytes:
-    """Decompress a member of a zip, but not beyond its stated size, which a zip bomb exceeds."""
+def _decompress(data: bytes, method: int) -> bytes:
+    """Decompress a member of a zip."""
     try:
         if method == zipfile.ZIP_DEFLATED:
-            data = zlib.decompressobj(-15).decompress(data, size + 1)
-        elif method == zipfile.ZIP_BZIP2:
-            data = bz2.BZ2Decompressor().decompress(data, size + 1)
-        else:
-            raise OSError(f"compression method {method} is not supported")
-    except zlib.error as error:
+            return zlib.decompress(data, -15)
+        if method == zipfile.ZIP_BZIP2:
+            return bz2.decompress(data)
+    except (zlib.error, ValueError) as error:
         raise OSError(f"it cannot be decompressed: {error}") from error
-    if len(data) != size:
-        raise OSError(f"it does not have the {size} bytes that the archive states")
-    return data
-
-
-class _BoundedInfo(tarfile.TarInfo):
-    """A header whose extension is small: tarfile reads one of any size, and takes quadratic time for it."""
-
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:  # a hook that tarfile documents
-        extends = self.type in (*tarfile.GNU_TYPES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-        if extends and self.type != tarfile.GNUTYPE_SPARSE and self.size > MAX_HEADER:
-            raise ValueError(f"a header of {self.size:,} bytes is longer than {MAX_HEADER:,}")
-        return super()._proc_member(tar)  # type: ignore[misc]
+    raise OSError(f"compression method {method} is not supported")
 
 
 def _reduced_to(path: str) -> int:
     """Return the shorter side that a tar was packed with; 0: any."""
-    with open_file(path) as file, tarfile.open(fileobj=file, tarinfo=_BoundedInfo) as tar:
+    with open_file(path) as file, tarfile.open(fileobj=file) as tar:
         recorded = tar.pax_headers.get(REDUCED_TO, "")
     return int(recorded) if recorded.isdecimal() else 0
 
@@ -164,37 +134,32 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
     kind = next((kind for magic, kind in COMPRESSED.items() if start.startswith(magic)), None)
     if kind:
         raise ValueError(compressed_message(path, kind))
-    found: dict[bytes, Member] = {}
-    members: list[Member] = []
+    members: dict[bytes, Member] = {}
+    listed: list[Member] = []
     position = 0
     try:
         while position < length:
             file.seek(position)
-            with tarfile.TarFile(
-                fileobj=file, tarinfo=_BoundedInfo, encoding="utf-8", errors="surrogateescape"
-            ) as tar:
+            with tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") as tar:
                 for info in tar:
-                    member = _tar_member(info, found, length)
+                    member = _tar_member(info, members, length)
                     if member is not None:
-                        found[member.name] = member
-                        members.append(member)
+                        members[member.name] = member
+                        listed.append(member)
             position = _skip_end(file, tar.offset)
-    except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is truncated or damaged: {brief(error, 300)}. "
-            "Copy or pack it again, or remove it from the source."
-        ) from error
-    return members
+    except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
+        raise ValueError(f"{path} is truncated or damaged: {brief(error, 300)}") from error
+    return listed
 
 
-def _tar_member(info: tarfile.TarInfo, found: dict[bytes, Member], length: int) -> Member | None:
+def _tar_member(info: tarfile.TarInfo, members: dict[bytes, Member], length: int) -> Member | None:
     name = _clean(info.name)
     if info.sparse is not None:
         raise ValueError(f"{info.name!r} is a sparse file, which cannot be read in place")
-    if info.size < 0 or (info.isreg() and info.offset_data + info.size > length):
+    if info.isreg() and info.offset_data + info.size > length:
         raise ValueError(f"unexpected end in {info.name!r}")
     if info.islnk():
-        target = found.get(_clean(info.linkname))
+        target = members.get(_clean(info.linkname))
         if target is None:
             raise ValueError(f"{info.name!r} is a link to {info.linkname!r}, which does not come before it")
         return target._replace(name=name)
@@ -219,10 +184,7 @@ def _clean(name: str) -> bytes:
 
 
 def compressed_message(path: str, kind: str) -> str:
-    return (
-        f"{path} is compressed ({kind}), so images in it cannot be read at random. "
-        f"Decompress it; image files hardly compress anyway."
-    )
+    return f"{path} is compressed ({kind}), so images in it cannot be read at random. Decompress it"
 
 
 def split_key(name: bytes) -> tuple[bytes, bytes]:
@@ -253,7 +215,7 @@ def _read_labels(
 def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{path}: {os.fsdecode(name)!r}")
     if isinstance(content, dict):
-        content = next((content[key] for key in LABEL_KEYS if key in content), None)
+        content = next((content[key] for key in LABEL_COLUMNS if key in content), None)
     if isinstance(content, str):
         return printable(content)  # JSON has text that UTF-8 has not
     return content if isinstance(content, (int, float)) else None
@@ -264,10 +226,10 @@ def _warn_of_several(path: str, keys: Iterable[tuple[bytes, bytes]]) -> None:
     extensions: dict[bytes, set[bytes]] = defaultdict(set)
     for key, extension in keys:
         extensions[key].add(extension)
-    several = Counter(b", ".join(sorted(found)) for found in extensions.values() if len(found) > 1)
-    for found, count in several.most_common(1):
+    several = Counter(b", ".join(sorted(each)) for each in extensions.values() if len(each) > 1)
+    for names, count in several.most_common(1):
         text = "%s: %s with several images (%s); each counts as an image of its own"
-        log.warning(text, path, plural(count, "sample"), os.fsdecode(found))
+        log.warning(text, path, plural(count, "sample"), os.fsdecode(names))
 
 
 def zip_images(path: str) -> list[Member]:
@@ -275,29 +237,21 @@ def zip_images(path: str) -> list[Member]:
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if is_image(info.filename)]
-            length = file.seek(0, os.SEEK_END)
-            images = [_zip_member(file, info, length) for info in infos]
+            images = [_zip_member(file, info) for info in infos]
     except OSError:
         raise
     except Exception as error:  # zipfile raises nearly anything on damaged files
-        raise ValueError(
-            f"{path} is damaged or not a zip archive: {brief(error, 300)}. Copy or pack it again."
-        ) from error
+        raise ValueError(f"{path} is damaged or not a zip archive: {brief(error, 300)}") from error
     if any(info.flag_bits & 1 for info in infos):
         raise ValueError(f"{path} is encrypted. Unpack it, or pack it again without a password.")
     return images
 
 
-def _zip_member(file: BinaryIO, info: zipfile.ZipInfo, length: int) -> Member:
+def _zip_member(file: BinaryIO, info: zipfile.ZipInfo) -> Member:
     """Find where a member's bytes begin, after a header of its own, which `zipfile` does not tell."""
     file.seek(info.header_offset)
-    header = file.read(LOCAL_HEADER.size)
-    if len(header) < LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
-        raise zipfile.BadZipFile(f"no header of {info.filename!r} at byte {info.header_offset}")
-    *_, name_length, extra_length = LOCAL_HEADER.unpack(header)
+    *_, name_length, extra_length = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
     start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
-    if start + info.compress_size > length or info.file_size >= 2**63:
-        raise zipfile.BadZipFile(f"{info.filename!r} ends beyond the file")
     name = os.fsencode(info.filename.removeprefix("./"))
     return Member(name, start, info.compress_size, info.file_size, info.compress_type, info.CRC)
 

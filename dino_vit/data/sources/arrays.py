@@ -4,46 +4,26 @@ A .npy file is mapped into memory; the array of a .npz file is unpacked into the
 """
 
 import hashlib
-import os
 import zipfile
 from collections.abc import Iterator, Mapping
-from math import prod
-from typing import IO, Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.progress import plural
 from dino_vit.core.text import brief
-from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.npy import Header, map_array, read_header
-from dino_vit.data.sources.archives import check_ratio
-from dino_vit.data.sources.files import is_url, open_file
-from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.files import is_url
+from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
 BATCH_BYTES = 2**26  # of images that are unpacked together
-MANY, FEW_PIXELS = 2**20, 64  # more images than this must have so many pixels each
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
-
-
-class _Array(NamedTuple):
-    header: Header
-    available: int  # bytes after the header
-    member: zipfile.ZipInfo | None  # of a .npz
-
-    def check(self, name: str) -> None:
-        """Refuse an array that is truncated, or that would fill the disk or the memory."""
-        if self.header.nbytes > self.available:
-            raise OSError(
-                f"{name} has {self.available:,} of its {self.header.nbytes:,} bytes, so it is truncated"
-            )
-        if self.member is not None:
-            check_ratio(self.member.compress_size, self.member.file_size, name)
 
 
 class ArraySource(IndexedSource):
@@ -63,7 +43,7 @@ class ArraySource(IndexedSource):
             image = flat.reshape(metadata["shape"])
         else:
             if self._mapped is None:
-                self._mapped = map_array(self._path)
+                self._mapped = npy.open_memmap(self._path, mode="r")
             image = self._mapped[index]
         if image.ndim == 2:
             image = image[None]
@@ -74,117 +54,94 @@ class ArraySource(IndexedSource):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": None}
 
-    def _build(self, write_images: WriteImages) -> Draft:
-        arrays = _read_headers(self._path)
-        name = _choose(self._path, {name: array.header for name, array in arrays.items()}, self._key)
-        header, _, member = arrays[name]
-        arrays[name].check(f"array {brief(name)}" if name else "it")
-        count = header.shape[0]
-        channels_last = _channels_last(self._path, header.shape)
-        digest = hashlib.sha256(f"{header.shape} {header.dtype.str}".encode())
-        sampled = np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist()
-        if member is None:
-            mapped = map_array(self._path)
-            for row in sampled:
-                digest.update(np.ascontiguousarray(mapped[row]).data)
-        else:
-            done = 0
-            for images in _unpack(self._path, header, member, write_images):
-                rows = [row - done for row in sampled if done <= row < done + len(images)]
-                digest.update(images[rows].tobytes())
-                done += len(images)
-        return Draft(
+    def _build(self, write_images: WriteImages) -> IndexContents:
+        headers = _read_headers(self._path)
+        name = _choose(self._path, headers, self._key)
+        images = _load(self._path, name)
+        count = len(images)
+        digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
+        for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
+            digest.update(np.ascontiguousarray(images[row]).data)
+        if name:  # of a .npz
+            _write(images, write_images)
+        return IndexContents(
             names=[b"%09d" % number for number in range(count)],
-            sizes=np.full(count, header.nbytes // count, dtype=np.int64),
-            labels=_labels(self._path, name, arrays),
+            sizes=np.full(count, images.nbytes // count, dtype=np.int64),
+            labels=_labels(self._path, headers, count),
             metadata={
                 "fingerprint": f"array-{count}-{digest.hexdigest()[:16]}",
-                "shape": header.shape[1:],
-                "dtype": header.dtype.str,
-                "channels_last": channels_last,
+                "shape": images.shape[1:],
+                "dtype": images.dtype.str,
+                "channels_last": _channels_last(self._path, images.shape),
             },
         )
 
 
-def _read_headers(path: str) -> dict[str, _Array]:
-    """Return the arrays in a file by name, by their headers only; the one of a .npy has no name."""
-    try:
-        with open_file(path) as file:
-            if not zipfile.is_zipfile(file):
-                file.seek(0)
-                header = read_header(file)
-                return {"": _Array(header, os.fstat(file.fileno()).st_size - file.tell(), None)}
-        arrays = {}
+class _Header(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def _read_headers(path: str) -> dict[str, _Header]:
+    """Return the shapes and types of the arrays in a file by name; the one of a .npy has no name."""
+    with _reading(path):
+        if not zipfile.is_zipfile(path):
+            array = npy.open_memmap(path, mode="r")
+            return {"": _Header(array.shape, array.dtype)}
+        headers = {}
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 with archive.open(info) as member:
-                    header = read_header(member)
-                    array = _Array(header, info.file_size - member.tell(), info)
-                    arrays[info.filename.removesuffix(".npy")] = array
-        return arrays
+                    version = npy.read_magic(member)
+                    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                    shape, _, dtype = read(member)
+                    headers[info.filename.removesuffix(".npy")] = _Header(shape, dtype)
+        return headers
+
+
+def _load(path: str, name: str) -> NDArray[Any]:
+    """Return an array; the one of a .npy, which has no name, is mapped into memory."""
+    with _reading(path):
+        if not name:
+            return npy.open_memmap(path, mode="r")
+        with np.load(path) as arrays:
+            return arrays[name]
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError:
         raise
     except Exception as error:  # zipfile and the decompressors raise nearly anything
         raise ValueError(f"{path} is damaged or holds no plain arrays: {brief(error, 300)}") from error
 
 
-def _unpack(
-    path: str, header: Header, member: zipfile.ZipInfo, write_images: WriteImages
-) -> Iterator[NDArray[Any]]:
-    """Write the images of a member, and yield them in batches; one in Fortran's order is read as a whole."""
-    count, each = header.shape[0], header.nbytes // header.shape[0]
+def _write(images: NDArray[Any], write_images: WriteImages) -> None:
+    """Write images in batches."""
+    each = images.nbytes // len(images)
     rows = max(BATCH_BYTES // each, 1)
-    with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-        read_header(file)
-        whole = np.empty(0)
-        if header.fortran:
-            data = _read(path, file, header.nbytes)
-            whole = np.frombuffer(data, header.dtype).reshape(header.shape, order="F")
-        for start in range(0, count, rows):
-            batch = min(rows, count - start)
-            part = whole[start : start + batch]
-            data = part.tobytes() if header.fortran else _read(path, file, batch * each)
-            buffers = [None, pa.py_buffer(np.arange(batch + 1) * each), pa.py_buffer(data)]
-            write_images(pa.Array.from_buffers(pa.large_binary(), batch, buffers))
-            yield np.frombuffer(data, np.uint8).reshape(batch, each)
+    for start in range(0, len(images), rows):
+        batch = images[start : start + rows]
+        buffers = [None, pa.py_buffer(np.arange(len(batch) + 1) * each), pa.py_buffer(batch.tobytes())]
+        write_images(pa.Array.from_buffers(pa.large_binary(), len(batch), buffers))
 
 
-def _read(path: str, file: IO[bytes], size: int) -> bytes:
-    try:
-        data = file.read(size)
-    except Exception as error:  # as above
-        raise ValueError(f"{path} is damaged: {brief(error, 300)}. Copy it again.") from error
-    if len(data) < size:
-        raise ValueError(f"{path} is damaged: an array ends early. Copy it again.")
-    return data
-
-
-def _choose(path: str, headers: Mapping[str, Header], key: str | None) -> str:
+def _choose(path: str, headers: Mapping[str, _Header], key: str | None) -> str:
     """Return the name of the array of images: the given one, or the only one with three or four axes."""
     candidates = [name for name, header in headers.items() if len(header.shape) in (3, 4)]
     chosen = candidates if key is None else [name for name in candidates if name == key]
     if len(chosen) != 1:
-        known = ", ".join(f"{brief(name) or 'one'} {header.shape}" for name, header in headers.items())
+        shapes = ", ".join(f"{brief(name) or 'one'} {header.shape}" for name, header in headers.items())
         ways = ", ".join(f"{path}:{name}" for name in candidates)
-        raise ValueError(
-            f"{path} must have one array of images, (N, H, W), (N, H, W, C) or (N, C, H, W), but has {known}."
-            + (f" Choose one of {ways}." if ways and key is None else "")
-        )
+        advice = f": choose one of {ways}" if ways and key is None else ""
+        text = "must have one array of images, (N, H, W), (N, H, W, C) or (N, C, H, W), but has"
+        raise ValueError(f"{path} {text} {shapes}{advice}")
     (name,) = chosen
-    header = headers[name]
-    if not header.numeric or 0 in header.shape:
-        raise ValueError(
-            f"{path}: the array of images has dtype {header.dtype} and shape {header.shape}; "
-            f"it must have integers or floats and must not be empty."
-        )
-    count, pixels = header.shape[0], prod(header.shape[1:])
-    if pixels > 4 * MAX_PIXELS:
-        raise ValueError(f"{path}: images of shape {header.shape[1:]} are too large")
-    if count > MANY and pixels < FEW_PIXELS:
-        raise ValueError(
-            f"{path} has {count:,} images of {plural(pixels, 'pixel')}, but more than {MANY:,} images must "
-            f"have {FEW_PIXELS} pixels or more each."
-        )
+    shape, dtype = headers[name]
+    if dtype.kind not in "uif" or dtype.itemsize > 8 or 0 in shape:
+        raise ValueError(f"{path}: images must be integers or floats, not {dtype} of shape {shape}")
     return name
 
 
@@ -198,26 +155,16 @@ def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
     if first < min(middle, last):
         return False
     raise ValueError(
-        f"{path}: cannot tell which axis of {shape} has the channels. It must be the shortest: "
-        f"(N, H, W, C) or (N, C, H, W). Save images of one channel as (N, H, W)."
+        f"{path}: cannot tell which axis of {shape} has the channels; it must be the shortest of an image"
     )
 
 
-def _labels(path: str, key: str, arrays: Mapping[str, _Array]) -> Labels:
-    count = arrays[key].header.shape[0]
-    fitting = {name: array for name, array in arrays.items() if array.header.shape in ((count,), (count, 1))}
-    if len(fitting) > 1:
-        log.warning("%s: no labels, as they could be any of %s", path, ", ".join(fitting))
-    if len(fitting) != 1:
-        return number_labels([None] * count)
-    ((name, array),) = fitting.items()
-    header, _, member = array
-    if header.dtype.hasobject or not header.dtype.itemsize:
-        log.warning("%s: no labels, as %s holds Python objects or nothing", path, brief(name))
-        return number_labels([None] * count)
-    array.check(f"array {brief(name)}")
-    assert member is not None
-    with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-        read_header(file)
-        data = _read(path, file, header.nbytes)
-    return number_labels(np.frombuffer(data, header.dtype).tolist())
+def _labels(path: str, headers: Mapping[str, _Header], count: int) -> Labels:
+    candidates = [name for name, header in headers.items() if header.shape in ((count,), (count, 1))]
+    if len(candidates) > 1:
+        log.warning("%s: no labels, as they could be any of %s", path, ", ".join(candidates))
+    elif candidates and headers[candidates[0]].dtype.hasobject:
+        log.warning("%s: no labels, as %s holds Python objects", path, brief(candidates[0]))
+    elif candidates:
+        return number_labels(_load(path, candidates[0]).flatten().tolist())
+    return number_labels([None] * count)

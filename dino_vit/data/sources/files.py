@@ -1,9 +1,7 @@
 """Read files: local ones by the system's own calls, URLs through fsspec."""
 
-import errno
 import math
 import os
-import stat
 import threading
 import time
 import zlib
@@ -26,19 +24,14 @@ R = TypeVar("R")
 
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
-PATIENCE = 180  # seconds for which a remote range is requested again before the run ends
+RETRY_TIMEOUT_S = 180  # for which a remote range is requested again before the run ends
+REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
-ANSWER = 30  # seconds within which a server must answer a request
-# What file systems call the version of a file.
+# What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
+# file holds.
 VERSIONS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "Content-MD5",
-    "Digest",
-    "LastModified",
-    "Last-Modified",
+    *("ETag", "etag", "md5Hash", "content_md5"),
+    *("Content-MD5", "Digest", "LastModified", "Last-Modified"),
 )
 
 
@@ -48,7 +41,7 @@ class Stop(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
-process_stops: Stop = threading.Event()  # another one in a loader process
+process_stops: Stop = threading.Event()  # another one in a DataLoader worker
 _last_warning = [-math.inf]
 
 
@@ -103,7 +96,7 @@ def is_folder(path: str) -> bool:
 def read_file(path: str) -> bytes:
     """Return the content of a file."""
     if not is_url(path):
-        with open(path, "rb", buffering=0, opener=_open_regular) as file:
+        with open(path, "rb", buffering=0) as file:
             return file.readall()
     return remotely(path, lambda system, inner: system.cat_file(inner))
 
@@ -111,8 +104,8 @@ def read_file(path: str) -> bytes:
 def open_file(path: str, buffer: int = MOST_REQUESTED) -> BinaryIO:
     """Open a file for random access; of a remote one at least `buffer` bytes are requested at a time."""
     if not is_url(path):
-        return open(path, "rb", opener=_open_regular)
-    size = patiently(lambda: remote_info(path), path).get("size")
+        return open(path, "rb")
+    size = retry(lambda: remote_info(path), path).get("size")
     if size is None:
         raise OSError(f"{path} has no known size, so it cannot be read at random")
     return BufferedReader(RemoteFile(path, int(size)), buffer)
@@ -139,23 +132,15 @@ class RemoteFile(RawIOBase):
         end = self.position + size
 
         def part(start: int) -> bytes:
-            return patiently(lambda: request(self.url, start, min(MOST_REQUESTED, end - start)), self.url)
+            return retry(lambda: request(self.url, start, min(MOST_REQUESTED, end - start)), self.url)
 
         buffer[:size] = b"".join(in_threads(part, range(self.position, end, MOST_REQUESTED)))
         self.position = end
         return size
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Open a file, but no pipe or device, which may have no end or never answer."""
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
-    return descriptor
-
-
 def remotely(url: str, work: Callable[[Any, str], R]) -> R:
+    """Call `work` with a URL's file system and its path there; whatever fails is an OSError."""
     system, inner = filesystem(url)
     try:
         return work(system, inner)
@@ -165,36 +150,30 @@ def remotely(url: str, work: Callable[[Any, str], R]) -> R:
         raise OSError(f"{url}: {error}") from error
 
 
-def patiently(work: Callable[[], R], path: str, stop: Stop | None = None, patience: float | None = None) -> R:
-    """Read from a remote file, again and again if it fails, until `patience` is over or `stop` is set."""
-    patience = PATIENCE if patience is None else patience
-    end = time.monotonic() + patience
+def retry(work: Callable[[], R], path: str, stop: Stop | None = None, timeout_s: float | None = None) -> R:
+    """Read from a remote file, again and again if it fails, until the time is over or `stop` is set."""
+    timeout_s = RETRY_TIMEOUT_S if timeout_s is None else timeout_s
+    end = time.monotonic() + timeout_s
     for attempt in count():
         try:
             return work()
         except ChangedFile:
             raise
         except OSError as error:
-            reason = brief(_reason(error, path), 300)
+            not_found = isinstance(error, FileNotFoundError)
+            reason = "it is not found" if not_found else brief(str(error).removeprefix(f"{path}: "), 300)
             left = end - time.monotonic()
             if left <= 0:
                 raise SourceLost(
-                    f"{path} could not be read for {patience:g} seconds ({reason}). "
+                    f"{path} could not be read for {timeout_s:g} seconds ({reason}). "
                     "When it can be reached again, run the same command again"
                 ) from error
-            if attempt == 5 and _last_warning[0] < end - 2 * patience:  # not from each thread
-                _last_warning[0] = end - patience
+            if attempt == 5 and _last_warning[0] < end - 2 * timeout_s:  # not from each thread
+                _last_warning[0] = end - timeout_s
                 log.warning("%s cannot be read (%s); trying for %.0f seconds more", path, reason, left)
             if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
                 raise SourceLost(f"{path} is no longer needed") from error
     raise AssertionError
-
-
-def _reason(error: OSError, path: str) -> str:
-    """Return why a file cannot be read, without its name."""
-    if isinstance(error, FileNotFoundError):
-        return "it is not found"
-    return str(error).removeprefix(f"{path}: ").partition(", url=")[0] or type(error).__name__
 
 
 def in_threads(
@@ -209,60 +188,57 @@ def in_threads(
     return results
 
 
-def stamps(paths: Sequence[str]) -> NDArray[np.int64]:
+def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return size, version and time of change (ns, 0: unknown) of each path; size −1 if it does not exist."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
-    rows = in_threads(lambda chunk: [_stamp(path) for path in chunk], chunks)
-    return np.array([stamp for row in rows for stamp in row], dtype=np.int64).reshape(-1, 3)
+    rows = in_threads(lambda chunk: [_signature(path) for path in chunk], chunks)
+    return np.array([signature for row in rows for signature in row], dtype=np.int64).reshape(-1, 3)
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
+def _signature(path: str) -> tuple[int, int, int]:
     try:
         if not is_url(path):
             status = os.stat(path)
             return status.st_size, status.st_mtime_ns, status.st_mtime_ns
-        return stamp_of(remote_info(path))
+        return remote_signature(remote_info(path))
     except OSError:
         return -1, -1, 0
 
 
 def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
-    """Return what the file system tells of a file; `fresh`: not as it was when a folder was listed."""
+    """Return what the file system knows of a file; `fresh`: not as it was when a folder was listed."""
 
     def ask(system: Any, inner: str) -> dict[str, Any]:
         if fresh:
             system.invalidate_cache()
-        found = dict(system.info(inner))
-        # Not `ukey`, which over HTTP is the same whatever the file holds.
-        found["version"] = next((found[key] for key in VERSIONS if found.get(key)), None) or system.ukey(
-            inner
-        )
-        return found
+        info = dict(system.info(inner))
+        version = next((info[key] for key in VERSIONS if info.get(key)), None)
+        return {**info, "version": version or system.ukey(inner)}
 
     return remotely(url, ask)
 
 
-def stamp_of(info: dict[str, Any]) -> tuple[int, int, int]:
+def remote_signature(info: dict[str, Any]) -> tuple[int, int, int]:
     return info.get("size") or 0, zlib.crc32(str(info["version"]).encode()), 0
 
 
-class Ranges:
+class ByteRangeReader:
     """Read ranges of bytes of files, from several threads and processes at once."""
 
-    def __init__(self, paths: Sequence[str], stamps: NDArray[np.int64]) -> None:
-        self.paths, self.stamps = paths, stamps
+    def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
+        self.paths, self.file_signatures = paths, file_signatures
         self.is_remote = any(map(is_url, paths))
         self._open = lru_cache(OPEN_FILES)(_Descriptor)
         self._unchanged: set[int] = set()  # remote files that this process has checked
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
-        length, version, _ = self.stamps[file].tolist()
-        if start + size > length > 0:  # before so much memory is taken; 0: a server did not tell
-            raise OSError(f"{path} is truncated")
         if is_url(path):
-            return patiently(lambda: self.request(file, start, size), path)
-        return check_length(self._open(path, length, version).read(start, size), size, path)
+            return retry(lambda: self.request(file, start, size), path)
+        length, version, _ = self.file_signatures[file].tolist()
+        descriptor = self._open(path, length, version)
+        # Without moving a position, so that processes can share the open file.
+        return check_length(os.pread(descriptor.number, size, start), size, path)
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""
@@ -270,23 +246,22 @@ class Ranges:
             self.check_unchanged(file)
         return request(self.paths[file], start, size)
 
-    def check_unchanged(self, file: int) -> dict[str, Any]:
-        """Return what a file system tells of a remote file, or raise if it is not the one in the index."""
+    def check_unchanged(self, file: int) -> None:
+        """Raise if a remote file is not the one in the index."""
         info = remote_info(self.paths[file], fresh=True)
-        if stamp_of(info) != tuple(self.stamps[file].tolist()):
+        if remote_signature(info) != tuple(self.file_signatures[file].tolist()):
             raise ChangedFile(self.paths[file])
         self._unchanged.add(file)
-        return info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ranges, (self.paths, self.stamps)
+        return ByteRangeReader, (self.paths, self.file_signatures)
 
 
 def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
 
     def ask(system: Any, inner: str) -> Any:
-        limits = {"timeout": ANSWER} if getattr(system, "async_impl", False) else {}
+        limits = {"timeout": REQUEST_TIMEOUT_S} if getattr(system, "async_impl", False) else {}
         # By name: another argument comes first on S3.
         return system.cat_file(inner, start=start, end=start + size, **limits)
 
@@ -299,28 +274,14 @@ def check_length(data: bytes, size: int, path: str) -> bytes:
     return data
 
 
-def read_range(number: int, start: int, size: int) -> bytes:
-    """Read from an open file without moving a position, so that processes can share it."""
-    data = os.pread(number, size, start)
-    while len(data) < size:  # Linux returns 2 GiB at most
-        more = os.pread(number, size - len(data), start + len(data))
-        if not more:
-            break
-        data += more
-    return data
-
-
 class _Descriptor:
     """An open file, closed when it is no longer used."""
 
     def __init__(self, path: str, size: int, version: int) -> None:
-        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self.number = os.open(path, os.O_RDONLY)
         status = os.fstat(self.number)
         if (status.st_size, status.st_mtime_ns) != (size, version):
             raise ChangedFile(path)
-
-    def read(self, start: int, size: int) -> bytes:
-        return read_range(self.number, start, size)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

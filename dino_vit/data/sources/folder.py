@@ -14,7 +14,7 @@ from dino_vit.core.progress import plural, progress
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
-from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image, suffix_of
 
 CONTAINERS = (".tar", ".parquet", ".zip")
@@ -55,21 +55,17 @@ class FolderSource(PathSource):
         self.root = root
         super().__init__(open_index("folder", root, self._build))
 
-    def _build(self, _: WriteImages) -> Draft:
+    def _build(self, _: WriteImages) -> IndexContents:
         sizes: dict[str, int] = {}
         folders: list[str] = []  # nothing to watch: a remote folder is listed again each time
-        stamps: list[tuple[int, int, int]] = []
+        signatures: list[_Signature] = []
         if is_url(self.root):
             sizes = _list_remote(self.root)
             files = list(sizes)
         else:
-            files, folders, stamps = _list_local(self.root)
-        names, others = [], []
-        for name in files:
-            if is_image(name):
-                names.append(name)
-            elif not os.path.basename(name).startswith("."):
-                others.append(name)
+            files, folders, signatures = _list_local(self.root)
+        names = [name for name in files if is_image(name)]
+        others = [name for name in files if not is_image(name) and not os.path.basename(name).startswith(".")]
         containers = [name for name in others if suffix_of(name) in CONTAINERS]
         if not names:
             raise NoImages(self.root, others, containers)
@@ -77,11 +73,11 @@ class FolderSource(PathSource):
             text = "%s is read as a folder of images, without the %s in it, such as %s"
             log.warning(text, self.root, plural(len(containers), "archive"), printable(containers[0]))
         paths = [os.path.join(self.root, name) for name in names]
-        return Draft(
+        return IndexContents(
             names=[os.fsencode(name) for name in names],
             sizes=[sizes[name] for name in names] if sizes else _file_sizes(paths),
             watched=folders,
-            stamps=stamps,
+            file_signatures=signatures,
         )
 
 
@@ -92,12 +88,12 @@ class ListSource(PathSource):
         self.root, self._path = os.path.dirname(path), path
         super().__init__(open_index("list", path, self._build, [path]))
 
-    def _build(self, _: WriteImages) -> Draft:
+    def _build(self, _: WriteImages) -> IndexContents:
         entries = list(read_entries(self._path, read_file(self._path)))
         if not entries:
             raise ValueError(f"{self._path} lists no images. Write one path per line.")
         entries.sort(key=lambda entry: os.fsencode(entry.name))
-        return Draft(
+        return IndexContents(
             names=[os.fsencode(entry.name) for entry in entries],
             sizes=self._sizes([_join(self.root, entry.name) for entry in entries]),
             labels=number_labels([entry.label for entry in entries]),
@@ -111,8 +107,8 @@ class ListSource(PathSource):
         missing = np.flatnonzero(sizes < 0)
         if len(missing) == len(paths):
             raise ValueError(
-                f"None of the files listed in {self._path} exist, such as {brief(paths[0], 200)}. "
-                f"Paths that are not absolute are relative to the folder of the list."
+                f"none of the files listed in {self._path} exist, such as {brief(paths[0], 200)}; paths are "
+                "relative to the folder of the list"
             )
         if len(missing):
             text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
@@ -126,15 +122,18 @@ class FilesSource(PathSource):
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         remote = any(map(is_url, files))
         self.root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
-        super().__init__(open_index("files", spec, lambda _: self._draft(files), files))
+        super().__init__(open_index("files", spec, lambda _: self._contents(files), files))
 
-    def _draft(self, files: Sequence[str]) -> Draft:
+    def _contents(self, files: Sequence[str]) -> IndexContents:
         names = [os.path.relpath(path, self.root) if self.root else path for path in files]
-        return Draft(names=[os.fsencode(name) for name in names])
+        return IndexContents(names=[os.fsencode(name) for name in names])
 
 
 def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
+
+
+_Signature = tuple[int, int, int]  # as of `file_signatures`
 
 
 class _Folder(NamedTuple):
@@ -142,34 +141,34 @@ class _Folder(NamedTuple):
     parents: frozenset[tuple[int, int]]  # device and inode numbers of the folders that contain it
 
 
-def _list_local(root: str) -> tuple[list[str], list[str], list[tuple[int, int, int]]]:
-    """Return the files below a folder, and the paths and stamps of the folders.
+def _list_local(root: str) -> tuple[list[str], list[str], list[_Signature]]:
+    """Return the files below a folder, and the paths and signatures of the folders.
 
     They are listed level by level, the folders of each level in parallel.
     """
-    files, paths, stamps, level = [], [], [], [_Folder("", frozenset())]
+    files, paths, signatures, level = [], [], [], [_Folder("", frozenset())]
     with progress(f"Listing {root}") as advance:
         while level:
             listed = in_threads(lambda folder: _list_folder(root, folder), level)
             paths += [os.path.join(root, folder.name) for folder in level]
             level = []
-            for names, folders, stamp in listed:
+            for names, folders, signature in listed:
                 files += names
                 level += folders
-                stamps.append(stamp)
+                signatures.append(signature)
                 advance(len(names))
-    return files, paths, stamps
+    return files, paths, signatures
 
 
-def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], tuple[int, int, int]]:
+def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], _Signature]:
     path = os.path.join(root, folder.name)
     status = os.stat(path)  # before the listing, so that a change during it is noticed next time
     identity = (status.st_dev, status.st_ino)
-    stamp = (status.st_size, status.st_mtime_ns, status.st_mtime_ns)
+    signature = (status.st_size, status.st_mtime_ns, status.st_mtime_ns)
     files: list[str] = []
     folders: list[_Folder] = []
     if identity in folder.parents:  # a link back to a folder that contains it
-        return files, folders, stamp
+        return files, folders, signature
     parents = folder.parents | {identity}
     with os.scandir(path) as entries:
         for entry in entries:
@@ -180,7 +179,7 @@ def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], 
                 folders.append(_Folder(name, parents))
             else:
                 files.append(name)
-    return files, folders, stamp
+    return files, folders, signature
 
 
 def _file_sizes(paths: Sequence[str]) -> NDArray[np.int64]:
@@ -202,6 +201,6 @@ def _list_remote(root: str) -> dict[str, int]:
     """Return the files below a folder and their sizes."""
     system, inner = filesystem(root)
     with progress(f"Listing {root}") as advance:
-        found = system.find(inner, detail=True)
-        advance(len(found))
-    return {path.removeprefix(inner).lstrip("/"): info.get("size") or 0 for path, info in found.items()}
+        infos = system.find(inner, detail=True)
+        advance(len(infos))
+    return {path.removeprefix(inner).lstrip("/"): info.get("size") or 0 for path, info in infos.items()}

@@ -5,11 +5,14 @@ when what it was built from has changed. It may be deleted at any time. A source
 at random (Parquet, .npz) unpacks them into the same file:
 
     images: an Arrow file, or nothing | padding | items: an Arrow file | end of images, checksum of items
+
+An index is that of a kind and a location (`open_index`), and current as long as the files or folders that it
+watches are the same, with the same signatures (`_is_current`).
 """
 
+import fcntl
 import hashlib
 import json
-import math
 import os
 import struct
 import time
@@ -17,8 +20,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from io import BytesIO
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,7 +33,7 @@ from dino_vit.core import log
 from dino_vit.core.storage import StorageError, replacing, utf8_path
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, folder_labels
-from dino_vit.data.sources.files import stamps
+from dino_vit.data.sources.files import file_signatures, is_url
 from dino_vit.data.splits import below_shared, find_splits
 
 TRAILER = struct.Struct("<QI")
@@ -37,16 +41,12 @@ ALIGNMENT = 64  # of the items in the file, so that their columns are mapped wit
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
 VERSION = 2  # of what an index holds
-MEMORY_LIMIT = 2**31  # bytes of images that are unpacked into memory where no file can be written
 IMAGES = pa.schema([("image", pa.large_binary())])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
-    """What goes into an index. It is rebuilt when a watched file or folder no longer has its stamp.
-
-    The files of the source are watched if it gives some. Without watched files, it is rebuilt each time.
-    """
+class IndexContents:
+    """What goes into an index. Without watched files or folders, it is built again each time."""
 
     names: Sequence[bytes]
     sizes: ArrayLike | None = None  # None: those of the watched files
@@ -54,7 +54,7 @@ class Draft:
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     watched: Sequence[str] = ()
-    stamps: ArrayLike = ()
+    file_signatures: ArrayLike = ()  # of the watched files and folders
     by_name: bool = True  # order the items by the bytes of their names
 
     def items(self, began: int) -> pa.RecordBatch:
@@ -64,8 +64,8 @@ class Draft:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
-        stamps = np.array(self.stamps, dtype=np.int64).reshape(-1, 3)
-        sizes = stamps[:, 0] if self.sizes is None else np.asarray(self.sizes, dtype=np.int64)
+        signatures = np.array(self.file_signatures, dtype=np.int64).reshape(-1, 3)
+        sizes = signatures[:, 0] if self.sizes is None else np.asarray(self.sizes, dtype=np.int64)
         digest = hashlib.sha256(b"".join(names))
         digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
         digest.update(sizes[rows].tobytes())
@@ -82,13 +82,13 @@ class Draft:
             **self.metadata,
             "began": began,
             "watched": list(self.watched),
-            "stamps": stamps.tolist(),
+            "file_signatures": signatures.tolist(),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
 
 WriteImages = Callable[[pa.Array], None]
-Build = Callable[[WriteImages], Draft]
+Build = Callable[[WriteImages], IndexContents]
 
 
 # pyarrow's own conversions from and to NumPy import pandas where it is installed, which takes up to a second.
@@ -106,19 +106,13 @@ def _to_arrow(values: NDArray[Any]) -> pa.Array:
 
 
 class Index:
-    """The columns of the items, their metadata and unpacked images.
+    """The columns of the items, their metadata and unpacked images; pickled as the path of its file."""
 
-    If it has a file, it is pickled as its path, so that no process gets a copy.
-    """
-
-    def __init__(self, data: pa.Buffer, path: Path | None = None) -> None:
-        self._data, self._path = data, path
+    def __init__(self, data: pa.Buffer, path: Path) -> None:
+        self._path = path
         end_of_items = data.size - TRAILER.size
         end_of_images, self.checksum = TRAILER.unpack(data[max(end_of_items, 0) :])
-        start = end_of_images + -end_of_images % ALIGNMENT
-        if start > end_of_items:
-            raise ValueError("it is truncated")
-        content = data[start:end_of_items]
+        content = data[end_of_images + -end_of_images % ALIGNMENT : end_of_items]
         # The images may be terabytes, so they have no checksum.
         if zlib.crc32(content) != self.checksum:
             raise ValueError("its checksum is wrong")
@@ -126,12 +120,12 @@ class Index:
         self.names = items["name"]
         self.columns = {name: np.from_dlpack(items[name]) for name in items.schema.names if name != "name"}
         self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
-        self.stamps = np.array(self.metadata["stamps"], dtype=np.int64).reshape(-1, 3)
+        self.file_signatures = np.array(self.metadata["file_signatures"], dtype=np.int64).reshape(-1, 3)
         images = pa.ipc.open_file(data[:end_of_images]).read_all() if end_of_images else None
         self.images: pa.ChunkedArray = None if images is None else images["image"]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (self._path, self.checksum)) if self._path else (Index, (self._data,))
+        return _reopen, (self._path, self.checksum)
 
 
 class IndexedSource:
@@ -141,7 +135,7 @@ class IndexedSource:
         self.index = index
         self.classes = [printable(name) for name in index.metadata["classes"]]
         splits = index.metadata["splits"].items()
-        self.splits = {printable(name): range(*places) for name, places in splits}
+        self.splits = {printable(name): range(*indices) for name, indices in splits}
 
     def __len__(self) -> int:
         return len(self.index.names)
@@ -173,42 +167,46 @@ def cache_folder() -> Path:
 def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None = None) -> Index:
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
-    `build` gets a function that writes images. `files` are those that the source has now, if they can change
-    without a change to what is watched.
+    `build` gets a function that writes images. `files` are those that the source has now; without them the
+    index watches what `build` says.
     """
-    location = spec if "://" in spec else os.path.abspath(spec)
+    location = spec if is_url(spec) else os.path.abspath(spec)
     key = hashlib.sha256(os.fsencode(f"{kind}\0{location}\0{VERSION}")).hexdigest()[:24]
     path = cache_folder() / f"{kind}-{key}.arrow"
-    index = _load_current(path, files)
-    if index is not None:
-        return index
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path, spec):
-            index = _load_current(path, files)
-            if index is None:
-                with replacing(path) as partial, partial.open("wb") as file:
-                    _write(file, spec, build, files)
-                index = _load(path)
+        return _open_or_build(path, spec, build, files)
     except (StorageError, OSError) as error:
-        log.warning("%s: the index is kept in memory, as it cannot be written to %s: %s", spec, path, error)
+        text = "%s: the index is built for this run only, as it cannot be written to %s: %s"
+        log.warning(text, spec, path, error)
+    return _open_or_build(Path(_temporary_folder().name) / path.name, spec, build, files)
+
+
+_temporary_folder = cache(partial(TemporaryDirectory, prefix="dino-vit-"))  # deleted when the process ends
+
+
+def _open_or_build(path: Path, spec: str, build: Build, files: Sequence[str] | None) -> Index:
+    index = _load(path)
+    if index is not None and _is_current(index, files):
+        return index
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path, spec):
+        index = _load(path)
+        if index is None or not _is_current(index, files):
+            with replacing(path) as partial_path, partial_path.open("wb") as file:
+                _write(file, spec, build, files)
+            index = _load(path)
     if index is None:
-        memory = BytesIO()
-        _write(memory, spec, build, files, MEMORY_LIMIT)
-        index = Index(pa.py_buffer(memory.getvalue()))
+        raise StorageError(f"{path} cannot be read back")
     return index
 
 
-def _load_current(path: Path, files: Sequence[str] | None) -> Index | None:
-    """Return the index in a file, unless something has changed since it was built."""
-    index = _load(path)
-    if index is None or not index.metadata["watched"]:
-        return None
+def _is_current(index: Index, files: Sequence[str] | None) -> bool:
+    """Tell whether nothing that an index watches has changed since it was built."""
     watched = index.metadata["watched"]
-    if files is not None and list(files) != watched:
-        return None
-    settled = index.stamps[:, 2].max() < index.metadata["began"] - SETTLED
-    return index if settled and np.array_equal(index.stamps, stamps(watched)) else None
+    if not watched or (files is not None and list(files) != watched):
+        return False
+    settled = index.file_signatures[:, 2].max() < index.metadata["began"] - SETTLED
+    return bool(settled and np.array_equal(index.file_signatures, file_signatures(watched)))
 
 
 def _load(path: Path) -> Index | None:
@@ -232,9 +230,7 @@ def _reopen(path: Path, checksum: int) -> Index:
     return index
 
 
-def _write(
-    file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None, limit: float = math.inf
-) -> None:
+def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None) -> None:
     writer = None
 
     def write_images(images: pa.Array) -> None:
@@ -244,19 +240,16 @@ def _write(
             writer.write_batch(pa.record_batch([images], schema=IMAGES))
         except OSError as error:  # the cache is full; not an error of the source
             raise StorageError(str(error)) from error
-        if file.tell() > limit:
-            raise ValueError(
-                f"{spec} needs over {MEMORY_LIMIT >> 30} GiB in {cache_folder()}, which cannot be written. "
-                f"Free some space, or set DINO_VIT_CACHE to another folder."
-            )
 
     # Before anything is read, so that a change meanwhile is noticed next time.
-    began, before = time.time_ns(), stamps(files or [])
+    began, signatures = time.time_ns(), file_signatures(files or [])
     try:
-        draft = build(write_images)
+        contents = build(write_images)
     except OSError as error:
         raise ValueError(f"{spec} cannot be read: {brief(error, 300)}") from error
-    items = (draft if files is None else replace(draft, watched=files, stamps=before)).items(began)
+    if files is not None:
+        contents = replace(contents, watched=files, file_signatures=signatures)
+    items = contents.items(began)
     if writer is not None:
         writer.close()
     end_of_images = file.tell()
@@ -272,11 +265,6 @@ def _write(
 @contextmanager
 def _lock(path: Path, spec: str) -> Iterator[None]:
     """Let one process build an index at a time; the system releases the lock of a process that dies."""
-    try:
-        import fcntl
-    except ImportError:  # on Windows each process builds, and the last one's file stays
-        yield
-        return
     with path.with_suffix(".lock").open("wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

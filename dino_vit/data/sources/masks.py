@@ -3,8 +3,7 @@
 import io
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,9 +13,7 @@ from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.progress import plural
-from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.images.reducing import reduced_size
 from dino_vit.data.sources.files import is_folder, plain, read_file
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
@@ -56,7 +53,7 @@ class FilesWithMasks(Subset):
         """Return the class of every pixel, uint8 (H, W); `IGNORED` where there is none."""
         name = self._masks.name(index)
         try:
-            values, size = _read_indexed(self._masks.read(index))[0], _size(self.read(index))
+            values, size = _read_indexed(self._masks.read(index)), _size(self.read(index))
         except Exception as error:  # Pillow raises anything on damaged files
             raise UnreadableImage(name, f"the mask cannot be read: {error}") from error
         if size is not None and values.shape != size:
@@ -64,10 +61,10 @@ class FilesWithMasks(Subset):
             raise UnreadableImage(
                 name, f"the mask has {width} × {height} pixels, its image {w} × {h}; they must be the same"
             )
-        known = values[values != self._ignore_value]
-        if known.size and known.max() >= len(self.classes):
+        highest = values[values != self._ignore_value].max(initial=0)
+        if highest >= len(self.classes):
             raise ValueError(
-                f"{name}: the mask has the value {known.max()}, but values of classes go from 0 to "
+                f"{name}: the mask has the value {highest}, but values of classes go from 0 to "
                 f"{len(self.classes) - 1}; set ignore_value, or give more class_names (at most {IGNORED})"
             )
         return torch.from_numpy(np.where(values == self._ignore_value, IGNORED, values).astype(np.uint8))
@@ -92,8 +89,8 @@ def open_masks(
             "are named as the images (synthetic:scenes has masks)"
         )
     folder = open_source(masks or beside)
-    places = {_stem(folder.name(index)): index for index in range(len(folder))}
-    with_mask = [index for index in range(len(source)) if _stem(source.name(index)) in places]
+    masks_by_stem = {_stem(folder.name(index)): index for index in range(len(folder))}
+    with_mask = [index for index in range(len(source)) if _stem(source.name(index)) in masks_by_stem]
     if not with_mask:
         raise ValueError(
             f"no image of {spec} has a mask in {masks or beside}: "
@@ -102,7 +99,7 @@ def open_masks(
     if len(with_mask) < len(source):
         text = "%s of %s have no mask in %s and are left out"
         log.info(text, plural(len(source) - len(with_mask), "image"), spec, masks or beside)
-    of_images = [places[_stem(source.name(index))] for index in with_mask]
+    of_images = [masks_by_stem[_stem(source.name(index))] for index in with_mask]
     classes = read_file(plain(class_names)).decode().rstrip().splitlines() if class_names else None
     return FilesWithMasks(
         Subset(source, with_mask),
@@ -116,52 +113,8 @@ def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-class Mask(NamedTuple):
-    """The values of a mask's pixels, and the colours of the values."""
-
-    values: Tensor  # uint8 (H, W)
-    palette: Tensor  # uint8 (256, 3)
-
-
-def read_mask(name: str, data: bytes | Tensor) -> Mask:
-    """Read a PNG file with a palette, or a grey one, which gets the colours of PASCAL VOC and DAVIS."""
-    try:
-        values, colours = _read_indexed(data)
-    except Exception as error:  # Pillow raises anything on damaged files
-        raise ValueError(f"{name}: the mask cannot be read: {error}") from error
-    palette = np.zeros((256, 3), np.uint8)
-    for bit, channel in np.ndindex(8, 3):  # each colour takes every third bit of the value, the lowest first
-        palette[:, channel] |= (np.arange(256) >> 3 * bit + channel & 1).astype(np.uint8) << 7 - bit
-    if colours is not None:
-        palette[: len(colours) // 3] = np.reshape(colours, (-1, 3))
-    return Mask(torch.from_numpy(values), torch.from_numpy(palette))
-
-
-def write_mask(mask: Mask, path: Path) -> None:
-    """Write a mask as a PNG file with a palette."""
-    image = Image.fromarray(mask.values.numpy())
-    image.putpalette(mask.palette.flatten().tolist())
-    with replacing(path) as partial:
-        image.save(partial, "PNG")
-
-
-def reduce_mask(data: bytes, side: int) -> bytes | None:
-    """Return a mask with as many pixels as its reduced image; None if it is not larger.
-
-    A file that is no mask raises: written again, it might be taken for one.
-    """
-    height, width = _read_indexed(data)[0].shape
-    size = reduced_size(height, width, side)
-    if size == (height, width):
-        return None
-    buffer = io.BytesIO()
-    with Image.open(io.BytesIO(data)) as file:
-        file.resize(size[::-1], Image.Resampling.NEAREST).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _read_indexed(data: bytes | Tensor) -> tuple[NDArray[np.uint8], list[int] | None]:
-    """Return the values (H, W) of a file's only channel, and its palette: red, green, blue, red, ..."""
+def _read_indexed(data: bytes | Tensor) -> NDArray[np.uint8]:
+    """Return the values (H, W) of a file's only channel."""
     if isinstance(data, Tensor):
         raise ValueError("masks are files of images, not arrays")
     with Image.open(io.BytesIO(data)) as file:
@@ -170,7 +123,7 @@ def _read_indexed(data: bytes | Tensor) -> tuple[NDArray[np.uint8], list[int] | 
             raise ValueError(
                 f"it must be a PNG with a palette, or grey with 8 bits, but is {file.format} {file.mode}"
             )
-        return np.asarray(file).astype(np.uint8), file.getpalette()
+        return np.asarray(file).astype(np.uint8)
 
 
 def _size(item: bytes | Tensor) -> tuple[int, int] | None:

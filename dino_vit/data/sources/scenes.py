@@ -32,24 +32,24 @@ class SceneSource(SyntheticSource):
         super().__init__(length=length, size=size, seed=seed)
 
     def read(self, index: int) -> Tensor:
-        classes, shares = self._regions(index)
+        classes, covers = self._regions(index)
         names, scene = self.classes, np.zeros((3, self.size, self.size), np.float32)
-        for place, (kind, share) in enumerate(zip(classes, shares, strict=True)):
-            u = self._draw(index, 2 + place, NUMBERS)
+        for region, (kind, cover) in enumerate(zip(classes, covers, strict=True)):
+            u = self._draw(index, 2 + region, NUMBERS)
             pattern = PATTERNS[names[kind]](*self._coordinates(u), u[11:].tolist())
             pattern = ((pattern - pattern.mean()) / pattern.std()).astype(np.float32)
             hue = 2 * math.pi * (kind / len(names) + np.arange(3) / 3)  # of red, green and blue
             colours = np.stack([0.4 * np.cos(hue) + 0.35 * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]])
             tone, contrast = colours.astype(np.float32)[..., None, None]
-            scene += share * (tone + (contrast if u[4] < 0.5 else -contrast) * pattern)
+            scene += cover * (tone + (contrast if u[4] < 0.5 else -contrast) * pattern)
         noise = (0.05 + 0.07 * self._draw(index, 1, 1)[0]) * self._noise(index)
         levels = 127.5 + 127.5 * np.tanh(scene + noise, dtype=np.float32)
         return torch.from_numpy(np.rint(levels).astype(np.uint8))
 
     def mask(self, index: int) -> Tensor:
         """Return the class of every pixel, uint8 (H, W)."""
-        classes, shares = self._regions(index)
-        return torch.from_numpy(classes[shares.argmax(0)].astype(np.uint8))
+        classes, covers = self._regions(index)
+        return torch.from_numpy(classes[covers.argmax(0)].astype(np.uint8))
 
     def label(self, index: int) -> int | None:
         return int(self.mask(index).flatten().bincount().argmax())
@@ -62,9 +62,9 @@ class SceneSource(SyntheticSource):
         return f"scenes-{VERSION}-{self.length}-{self.size}-{self.seed}"
 
     def _draw(self, index: int, part: int, count: int) -> Plane:
-        place = range(self.length)[index]
+        index = range(self.length)[index]
         # Not the numbers of the texture of the same index.
-        return random_uniform(self.seed, RngPurpose.SYNTHETIC, place, 2, part, np.arange(count))
+        return random_uniform(self.seed, RngPurpose.SYNTHETIC, index, 2, part, np.arange(count))
 
     def _coordinates(self, u: Plane) -> tuple[Plane, Plane]:
         """Return turned and shifted coordinates in which patterns have periods near 1."""
@@ -75,7 +75,7 @@ class SceneSource(SyntheticSource):
         return cos * self._x - sin * self._y + across, sin * self._x + cos * self._y + along
 
     def _regions(self, index: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Plane]:
-        """Return the class of each region, and the share (regions, H, W) that it has in each pixel."""
+        """Return the class of each region, and the part (regions, H, W) of each pixel that it covers."""
         u = self._draw(index, 0, 1 + len(PATTERNS))
         count = REGIONS[0] + math.floor((REGIONS[1] - REGIONS[0] + 1) * u[0])
         classes = u[1:].argsort()[:count]

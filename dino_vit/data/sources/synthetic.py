@@ -113,9 +113,9 @@ def _inside(distance: Plane) -> Plane:
 
 def _from_middle(x: Plane, y: Plane) -> Plane:
     """Return the distance to the nearest point of a triangular lattice of spacing 1."""
-    one = np.hypot(_cell(x), math.sqrt(3) * _cell(y / math.sqrt(3)))
-    other = np.hypot(_cell(x + 0.5), math.sqrt(3) * _cell(y / math.sqrt(3) + 0.5))
-    return np.minimum(one, other)
+    first = np.hypot(_cell(x), math.sqrt(3) * _cell(y / math.sqrt(3)))
+    second = np.hypot(_cell(x + 0.5), math.sqrt(3) * _cell(y / math.sqrt(3) + 0.5))
+    return np.minimum(first, second)
 
 
 def _bricks(x: Plane, y: Plane, u: list[float]) -> Plane:

@@ -1,4 +1,4 @@
-"""Maps of what a backbone attends to: CLS attention, attention rollout, masks, PCA colours of patch tokens.
+"""Maps of what a backbone attends to: CLS attention, masks, PCA colours of patch tokens.
 
 b images, h heads, y x rows and columns of patches, n tokens, d channels
 """
@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core.sizes import Size
-from dino_vit.eval.features.extraction import evaluating
+from dino_vit.eval.features import eval_mode
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import Attention, Block
-from dino_vit.models.positions import Rotation
+from dino_vit.models.block import Block
 from dino_vit.models.vit import VisionTransformer
 
-# Bytes of attention rows held at a time: those of all tokens of a large image would not fit in memory.
-_ROW_BYTES = 1 << 24
+MASS = 0.6  # of the attention, in the mask of a head
 
 
 def pad(images: Tensor, patch: Size) -> Tensor:
@@ -31,15 +29,13 @@ def with_attention(model: Backbone) -> VisionTransformer:
     """Return a backbone whose attention can be shown, or raise."""
     if isinstance(model, VisionTransformer):
         return model
-    raise ValueError(
-        f"attention maps show the heads of a vision transformer of ours, but this is "
-        f"{model.architecture['name']} of timm; `dino-vit dense` judges its feature map"
-    )
+    name = model.architecture["name"]
+    raise ValueError(f"timm:{name} does not support attention maps; `dino-vit dense` judges its feature map")
 
 
 def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> Tensor:
     """Return the attention of the CLS token to each patch in one block, (b, h, y, x)."""
-    with evaluating(model):
+    with eval_mode(model):
         (weights,) = model.get_attention(images, [block], queries=slice(0, 1))
     return _patch_grid(model, images, weights[:, :, 0])
 
@@ -57,37 +53,6 @@ def attended_patches(model: VisionTransformer, images: Tensor) -> tuple[Tensor, 
     return model.norm(last(tokens, rotation=rotation))[:, first:], attention[..., first:]
 
 
-def rollout(model: VisionTransformer, images: Tensor) -> Tensor:
-    """Return how much of each patch reaches the CLS token through all blocks, (b, y, x).
-
-    The CLS row of the product of (A + 1)/2 over the blocks, with A the mean attention of the heads (Abnar and
-    Zuidema, 2020). Multiplied from the last block to the first it stays one row: no attention matrix is held.
-    """
-    with evaluating(model):
-        tokens, rotation, inputs = model.embed_patches(images), model.rotation(images), []
-        for block in model.blocks:
-            assert isinstance(block, Block)
-            inputs.append((block.attn, block.norm1(tokens)))
-            if len(inputs) < model.depth:
-                tokens = block(tokens, rotation=rotation)
-        row = torch.zeros(tokens.shape[:2], device=tokens.device)
-        row[:, 0] = 1
-        for attention, x in reversed(inputs):
-            row = (row + _multiply(row, attention, x, rotation)) / 2
-    return _patch_grid(model, images, row)
-
-
-def _multiply(row: Tensor, attention: Attention, x: Tensor, rotation: Rotation | None) -> Tensor:
-    """Return row · A, where A is the mean attention of the heads among the tokens x, a few rows at a time."""
-    q, k, _ = attention.split(x, rotation)
-    batch, heads, count, _ = q.shape
-    size = max(1, _ROW_BYTES // (4 * batch * heads * count))
-    product = torch.zeros_like(row)
-    for queries, weights in zip(torch.split(q, size, dim=2), torch.split(row, size, dim=1), strict=True):
-        product += torch.einsum("b n, b h n m -> b m", weights, attention.softmax(queries, k)) / heads
-    return product
-
-
 def mass_mask(maps: Tensor, share: float) -> Tensor:
     """Mark the fewest patches of each map (..., y, x) that hold at least a share of its mass."""
     flat = maps.flatten(-2).double()
@@ -99,7 +64,7 @@ def mass_mask(maps: Tensor, share: float) -> Tensor:
 
 def patch_tokens(model: Backbone, images: Tensor) -> Tensor:
     """Return the patch tokens after the final LayerNorm, (b, y, x, d)."""
-    with evaluating(model):
+    with eval_mode(model):
         tokens = model.forward_features(images)[:, model.first_patch :]
     return rearrange(tokens, "b (y x) d -> b y x d", y=model.grid_of(*images.shape[-2:])[0])
 
@@ -120,8 +85,8 @@ def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
     sample = values[:: 1 + len(values) // 1_000_000]  # torch.quantile takes at most 2**24 values
     low, high = torch.quantile(sample, torch.tensor([0.01, 0.99]).double(), dim=0)
     colours = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).float()
-    parts = colours.split([image.shape[0] * image.shape[1] for image in tokens])
-    return [part.reshape(*image.shape[:2], 3) for part, image in zip(parts, tokens, strict=True)]
+    of_images = colours.split([image.shape[0] * image.shape[1] for image in tokens])
+    return [part.reshape(*image.shape[:2], 3) for part, image in zip(of_images, tokens, strict=True)]
 
 
 def _patch_grid(model: VisionTransformer, images: Tensor, tokens: Tensor) -> Tensor:

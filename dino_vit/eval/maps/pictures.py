@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,20 +18,14 @@ from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import Source
-from dino_vit.views.preparation import squeeze
+from dino_vit.views.eval_transform import resize
 
 _THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
 _GAP_INCHES = 0.15
 _CAPTION_INCHES = 0.18
-EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)
-
-
-class Panel(NamedTuple):
-    """A picture on a sheet, with a caption below it."""
-
-    picture: Tensor | None  # None: an empty frame, for an image that cannot be shown
-    caption: str = ""
+EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)  # for an image that cannot be shown
+Panel = tuple[Tensor, str]  # a picture, and the caption below it
 
 
 def as_picture(image: Tensor) -> Tensor:
@@ -41,21 +34,21 @@ def as_picture(image: Tensor) -> Tensor:
     return picture if picture.dtype == torch.uint8 else (picture.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def resize(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
+def resize_sides(image: Tensor, shorter: int | None, longest: int | None) -> Tensor:
     """Resize an image so that its shorter side is `shorter`, then its longer side at most `longest`."""
     height, width = image.shape[-2:]
     factor = shorter / min(height, width) if shorter else 1.0
     if longest:
         factor = min(factor, longest / max(height, width))
-    return squeeze(image, (max(1, round(height * factor)), max(1, round(width * factor))))
+    return resize(image, (max(1, round(height * factor)), max(1, round(width * factor))))
 
 
-def thumbnail(source: Source, index: int, pixels: Pixels) -> Tensor | None:
-    """Return an image of a source as a small picture, or None if it cannot be read."""
+def thumbnail(source: Source, index: int, pixels: Pixels) -> Tensor:
+    """Return an image of a source as a small picture, empty if it cannot be read."""
     try:
-        return as_picture(resize(read_image(source, index, pixels), None, _THUMBNAIL_PIXELS))
+        return as_picture(resize_sides(read_image(source, index, pixels), None, _THUMBNAIL_PIXELS))
     except UnreadableImage:
-        return None
+        return EMPTY
 
 
 def enlarge(values: Tensor, size: Size, patch: Size, mode: str = "nearest") -> Tensor:
@@ -84,26 +77,14 @@ def overlay(picture: Tensor, values: Tensor, patch: Size) -> Tensor:
 
 
 def colour_classes(classes: Tensor, picture: Tensor) -> Tensor:
-    """Colour the class (H, W) of every pixel over its picture; 255, no class, stays as it is."""
+    """Blend the colour of the class (H, W) of every pixel over its picture; 255, no class, stays as it is."""
     from matplotlib import colormaps
 
     palette = torch.from_numpy(colormaps["tab20"](range(20), bytes=True)[:, :3].copy())
     order = torch.cat([torch.arange(0, 20, 2), torch.arange(1, 20, 2)])  # strong colours first
-    return blend(palette[order][classes.long() % 20], picture, classes != 255)
-
-
-def blend(colours: Tensor, picture: Tensor, where: Tensor) -> Tensor:
-    """Lay colours (H, W, 3) over a picture where a mask (H, W) says so."""
-    blended = 0.4 * picture + 0.6 * rearrange(colours, "y x c -> c y x")
-    return torch.where(where, blended.round().to(torch.uint8), picture)
-
-
-def frame(picture: Tensor, colour: tuple[int, int, int]) -> Tensor:
-    """Return a picture with a border of a colour, a twentieth of its longer side wide."""
-    width = max(1, max(picture.shape[-2:]) // 20)
-    framed = F.pad(picture, (width,) * 4)
-    inside = F.pad(torch.ones(picture.shape[-2:], dtype=torch.bool), (width,) * 4)
-    return torch.where(inside, framed, torch.tensor(colour, dtype=torch.uint8)[:, None, None])
+    colours = rearrange(palette[order][classes.long() % 20], "y x c -> c y x")
+    blended = (0.4 * picture + 0.6 * colours).round().to(torch.uint8)
+    return torch.where(classes != 255, blended, picture)
 
 
 def side_by_side(pictures: Iterable[Tensor]) -> Tensor:
@@ -147,9 +128,9 @@ def write_sheet(
         if panel is None:
             axis.set_axis_off()
             continue
-        picture = EMPTY if panel.picture is None else panel.picture
+        picture, caption = panel
         axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
-        axis.set_xlabel(shorten(panel.caption, 30), fontsize=5.5, parse_math=False)
+        axis.set_xlabel(shorten(caption, 30), fontsize=5.5, parse_math=False)
         axis.set(xticks=[], yticks=[], anchor="N")
         axis.spines[:].set_visible(False)
     for axis, name in zip(axes[:, 0], names, strict=False):
@@ -167,5 +148,5 @@ def shorten(name: str, length: int = 22) -> str:
 
 
 def _height(panel: Panel) -> float:
-    _, height, width = (EMPTY if panel.picture is None else panel.picture).shape
-    return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if panel.caption else 0)
+    (_, height, width), caption = panel[0].shape, panel[1]
+    return _PANEL_INCHES * min(1.0, height / width) + (_CAPTION_INCHES if caption else 0)

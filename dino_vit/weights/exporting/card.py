@@ -4,12 +4,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jinja2 import Template
-from pydantic import ValidationError
 
 from dino_vit import __version__
 from dino_vit.config import yaml
+from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import result_changes
+from dino_vit.config.settings import ConfigError, result_changes
 from dino_vit.core.text import printable, printable_lines
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.vit import VisionTransformer
@@ -116,7 +116,7 @@ def model_card(model: Backbone, *, name: str = ".", license: str | None = None, 
         version=__version__,
         name=name,
         usage=usage(model, PurePosixPath(name), "huggingface"),
-        photos=photos_of(model, "huggingface"),
+        photos=photos_of(model),
         run=run,
         evaluation=evaluation,
         changes=result_changes(run, PretrainConfig(method=run.method)) if run else {},
@@ -133,10 +133,10 @@ def is_own_card(path: Path) -> bool:
 
 def _pretraining(model: Backbone) -> PretrainConfig | None:
     """Return the settings of the pretraining that a backbone comes from, if it is one of ours."""
-    known = model.provenance.config if model.provenance else {}
+    settings = model.provenance.config if model.provenance else {}
     try:
-        return PretrainConfig.model_validate(known, strict=False) if known else None  # JSON has no tuples
-    except ValidationError:  # of a fine-tuning, or of another version
+        return load(PretrainConfig, None, settings) if settings else None
+    except ConfigError:  # of a fine-tuning, or of another version
         return None
 
 
@@ -150,13 +150,13 @@ def _public(value: object) -> object:
 
 def describe(model: Backbone) -> dict[str, Any]:
     """Return the facts about a backbone, most important first."""
-    known = model.provenance
-    origin = {name: getattr(known, name, None) for name in ("format", "sha256", "network", "step")}
-    pixels = {name: getattr(known, name, None) for name in ("mean", "std", "bits", "range")}
+    provenance = model.provenance
+    origin = {name: getattr(provenance, name, None) for name in ("format", "sha256", "network", "step")}
+    pixels = {name: getattr(provenance, name, None) for name in ("mean", "std", "bits", "range")}
     if pixels["bits"] and not pixels["range"]:
         pixels["range"] = "0 to the largest value of the type"
     return {
-        "file": known.source if known else None,
+        "file": provenance.source if provenance else None,
         **origin,
         **(_of_transformer(model) if isinstance(model, VisionTransformer) else _of_timm(model)),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -166,7 +166,7 @@ def describe(model: Backbone) -> dict[str, Any]:
         "grid": list(model.grid_of(*model.image_size)),  # of patches
         "channels": model.channels,
         **pixels,
-        "config": known.config if known else {},
+        "config": provenance.config if provenance else {},
     }
 
 

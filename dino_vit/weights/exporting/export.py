@@ -5,13 +5,14 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.storage import pickled, reason, save_plain, sync, utf8_path
@@ -20,8 +21,8 @@ from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
-from dino_vit.weights.exporting import graphs
 from dino_vit.weights.exporting.card import is_own_card, model_card
+from dino_vit.weights.exporting.onnx import check_graph, open_graph, write_graph
 from dino_vit.weights.exporting.usage import model_arguments, photos_of
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.loading import read_backbone
@@ -29,14 +30,8 @@ from dino_vit.weights.metadata import EXPORT_KEY, WeightsError, describe_export
 from dino_vit.weights.of_timm import open_in_timm, timm_tensors
 from dino_vit.weights.reading import check_finite, read_weights
 
-EXPORTS = {
-    "reference": layouts.REFERENCE,
-    "timm": layouts.TIMM,
-    "torchvision": layouts.TORCHVISION,
-    "huggingface": layouts.HF_VIT,  # or a DINOv2, which has layer scale
-}
-LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "huggingface": "transformers"}
-LIBRARIES |= {"onnx": "onnxruntime", "pt2": "torch.export"}
+FORMATS = ("reference", "timm", "huggingface", "onnx")
+LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
 SUFFIXES = (".pth", ".pt", ".safetensors")
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
 TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
@@ -53,18 +48,17 @@ def export_backbone(
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
-    The formats are `reference`, `timm` and `torchvision`, each a .pth or .safetensors file, `huggingface`, a
-    folder for `AutoModel.from_pretrained`, and the graphs `onnx` and `pt2`, of the trained size or, if
-    `dynamic`, of any. The export only appears at `path` if its features equal those of the model. `card` is
-    the text of README.md in a Hugging Face folder; by default it states what is known of the model.
+    The formats are `reference` (DINO's own) and `timm`, each a .pth or .safetensors file, `huggingface`, a
+    folder for `AutoModel.from_pretrained`, and `onnx`, of the trained size or, if `dynamic`, of any. The
+    export only appears at `path` if its features equal those of the model. `card` is the text of README.md in
+    a Hugging Face folder; by default it states what is known of the model.
     """
     path = Path(path)
-    if format not in (*EXPORTS, *graphs.SUFFIXES):
-        known = ", ".join((*EXPORTS, *graphs.SUFFIXES))
-        raise WeightsError(f"format={format!r} is not supported; choose from {known}")
+    if format not in FORMATS:
+        raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     _check_target(path, format, overwrite)
-    if format in graphs.SUFFIXES:
-        graphs.check_graph(model, path, format, dynamic=dynamic)
+    if format == "onnx":
+        check_graph(model, path, dynamic=dynamic)
     else:
         _check_architecture(model, format)
     try:
@@ -81,8 +75,9 @@ def _layout_of(model: Backbone, format: str) -> Layout:
         of_huggingface = layouts.HF_DINOV3_GATED if a["mlp"] == "swiglu" else layouts.HF_DINOV3
         return of_huggingface if huggingface else layouts.TIMM_DINOV3
     if huggingface:
-        return layouts.huggingface_layout(a["layer_scale"] is not None, bool(model.registers))
-    return EXPORTS[format]
+        scaled = layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
+        return layouts.HF_VIT if a["layer_scale"] is None else scaled
+    return layouts.REFERENCE if format == "reference" else layouts.TIMM
 
 
 def _write(model: Backbone, path: Path, format: str, dynamic: bool, card: str | None) -> str:
@@ -91,8 +86,8 @@ def _write(model: Backbone, path: Path, format: str, dynamic: bool, card: str | 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         written = Path(folder) / path.name
-        if format in graphs.SUFFIXES:
-            graphs.write_graph(model, written, format, dynamic=dynamic)
+        if format == "onnx":
+            write_graph(model, written, dynamic=dynamic)
             sync(written)
             summary = _compare_features(model, written, format, dynamic)
         else:
@@ -127,7 +122,7 @@ def _write_tensors(model: Backbone, layout: Layout, path: Path, format: str) -> 
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise WeightsError(f"{path} already exists; choose another name or allow overwriting")
-    if format not in ("huggingface", *graphs.SUFFIXES) and path.suffix not in SUFFIXES:
+    if format in ("reference", "timm") and path.suffix not in SUFFIXES:
         raise WeightsError(f"{path} must end in {', '.join(SUFFIXES)}")
     if path.is_dir():
         others = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES
@@ -141,37 +136,35 @@ def _check_architecture(model: Backbone, format: str) -> None:
     """Refuse an architecture that the other library does not have."""
     if isinstance(model, TimmBackbone):
         if format != "timm":
-            text = f"{model.name} of timm is written for timm, or as a graph (onnx, pt2)"
-            raise WeightsError(f"{text}, not in the {format} format")
+            raise WeightsError(f"{model.name} of timm is written as timm or onnx, not as {format}")
         return
     a = model.architecture
     square = model.patch_size[0] == model.patch_size[1] and model.image_size[0] == model.image_size[1]
     scaled, gated, registers = a["layer_scale"] is not None, a["mlp"] == "swiglu", bool(model.registers)
     hidden = round(model.width * a["mlp_ratio"])
-    plain, huggingface = format in ("torchvision", "reference"), format == "huggingface"
+    reference, huggingface = format == "reference", format == "huggingface"
     faults = {
         "a stem other than a convolution": a["stem"] != "conv",
         "a custom qk_scale": a["qk_scale"] is not None,
-        "non-square images or patches": not square and format in ("torchvision", "huggingface"),
-        "registers": registers and plain,
-        "rotary positions": model.rotary and plain,
+        "non-square images or patches": not square and huggingface,
+        "registers": registers and reference,
+        "rotary positions": model.rotary and reference,
         "rotary positions without layer scale": model.rotary and not scaled and huggingface,
         "registers without layer scale": registers and not scaled and huggingface,
-        "layer scale": scaled and plain,
+        "layer scale": scaled and reference,
         f"mlp_ratio={a['mlp_ratio']:.3g}": scaled
         and huggingface
         and not model.rotary
         and hidden != _dinov2_mlp(model)[1],
         "gated MLPs": gated and not (scaled and huggingface) and not (model.rotary and format == "timm"),
-        "qkv without bias": not a["qkv_bias"] and plain,
-        "channels other than 3": model.channels != 3 and format == "torchvision",
+        "qkv without bias": not a["qkv_bias"] and reference,
         "a precision other than float32 (export model.float())": any(
             parameter.dtype != torch.float32 for parameter in model.parameters()
         ),
         "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and not huggingface and not model.rotary,
     }
-    if found := [fault for fault, present in faults.items() if present]:
-        raise WeightsError(f"the {format} format does not support {', '.join(found)}")
+    if present := [fault for fault, is_present in faults.items() if is_present]:
+        raise WeightsError(f"the {format} format does not support {', '.join(present)}")
 
 
 def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
@@ -196,8 +189,8 @@ def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
         tensors["mask_token"] = mask_token[None] if layout.rotary else mask_token
     renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
     if gated and not layout.rotary:
-        for plain, whole in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
-            renamed = {name.replace(plain, whole): tensor for name, tensor in renamed.items()}
+        for ours, theirs in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):
+            renamed = {name.replace(ours, theirs): tensor for name, tensor in renamed.items()}
     return renamed
 
 
@@ -208,11 +201,28 @@ def _write_huggingface(
     folder.mkdir()
     save_plain(tensors, folder / "model.safetensors", {"format": "pt", **about})
     contents = {"config.json": _huggingface_config(model, layout)}
-    if photos := photos_of(model, "huggingface"):
-        contents["preprocessor_config.json"] = photos.processor
+    if photos := photos_of(model):
+        contents["preprocessor_config.json"] = _processor_config(photos)
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         sync(folder / name)
+
+
+def _processor_config(photos: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": photos["channels"] == 3,
+        "do_resize": True,
+        "size": {"shortest_edge": photos["shorter_side"]},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": photos["size"], "width": photos["size"]},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": photos["mean"],
+        "image_std": photos["std"],
+    }
 
 
 def _huggingface_config(model: Backbone, layout: Layout) -> dict[str, Any]:
@@ -255,8 +265,8 @@ def _dinov2_mlp(model: Backbone) -> tuple[int, int]:
     ratio: float = model.architecture["mlp_ratio"]
     if model.architecture["mlp"] != "swiglu":
         return round(ratio), model.width * round(ratio)
-    whole = round(ratio * 3 / 2)  # gated MLPs use two thirds of it, rounded up to a multiple of 8
-    return whole, (model.width * whole * 2 // 3 + 7) // 8 * 8
+    stated = round(ratio * 3 / 2)  # gated MLPs use two thirds of it, rounded up to a multiple of 8
+    return stated, (model.width * stated * 2 // 3 + 7) // 8 * 8
 
 
 @torch.no_grad()
@@ -264,10 +274,7 @@ def _compare_features(model: Backbone, written: Path, format: str, larger: bool 
     """Compare with the features of the written file, in the library it is for if that is installed."""
     library = LIBRARIES.get(format)
     peer: Callable[[Tensor], Tensor]
-    if format in graphs.SUFFIXES:
-        with utf8_path(written) as path:
-            peer, how = graphs.open_graph(Path(path), format), f"with {library}"
-    elif library and find_spec(library):
+    if library and find_spec(library):
         with utf8_path(written) as path:
             peer, how = _open_peer(model, Path(path), format), f"with {library}"
     else:
@@ -292,8 +299,6 @@ def _note_on_other_sizes(model: Backbone, layout: Layout) -> str:
     """Return a note if the other library resamples positions differently."""
     if layout.rotary or not isinstance(model, VisionTransformer):
         return ""
-    if layout is layouts.TORCHVISION:
-        return "; torchvision takes images of the trained size only"
     # Modes dino and dinov2 are the same rule.
     theirs, ours = (mode.replace("dinov2", "dino") for mode in (layout.position_mode, model.position_mode))
     return "" if theirs == ours else f"; at other sizes positions are resampled in mode {theirs}, not {ours}"
@@ -301,6 +306,8 @@ def _note_on_other_sizes(model: Backbone, layout: Layout) -> str:
 
 def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:
     """Open the written file in the library it is for; return a function from images to CLS features."""
+    if format == "onnx":
+        return open_graph(written)
     if isinstance(model, TimmBackbone):
         return open_in_timm(model, written)
     arguments = model_arguments(model, format)
@@ -316,17 +323,12 @@ def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor]
             if shown:
                 bars.enable_progress_bar()
         return lambda images: opened(images).last_hidden_state[:, 0]
-    tensors = read_weights(written, "teacher").tensors
-    if format == "timm":
-        from timm.models import VisionTransformer as TimmTransformer
-        from timm.models.eva import Eva
+    from timm.layers import LayerNorm
+    from timm.models import VisionTransformer as TimmTransformer
+    from timm.models.eva import Eva
 
-        peer = (Eva if model.rotary else TimmTransformer)(**arguments)
-        peer.load_state_dict(tensors)
-        return lambda images: peer.eval().forward_features(images)[:, 0]
-    from torchvision.models import VisionTransformer as TorchvisionTransformer
-
-    classifier = TorchvisionTransformer(**arguments)
-    classifier.heads = nn.Identity()
-    classifier.load_state_dict({name: t for name, t in tensors.items() if not name.startswith("heads.")})
-    return classifier.eval()
+    assert isinstance(model, VisionTransformer)
+    norm = partial(LayerNorm, eps=model.architecture["norm_eps"])
+    peer = Eva(**arguments, norm_layer=norm) if model.rotary else TimmTransformer(**arguments)
+    peer.load_state_dict(read_weights(written, "teacher").tensors)
+    return lambda images: peer.eval().forward_features(images)[:, 0]

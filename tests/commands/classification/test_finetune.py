@@ -13,9 +13,9 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning, build_model, mix
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.eval.classification.datasets import SupervisedConfig, open_sets
-from dino_vit.eval.features.extraction import extract_features
-from dino_vit.views.preparation import preparation_of
+from dino_vit.eval.features import extract_features
+from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.processes import command_in_two
 from tests.support.runs import command, tensors
 
@@ -49,7 +49,7 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert model.provenance.mean == (0.5, 0.5, 0.5)
     assert model.provenance.config["classes"] == list(sets.classes)
     features = extract_features(
-        model, sets.val.images, range(20), preparation=preparation_of(model), batch_size=16
+        model, sets.val.images, range(20), transform=eval_transform_of(model), batch_size=16
     ).values
     right = int((model.head(features).argmax(1) == torch.from_numpy(sets.val.targets)).sum())
     assert found["last"]["top1"]["correct"] == right

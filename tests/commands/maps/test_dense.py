@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 from dino_vit.data.sources.scenes import SceneSource
-from dino_vit.eval.features.extraction import FeatureSpec, extract_features
-from dino_vit.eval.maps.patches import Bank, linear_layer
-from dino_vit.views.preparation import preparation_of
+from dino_vit.eval.features import FeatureSpec, extract_features
+from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 from tests.support.processes import command_in_two
 from tests.support.runs import command
@@ -31,7 +30,7 @@ def patches_of(weights, index):
         model,
         SCENES,
         [index],
-        preparation=preparation_of(model),
+        transform=eval_transform_of(model),
         batch_size=1,
         spec=FeatureSpec(tokens="patches"),
     )
@@ -73,14 +72,6 @@ def test_neighbours_are_those_of_a_loop(tmp_path, weights):
     assert "the largest class, has" in said
     with Image.open(tmp_path / "dense.png") as picture:
         assert picture.height > picture.width  # six rows of four pictures
-
-
-def test_the_linear_layer_reads_the_features_that_it_was_fitted_on(tmp_path, weights):
-    """Judged on the images that it has learned from, it knows them better than a guess."""
-    output = tmp_path / "dense.json"
-    command(tmp_path / "log", *arguments(weights, output, "train=synthetic:scenes:12:16", "cs=[100000]"))
-    found = json.loads(output.read_text())
-    assert found["linear"]["pixel_accuracy"]["percent"] > 1.5 * found["largest_class"]["percent"]
 
 
 def test_two_processes_count_as_one(tmp_path, weights):
@@ -132,72 +123,22 @@ def test_folders_of_photos_and_masks_are_as_good_as_scenes(folders, weights):
         assert of(found) == pytest.approx(of(expected))
 
 
-def test_values_are_the_names_of_classes_that_have_none_and_one_value_may_be_ignored(folders, weights):
-    _, found = of_folders(folders, weights)
-    kinds = kinds_of(range(1, 12, 2))
-    assert found["classes"] == sorted((str(kind + 3) for kind in kinds), key=int)
-    ignored = min(kinds)
-    _, found = of_folders(folders, weights, f"ignore_value={ignored + 3}")
-    assert str(ignored + 3) not in found["classes"]
-
-
-def damaged(folders):
-    (folders / "masks" / "sub" / "03.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
-
-
-def coloured(folders):
-    Image.new("RGB", (16, 16)).save(folders / "masks" / "sub" / "03.png")
-
-
-def larger(folders):
-    Image.new("L", (20, 16)).save(folders / "masks" / "sub" / "03.png")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (damaged, "sub/03.png: the mask cannot be read"),
-        (coloured, "it must be a PNG with a palette, or grey with 8 bits, but is PNG RGB"),
-        (larger, "the mask has 20 × 16 pixels, its image 16 × 16"),
-    ],
-)
-def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights, spoil, reason):
-    spoil(folders)
-    said, found = of_folders(folders, weights)
-    assert reason in said
-    assert found["images"] == 5
-
-
-def test_a_mask_fits_the_upright_image(folders, weights):
-    (folders / "photos" / "sub" / "03.png").unlink()
-    lying = Image.new("RGB", (20, 16))
-    lying.getexif()[274] = 6  # a quarter turn
-    lying.save(folders / "photos" / "sub" / "03.jpg", exif=lying.getexif())
-    Image.new("L", (16, 20)).save(folders / "masks" / "sub" / "03.png")
-    _, found = of_folders(folders, weights)
-    assert found["images"] == 6
+def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
+    masks = folders / "masks" / "sub"
+    (masks / "03.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    Image.new("RGB", (16, 16)).save(masks / "05.png")
+    Image.new("L", (20, 16)).save(masks / "07.png")
+    text, results = of_folders(folders, weights)
+    assert "sub/03.png: the mask cannot be read" in text
+    assert "it must be a PNG with a palette, or grey with 8 bits, but is PNG RGB" in text
+    assert "the mask has 20 × 16 pixels, its image 16 × 16" in text
+    assert results["images"] == 3
 
 
 def test_masks_that_do_not_fit_are_refused(folders, weights):
     (folders / "names.txt").write_text("a\nb\n")
     said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
     assert "but values of classes go from 0 to 1; set ignore_value" in said
-    (folders / "masks").rename(folders / "others")
-    said, _ = of_folders(folders, weights, code=2)
-    assert f"{folders / 'masks'} does not exist. Give masks=FOLDER" in said
-    _, found = of_folders(folders, weights, f"masks={folders / 'others'}")
-    assert found["images"] == 6
-    said, _ = of_folders(folders, weights, f"masks={folders / 'photos' / 'sub'}", code=2)
-    assert "no image of" in said
-
-
-def test_a_set_to_learn_from_and_few_patches_of_it(tmp_path, weights):
-    output = tmp_path / "dense.json"
-    more = ["train=synthetic:scenes:20:16", "patches=60", "pictures=0"]
-    command(tmp_path / "log", *arguments(weights, output, *more))
-    found = json.loads(output.read_text())
-    assert (found["images"], found["bank"]) == (12, 60)
-    assert not (tmp_path / "dense.png").exists()
 
 
 def test_images_without_masks_are_refused(tmp_path, weights):
@@ -224,31 +165,12 @@ def test_an_image_without_an_object_and_settings_without_effect(tmp_path, weight
     assert "train_masks are those of train, which is not given" in said
 
 
-def test_masks_of_black_and_white_say_what_to_do(folders, weights):
-    for index in range(12):
-        mask = Image.new("L", (16, 16))
-        mask.paste(255, (0, 0, 8, 16))
-        mask.save(folders / "masks" / "sub" / f"{index:02d}.png")
-    said, _ = of_folders(folders, weights, code=2)
-    assert "look at the values of the masks and at ignore_value" in said
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_the_linear_layer_learns_what_is_linear(in_order):
-    """Of images that are sorted by class too."""
-    generator = torch.Generator().manual_seed(0)
-    classes = torch.arange(3).repeat_interleave(200) if in_order else torch.arange(3).repeat(200)
-    features = F.one_hot(classes, 8).float() + 0.1 * torch.randn(600, 8, generator=generator)
-    head, _ = linear_layer(Bank(features, classes, torch.arange(3)), (0.01, 1.0, 100.0))
-    assert (head.scores(features)[:, 0].argmax(1) == classes).float().mean() > 0.99
-
-
 @pytest.mark.parametrize("fit", ["crop", "whole"])
 def test_a_mask_is_placed_as_its_image_is(weights, fit):
     """On an image whose pixels are its classes, far from the borders between them."""
     mask = torch.zeros(90, 60, dtype=torch.uint8)
     mask[30:70, 25:45] = 200
-    preparation = preparation_of(load_backbone(weights), size=(32, 32), fit=fit)
+    transform = eval_transform_of(load_backbone(weights), size=(32, 32), fit=fit)
 
     class One:
         def read(self, index):
@@ -257,8 +179,8 @@ def test_a_mask_is_placed_as_its_image_is(weights, fit):
         def name(self, index):
             return "one"
 
-    image = preparation.read(One(), 0)[0].int()
-    placed = preparation.place_mask(mask)
+    image = transform.read(One(), 0)[0].int()
+    placed = transform.place_mask(mask)
     assert placed.shape == (32, 32)
     assert set(placed.unique().tolist()) == {0, 200}
     far = np.abs(image.numpy() - 100) > 90

@@ -1,10 +1,10 @@
 import io
-import struct
-import time
+import random
+import sys
 
 import numpy as np
 import pytest
-import tifffile
+import simplejpeg
 import torch
 from einops import rearrange
 from PIL import Image, ImageOps
@@ -83,16 +83,6 @@ def test_sixteen_bits_stay_sixteen_bits(byteorder):
         assert torch.equal(image.int(), tensor(expected.astype(np.int32)))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 4])
-def test_png_of_16_bits_keeps_them_in_every_colour_type(channels):
-    array = picture(20, 30, channels, dtype=np.uint16)
-    image = decode(png16(array), "x")
-    assert image.dtype == torch.uint16
-    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
-    opaque = decode(png16(array), "x", alpha=False)
-    assert len(opaque) == {1: 1, 2: 1, 3: 3, 4: 3}[channels]
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
 @pytest.mark.parametrize("compression", [None, "zlib"])
 @pytest.mark.parametrize("form", ["contig", "separate", "pages", "ome"])
@@ -108,11 +98,6 @@ def test_five_channels_of_a_tiff_in_every_form(form, dtype, compression):
     image = decode(tiff(stored, compression=compression, **options), "x")
     assert image.numpy().dtype == array.dtype
     assert np.array_equal(image.numpy(), array)
-
-
-def test_channels_of_imagej():
-    array = picture(5, 20, 30, dtype=np.uint16)
-    assert np.array_equal(decode(tiff(array, imagej=True, metadata={"axes": "CYX"}), "x").numpy(), array)
 
 
 def test_colours_with_a_further_band_lose_nothing():
@@ -132,28 +117,6 @@ def test_a_tiff_of_several_pictures_gives_the_first_and_a_stack_is_refused():
     stack = tiff(picture(4, 20, 30), imagej=True, metadata={"axes": "ZYX"})
     with pytest.raises(UnreadableImage, match="a stack along Z and Y and X is not an image"):
         decode(stack, "x")
-
-
-@pytest.mark.parametrize("bigtiff", [False, True])
-@pytest.mark.parametrize("byteorder", ["<", ">"])
-@pytest.mark.parametrize("pages", [5, 130])
-def test_pages_that_form_a_circle_are_no_endless_loop(byteorder, bigtiff, pages):
-    data = bytearray(tiff(picture(pages, 4, 6), metadata=None, byteorder=byteorder, bigtiff=bigtiff))
-    with tifffile.TiffFile(io.BytesIO(data)) as file:
-        offsets = [page.offset for page in file.pages]
-    kind = byteorder + ("Q" if bigtiff else "I")
-    place = data.rindex(struct.pack(kind, offsets[-1]))  # in the last page but one
-    data[place : place + struct.calcsize(kind)] = struct.pack(kind, offsets[1])
-    with pytest.raises(UnreadableImage, match="its pages form a circle"):
-        decode(bytes(data), "x")
-
-
-def test_white_may_be_zero():
-    array = picture(20, 30, dtype=np.uint16)
-    for dtype in (np.uint8, np.uint16):
-        values = array.astype(dtype)
-        data = tiff(values, photometric="miniswhite")
-        assert np.array_equal(decode(data, "x")[0].numpy(), np.iinfo(dtype).max - values)
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (5, 20, 30), (20, 30, 5), (1, 20, 30)])
@@ -197,25 +160,17 @@ def test_an_animation_gives_its_first_frame():
         assert torch.equal(decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8))
 
 
-def test_wherever_a_jpeg_is_cut_it_is_said_in_words():
-    whole = saved(smooth(), "JPEG")
-    for end in range(3, len(whole) - 20):
-        with pytest.raises(UnreadableImage) as caught:
-            decode(whole[:end], "cut")
-        assert "unpack" not in str(caught.value), end
-
-
 def test_what_is_no_image_is_said_in_a_line():
     whole = saved(smooth(), "JPEG")
     broken = {
         "empty": (b"", "the file is empty"),
         "text": (b"hello", "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
-        "cut": (whole[: len(whole) // 2], "it cannot be decoded: .*([Tt]runcated)"),
+        "cut": (whole[: len(whole) // 2], "it cannot be decoded: .*[Tt]runcated"),
         "png": (saved(smooth(), "PNG")[:60], "it cannot be decoded: "),
         "tiff": (tiff(picture(20, 30, 5), photometric="minisblack")[:300], "it cannot be decoded: "),
         "words": (npy(np.array(["a", "b"])), r"an array of <U1 is not an image"),
         "cube": (npy(picture(4, 5, 4)), r"an array of shape \(4, 5, 4\) is not an image"),
-        "short": (npy(picture(20, 30))[:-1], "the file is truncated"),
+        "short": (npy(picture(20, 30))[:-1], "it cannot be decoded: "),
         "none": (npy(picture(0, 30)), "the image has no pixels"),
     }
     for name, (data, reason) in broken.items():
@@ -224,25 +179,74 @@ def test_what_is_no_image_is_said_in_a_line():
         assert "\n" not in str(caught.value)
 
 
-def test_bombs_are_refused_before_they_are_decoded():
-    start = time.process_time()
+def test_images_beyond_max_pixels_are_refused():
     whole = smooth(size=(64, 64))
-    bombs = {
-        "png": (png(60_000, 60_000, bytes(100)), "60000 × 60000"),
+    files = {
+        "png of nothing": (png(60_000, 60_000, bytes(100)), "60000 × 60000"),
         "deep tiff": (tiff(np.zeros((6, 64, 64), np.uint16), photometric="minisblack"), "64 × 64"),
         "npy": (npy(np.zeros((64, 64), np.uint8)), "64 × 64"),
         **{kind: (saved(whole, kind), "64 × 64") for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
     }
-    for kind, (data, size) in bombs.items():
+    for kind, (data, size) in files.items():
         with pytest.raises(UnreadableImage, match=f"{size} pixels exceed data.max_pixels=4095"):
             decode(data, kind, max_pixels=4095)
-        if kind != "png":
+        if size == "64 × 64":
             assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
-    assert time.process_time() - start < 2
 
 
-def test_many_channels_count_as_pixels():
-    data = tiff(np.zeros((64, 64, 64), np.uint8), photometric="minisblack", planarconfig="contig")
-    with pytest.raises(UnreadableImage, match="64 × 64 pixels exceed"):
-        decode(data, "x", max_pixels=16 * 4096 - 1)
-    assert decode(data, "x", max_pixels=16 * 4096).shape == (64, 64, 64)
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_png_of_16_bits_keeps_them_in_colour(channels, monkeypatch):
+    array = picture(20, 30, channels, dtype=np.uint16)
+    image = decode(png16(array), "x")
+    assert image.dtype == torch.uint16
+    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
+    assert len(decode(png16(array), "x", alpha=False)) == {2: 1, 3: 3, 4: 3}[channels]
+    with pytest.raises(UnreadableImage, match="it cannot be decoded: "):
+        decode(png16(array)[:-100], "x")
+    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+    with pytest.raises(UnreadableImage, match="needs imagecodecs: pip install"):
+        decode(png16(array), "x")
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_jpeg_has_the_pixels_of_pillow_at_every_scale(mode, progressive):
+    data = saved(smooth(size=(301, 203)).convert(mode), "JPEG", quality=70, progressive=progressive)
+    for factor in (1, 2, 4, 8):
+        expected = Image.open(io.BytesIO(data))
+        expected.draft(None, (301 // factor, 203 // factor))
+        image = decode(data, "x", reduction=lambda height, width, factor=factor: factor)
+        if mode == "CMYK":  # which is not reduced
+            expected = Image.open(io.BytesIO(data)).convert("RGB")
+        assert torch.equal(image, tensor(expected))
+
+
+def test_a_jpeg_that_libjpeg_warns_of_is_read_as_far_as_it_goes():
+    whole = saved(smooth(size=(64, 48)), "JPEG", restart_marker_blocks=1)
+    marker = whole.rindex(b"\xff\xd5")
+    with pytest.raises(ValueError, match="Corrupt JPEG data"):
+        simplejpeg.decode_jpeg(damaged := whole[:marker] + b"\xff\xd7" + whole[marker + 2 :])
+    assert torch.equal(decode(damaged, "x")[:, :8], decode(whole, "x")[:, :8])
+
+
+def test_damaged_files_of_every_format_give_an_image_or_an_error():
+    small, deep, rng = smooth(size=(24, 16)), picture(16, 24, 3, dtype=np.uint16), random.Random(0)
+    reasons = set()
+    files = {
+        **{kind: saved(small, kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
+        "CMYK": saved(small.convert("CMYK"), "JPEG"),
+        "deep PNG": png16(deep),
+        "deep TIFF": tiff(deep, photometric="rgb", compression="zlib"),
+        "npy": npy(deep),
+    }
+    for name, data in files.items():
+        for _ in range(10):
+            flipped = bytearray(data)
+            for _ in range(rng.choice([1, 2, 8])):
+                flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            for damaged in (data[: rng.randrange(len(data))], bytes(flipped)):
+                try:
+                    assert decode(damaged, name, max_pixels=1 << 20).ndim == 3
+                except UnreadableImage as error:
+                    reasons.add(error.name)
+    assert reasons == set(files)

@@ -1,4 +1,3 @@
-import logging
 import multiprocessing
 import os
 import pickle
@@ -9,7 +8,7 @@ import pytest
 
 import dino_vit.data.sources.folder
 from dino_vit.data.labels import number_labels
-from dino_vit.data.sources.index import Draft, cache_folder, open_index
+from dino_vit.data.sources.index import IndexContents, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
 from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, write_tar
 
@@ -77,15 +76,6 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
     assert before.fingerprint != after.fingerprint
 
 
-def test_a_pattern_that_matches_more_is_indexed_again(tmp_path):
-    write_tar(tmp_path / "1.tar", {"a.png": b"a"})
-    age(tmp_path)
-    assert len(open_source(str(tmp_path / "*.tar"))) == 1
-    write_tar(tmp_path / "2.tar", {"b.png": b"b"})
-    os.utime(tmp_path / "2.tar", (time.time() - 60,) * 2)
-    assert len(open_source(str(tmp_path / "*.tar"))) == 2
-
-
 def test_torn_and_damaged_indices_are_built_anew(tmp_path, cache, built, caplog):
     write_folder(tmp_path)
     age(tmp_path)
@@ -109,46 +99,16 @@ def test_torn_and_damaged_indices_are_built_anew(tmp_path, cache, built, caplog)
     assert sorted(p.suffix for p in cache.iterdir()) == [".arrow", ".lock"]
 
 
-@pytest.mark.parametrize("blocked", ["file", "read-only"])
-def test_where_nothing_can_be_written_it_stays_in_memory(tmp_path, cache, monkeypatch, caplog, blocked):
+def test_where_nothing_can_be_written_an_index_is_built_for_the_run(tmp_path, cache, monkeypatch, caplog):
     place = cache / "below"
-    if blocked == "file":
-        place.write_text("")
-    else:
-        monkeypatch.setattr("dino_vit.data.sources.index.replacing", deny)
+    place.write_text("")
     monkeypatch.setenv("DINO_VIT_CACHE", str(place))
     write_parquet(tmp_path / "a.parquet")
     source = open_source(str(tmp_path / "a.parquet"))
-    assert "the index is kept in memory" in caplog.text
+    assert "the index is built for this run only" in caplog.text
     for one in (source, pickle.loads(pickle.dumps(source))):
         assert [one.raw_name(index).decode() for index in range(5)] == ORDER
         assert one.read(4) == FILES[ORDER[4]]
-
-
-def deny(path):
-    raise PermissionError(f"{path} is not for you")
-
-
-def test_too_much_for_memory_is_refused(tmp_path, cache, monkeypatch):
-    monkeypatch.setenv("DINO_VIT_CACHE", str(cache / "file"))
-    (cache / "file").write_text("")
-    monkeypatch.setattr("dino_vit.data.sources.index.MEMORY_LIMIT", 100)
-    with pytest.raises(ValueError, match="set DINO_VIT_CACHE to another folder"):
-        open_source(str(write_parquet(tmp_path / "a.parquet")))
-
-
-def test_an_error_in_the_source_leaves_no_index(tmp_path, cache):
-    (tmp_path / "a.tar").write_bytes(b"no tar" * 1000)
-    with pytest.raises(ValueError, match="truncated or damaged"):
-        open_source(str(tmp_path / "a.tar"))
-    assert not list(cache.glob("*.arrow"))
-    assert not list(cache.glob(".*"))
-
-
-def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
-    monkeypatch.delenv("DINO_VIT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "dino-vit"
 
 
 def test_pickles_are_small_and_refuse_another_index(tmp_path):
@@ -177,10 +137,12 @@ def open_slowly(folder):
     def build(write_images):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
-        stamps = np.array([[-1, -1, 0]], dtype=np.int64)
+        file_signatures = np.array([[-1, -1, 0]], dtype=np.int64)
         watched = [str(folder / "missing")]
         sizes, labels = np.ones(1, dtype=np.int64), number_labels([None])
-        return Draft(names=[b"a"], sizes=sizes, labels=labels, watched=watched, stamps=stamps)
+        return IndexContents(
+            names=[b"a"], sizes=sizes, labels=labels, watched=watched, file_signatures=file_signatures
+        )
 
     assert open_index("test", str(folder), build).names.to_pylist() == [b"a"]
 
@@ -215,14 +177,3 @@ def test_a_builder_that_is_killed_holds_nobody_up(tmp_path):
     (tmp_path / "go").touch()
     second.join(30)
     assert second.exitcode == 0
-
-
-def test_long_work_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("dino_vit.core.progress.PATIENCE", -1)
-    monkeypatch.setattr("dino_vit.core.progress.LINE_EVERY", -1)
-    write_folder(tmp_path)
-    with caplog.at_level(logging.INFO, "dino_vit"):
-        FolderSource(tmp_path)
-    assert f"Listing {tmp_path}: 5, " in caplog.text
-    assert "Reading the sizes of files: 5, " in caplog.text
-    assert "/s in 0s" in caplog.text

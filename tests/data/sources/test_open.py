@@ -3,18 +3,11 @@ from pathlib import Path
 
 import datasets
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.views.geometry import View
-from dino_vit.views.loader import Loader
-from dino_vit.views.photometry import ViewPhotometry
-from dino_vit.views.sampler import Sampler
 from tests.support.image_sets import (
     CLASSES,
     FILES,
@@ -25,8 +18,6 @@ from tests.support.image_sets import (
     write_tar,
     write_zip,
 )
-
-CIFAR = Path(__file__).parents[4] / "shared" / "data" / "cifar10"
 
 
 def parts(number):
@@ -87,54 +78,11 @@ def test_the_same_images_are_the_same_items(tmp_path, kind):
     assert source.fingerprint == open_source(str(write_folder(tmp_path / "other"))).fingerprint
 
 
-def test_a_folder_that_all_share_changes_neither_order_nor_labels(tmp_path):
-    path = write_tar(tmp_path / "below.tar", {f"./photos/{name}": data for name, data in FILES.items()})
-    source = open_source(str(path))
-    assert [data for _, data, _ in items(source)] == [FILES[name] for name in ORDER]
-    assert source.classes == CLASSES
-
-
-def test_fingerprints_follow_names_and_sizes(tmp_path):
-    before = open_source(str(write_tar(tmp_path / "1.tar"))).fingerprint
-    longer = {**FILES, ORDER[0]: FILES[ORDER[0]] + b" "}
-    assert open_source(str(write_tar(tmp_path / "2.tar", longer))).fingerprint != before
-    renamed = {name.replace("x", "y"): data for name, data in FILES.items()}
-    assert open_source(str(write_tar(tmp_path / "3.tar", renamed))).fingerprint != before
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_views_are_the_same_from_every_kind(tmp_path, workers):
-    view = View(size=(16, 16), scale=(0.3, 1.0), photometry=ViewPhotometry(flip=0.5, blur=0.5, solarise=0.2))
-    seen = []
-    for kind in ("folder", "shards", "zip", "parquet"):
-        (tmp_path / kind).mkdir()
-        source = open_source(str(KINDS[kind](tmp_path / kind)))
-        sampler = Sampler(length=len(source), batch_size=4, seed=1)
-        batches = Loader(source=source, views=[view], sampler=sampler, workers=workers).batches()
-        seen.append([next(batches) for _ in range(3)])
-        batches.close()
-    for other in seen[1:]:
-        for mine, theirs in zip(seen[0], other, strict=True):
-            assert torch.equal(mine.views[16, 16], theirs.views[16, 16])
-            assert torch.equal(mine.photometry[16, 16], theirs.photometry[16, 16])
-
-
-def test_forked_processes_share_what_is_open(tmp_path):
-    for kind in ("shards", "parquet"):
-        (tmp_path / kind).mkdir()
-        source = open_source(str(KINDS[kind](tmp_path / kind)))
-        expected = [source.read(index) for index in range(5)]
-        loader = torch.utils.data.DataLoader(
-            range(200), batch_size=None, num_workers=2, collate_fn=lambda i, s=source: s.read(i % 5)
-        )
-        assert list(loader) == expected * 40
-
-
 def test_a_folder_of_archives_must_be_of_one_kind_and_split(tmp_path):
     write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
     assert len(open_source(str(tmp_path))) == 5
     write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"contains splits \(test, train\).*Choose some") as caught:
+    with pytest.raises(ValueError, match=r"contains splits \(test, train\).*choose by a pattern") as caught:
         open_source(str(tmp_path))
     suggested = str(caught.value).split("'")[1]
     assert Path(suggested).name == "test*.parquet"
@@ -163,7 +111,7 @@ def test_images_beside_archives_are_what_is_taken(tmp_path, caplog):
         ("a.parquet", r"a\.parquet is damaged or not a Parquet file"),
         ("a.npy", "is damaged or holds no plain arrays"),
         ("empty.txt", "lists no images"),
-        ("wrong.txt", r"None of the files listed in .* exist"),
+        ("wrong.txt", r"none of the files listed in .* exist"),
     ],
 )
 def test_what_is_no_source_is_told_what_to_do(tmp_path, spec, said):
@@ -299,33 +247,3 @@ def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'dino-vit\[hub\]'"):
         open_source("hf:owner/name")
-
-
-@pytest.mark.skipif(not CIFAR.is_dir(), reason="needs CIFAR-10 as Parquet in ../shared/data/cifar10")
-def test_cifar_10():
-    source = open_source(str(CIFAR / "test.parquet"))
-    assert len(source) == 10_000
-    assert (source.classes[0], source.classes[9], len(source.classes)) == ("airplane", "truck", 10)
-    assert np.bincount([source.label(index) for index in range(10_000)]).tolist() == [1000] * 10
-    for index in (0, 5000, -1):
-        assert read_image(source, index).shape == (3, 32, 32)
-        assert source.name(index).split("/")[1] == source.classes[source.label(index)]
-    with pytest.raises(ValueError, match=r"splits \(test, train\)"):
-        open_source(str(CIFAR))
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("synthetic:9999999999999999", "length of 1 to a billion"),
-        ("synthetic:" + "9" * 5000, "is not valid: write synthetic"),
-        ("none/{0..99999999999}.tar", "more than 1,000,000 paths"),
-        ("none/{0..99999}{0..99999}.tar", "more than 1,000,000 paths"),
-        (f"none/{{0..{'9' * 5000}}}.tar", r"^.{,200} \.\.\.: 1 missing file"),
-        ("{a}" * 1200 + ".png", r"^.{,200} \.\.\. has 1,200 braces; write 20 or fewer"),
-        ("{" * 1200 + "a" + "}" * 1200, "has 1,200 braces"),
-    ],
-)
-def test_sets_of_any_length_are_refused_at_once(spec, said):
-    with pytest.raises(ValueError, match=said):
-        open_source(spec)

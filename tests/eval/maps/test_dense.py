@@ -1,14 +1,17 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dino_vit.data.sources.masks import IGNORED
+from dino_vit.eval.confidence import with_confidence
 from dino_vit.eval.maps.attention import mass_mask
 from dino_vit.eval.maps.dense import (
-    Overlaps,
+    Bank,
     best_head_overlap,
+    count_pixels,
+    linear_layer,
     mean_iou,
-    mean_over_images,
     patch_classes,
     pixel_accuracy,
     upsample,
@@ -29,30 +32,30 @@ def test_a_patch_has_the_class_of_most_of_its_pixels():
     )
     assert patch_classes(masks, (2, 2), 4).tolist() == [[[1, 0], [IGNORED, 3]]]
     _, masks = random_masks()
-    found = patch_classes(masks, (3, 4), 4)
+    classes = patch_classes(masks, (3, 4), 4)
     for image in range(6):
         for row in range(3):
             for column in range(4):
                 pixels = masks[image, 4 * row : 4 * row + 4, 3 * column : 3 * column + 3].flatten().tolist()
                 counts = [pixels.count(kind) for kind in (0, 1, 2, 3, IGNORED)]
-                assert found[image, row, column] == (0, 1, 2, 3, IGNORED)[int(np.argmax(counts))]
+                assert classes[image, row, column] == (0, 1, 2, 3, IGNORED)[int(np.argmax(counts))]
 
 
 def test_figures_are_those_of_pixel_by_pixel_counting():
     predicted, masks = random_masks()
-    right = known = 0
+    right = judged = 0
     inside, outside = np.zeros(4), np.zeros(4)
     for guess, truth in zip(predicted.flatten().tolist(), masks.flatten().tolist(), strict=True):
         if truth == IGNORED:
             continue
-        known += 1
+        judged += 1
         right += guess == truth
         for kind in range(4):
             inside[kind] += guess == kind and truth == kind
             outside[kind] += guess == kind or truth == kind
-    overlaps = Overlaps.of(predicted, masks, 4)
-    assert pixel_accuracy(overlaps).percent == pytest.approx(100 * right / known)
-    assert mean_iou(overlaps).percent == pytest.approx(100 * np.mean(inside / outside))
+    totals = count_pixels(predicted, masks, 4).sum(0)
+    assert pixel_accuracy(*totals).item() == pytest.approx(right / judged)
+    assert mean_iou(*totals).item() == pytest.approx(np.mean(inside / outside))
 
 
 @pytest.mark.parametrize("background", [None, 2])
@@ -60,29 +63,23 @@ def test_the_best_head_is_found_pixel_by_pixel(background):
     _, masks = random_masks()
     masks[5] = 2 if background == 2 else IGNORED  # without an object
     attention = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    found = best_head_overlap(attention, masks, background)
+    overlaps = best_head_overlap(attention, masks, background)
     for image in range(5):
-        known = {(y, x): int(masks[image, y, x]) for y in range(12) for x in range(12)}
-        known = {place: kind for place, kind in known.items() if kind != IGNORED}
-        kinds = set(known.values())
+        pixels = {(y, x): int(masks[image, y, x]) for y in range(12) for x in range(12)}
+        pixels = {place: kind for place, kind in pixels.items() if kind != IGNORED}
+        kinds = set(pixels.values())
         objects = [{kind} for kind in kinds] if background is None else [kinds - {background}]
         best = []
         for thing in objects:
-            pixels = {place for place, kind in known.items() if kind in thing}
+            of_thing = {place for place, kind in pixels.items() if kind in thing}
             shares = []
             for head in range(3):
                 marked = mass_mask(attention[image, head], 0.6)
-                inside = {(y, x) for y, x in known if marked[y // 3, x // 3]}
-                shares.append(len(inside & pixels) / len(inside | pixels))
+                inside = {(y, x) for y, x in pixels if marked[y // 3, x // 3]}
+                shares.append(len(inside & of_thing) / len(inside | of_thing))
             best.append(max(shares))
-        assert found[image].item() == pytest.approx(np.mean(best))
-    assert found[5].isnan()
-    assert mean_over_images(found).percent == pytest.approx(100 * found[:5].mean().item(), abs=1e-4)
-
-
-def test_classes_that_no_mask_has_do_not_count():
-    predicted, masks = random_masks()
-    assert mean_iou(Overlaps.of(predicted, masks, 9)) == mean_iou(Overlaps.of(predicted, masks, 4))
+        assert overlaps[image].item() == pytest.approx(np.mean(best))
+    assert overlaps[5].isnan()
 
 
 def test_rare_classes_are_inside_their_interval():
@@ -91,31 +88,8 @@ def test_rare_classes_are_inside_their_interval():
     masks[:, :4] = torch.arange(1, 21, dtype=torch.uint8)[:, None, None]
     predicted = masks.long()
     predicted[:, 0] = 0
-    found = mean_iou(Overlaps.of(predicted, masks, 21))
-    assert found.low - 0.5 <= found.percent <= found.high + 0.5
-
-
-def test_no_object_in_any_image_has_no_mean():
-    assert mean_over_images(torch.full((3,), torch.nan)) is None
-
-
-def test_confidence_is_over_images():
-    """Images that are all alike leave no doubt, however few; many that differ leave less than a few."""
-    predicted, masks = random_masks(images=1)
-    alike = Overlaps.of(predicted.expand(5, -1, -1), masks.expand(5, -1, -1), 4)
-    assert pixel_accuracy(alike).low == pytest.approx(pixel_accuracy(alike).high)
-    shares = torch.linspace(0.3, 0.9, 40)
-    widths = []
-    for times in (1, 9):
-        right = (1000 * shares.repeat(times)[:, None]).long()
-        whole = torch.full_like(right, 1000)
-        found = pixel_accuracy(Overlaps(right, whole, whole))
-        assert found.low < found.percent < found.high
-        assert found.percent == pytest.approx(60, abs=0.1)
-        widths.append(found.high - found.low)
-    deviation = 100 * shares.std().item()
-    assert widths[0] == pytest.approx(2 * 1.96 * deviation / 40**0.5, rel=0.1)
-    assert widths[1] == pytest.approx(widths[0] / 3, rel=0.15)
+    interval = with_confidence(count_pixels(predicted, masks, 21).unbind(1), mean_iou)
+    assert interval.low - 0.5 <= interval.percent <= interval.high + 0.5
 
 
 def test_logits_of_patches_become_classes_of_pixels():
@@ -123,3 +97,13 @@ def test_logits_of_patches_become_classes_of_pixels():
     logits[0, 1, :, 1] = 5.0
     logits[0, 0, :, 0] = 5.0
     assert upsample(logits, (4, 8))[0].tolist() == [[0] * 4 + [1] * 4] * 4
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_linear_layer_learns_what_is_linear(in_order):
+    """Of images that are sorted by class too."""
+    generator = torch.Generator().manual_seed(0)
+    classes = torch.arange(3).repeat_interleave(200) if in_order else torch.arange(3).repeat(200)
+    features = F.one_hot(classes, 8).float() + 0.1 * torch.randn(600, 8, generator=generator)
+    head, _ = linear_layer(Bank(features, classes, torch.arange(3)), (0.01, 1.0, 100.0))
+    assert (head.scores(features)[:, 0].argmax(1) == classes).float().mean() > 0.99

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +12,10 @@ import pyarrow.compute as pc
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.index import Draft
+from dino_vit.data.labels import LABEL_COLUMNS, Labels, number_labels
+from dino_vit.data.sources.index import IndexContents
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
-LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "category", "fine_label")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
 BINARY = (pa.binary(), pa.large_binary())
 
@@ -78,8 +76,8 @@ class Rows:
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
 
-    def draft(self, columns: TableColumns, tables: Sequence[tuple[str, int]]) -> Draft:
-        """Return the draft of an index of tables, given by name and length.
+    def index_contents(self, columns: TableColumns, tables: Sequence[tuple[str, int]]) -> IndexContents:
+        """Return what goes into an index of tables, given by name and length.
 
         The items are ordered by name if all rows have a name of their own.
         """
@@ -87,7 +85,7 @@ class Rows:
         named = len(set(names)) == len(self.names)
         if not named:
             names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
-        return Draft(
+        return IndexContents(
             names=names,
             sizes=self.sizes,
             labels=_number(columns, self.labels),
@@ -100,9 +98,6 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
     """Find the columns of images, names and labels, by Hugging Face's metadata or by what they are called."""
     features = _features(schema)
     types = {field.name: field.type for field in schema}
-    if len(types) < len(schema):
-        ((name, _),) = Counter(schema.names).most_common(1)
-        raise ValueError(f"{path} has several columns called {brief(name)}; rename them.")
     usable = [name for name, type_ in types.items() if _is_image(type_)]
     marked = [name for name in usable if features.get(name, {}).get("_type") == "Image"]
     image = _pick_image(path, marked) or _pick_image(path, usable)
@@ -127,8 +122,8 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
     """Return what the Hugging Face libraries note of each column."""
     noted = (schema.metadata or {}).get(b"huggingface")
     try:
-        found = json.loads(noted)["info"]["features"] if noted else {}
-        return {name: feature for name, feature in found.items() if isinstance(feature, dict)}
+        features = json.loads(noted)["info"]["features"] if noted else {}
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # written by something else
         return {}
 

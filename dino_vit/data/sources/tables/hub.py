@@ -4,7 +4,7 @@ from typing import Any
 
 from dino_vit.core.text import brief
 from dino_vit.data.sources.files import read_file
-from dino_vit.data.sources.index import Draft, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.tables.columns import Rows, find_columns
 
 
@@ -25,11 +25,11 @@ class HubSource(IndexedSource):
             return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
         return bytes(image)
 
-    def _build(self, _: WriteImages) -> Draft:
+    def _build(self, _: WriteImages) -> IndexContents:
         rows = Rows()
         for batch in self._dataset.data.table.to_batches():
             rows.add(batch, self._columns)
-        return rows.draft(self._columns, [(self._spec.rpartition("/")[2], len(self._dataset))])
+        return rows.index_contents(self._columns, [(self._spec.rpartition("/")[2], len(self._dataset))])
 
 
 def _load_dataset(spec: str) -> Any:
@@ -48,6 +48,6 @@ def _load_dataset(spec: str) -> Any:
     if not split and len(splits) == 1:
         (split,) = splits
     if split not in splits:
-        ways = ", ".join(f"hf:{name}:{known}" for known in splits)
+        ways = ", ".join(f"hf:{name}:{split_name}" for split_name in splits)
         raise ValueError(f"hf:{spec} names no split, or one that does not exist. Write one of {ways}.")
     return splits[split]

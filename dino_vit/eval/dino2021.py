@@ -1,0 +1,165 @@
+"""The linear evaluation of 2021: one head on augmented views, the frozen backbone run at every step.
+
+SGD with momentum, a learning rate that follows a cosine from epoch to epoch, random resized crops and flips.
+After every epoch the state is saved, from which training resumes, and the head in the reference's format.
+"""
+
+from contextlib import closing
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Settings, setting
+from dino_vit.core.distributed import all_reduce_mean, is_main_process
+from dino_vit.core.progress import progress
+from dino_vit.core.storage import pickled, write_bytes
+from dino_vit.eval.features import FeatureSpec, eval_mode
+from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.eval.labelled import (
+    Epochs,
+    LabelledFeatures,
+    LabelledSets,
+    LabelledSubset,
+    SupervisedLoader,
+    labelled_features,
+)
+from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
+from dino_vit.method.schedules import warmup_cosine
+from dino_vit.views.augment import ViewAugment
+from dino_vit.views.geometry import View
+from dino_vit.weights import WeightsError
+from dino_vit.weights.reading import check_finite, read_weights
+
+
+class Dino2021(Settings):
+    """method=dino2021: one head on augmented views, through the backbone at every step."""
+
+    blocks: Few = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
+    mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
+    lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
+    epochs: Count = setting(100, "passes over the training images")
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
+    probe: str | None = setting(None, "evaluate the head in this file instead, ours or the reference's")
+
+    @property
+    def spec(self) -> FeatureSpec:
+        return FeatureSpec(tokens="cls+mean" if self.mean else "cls", blocks=self.blocks)
+
+    def arrange(self, features: Tensor) -> Tensor:
+        """Interleave CLS and mean patch token as the reference's heads read them: c0, p0, c1, p1, ..."""
+        return rearrange(features, "b (token d) -> b (d token)", token=2) if self.mean else features
+
+
+def probe_features(frozen: FrozenBackbone, images: LabelledSubset, settings: Dino2021) -> LabelledFeatures:
+    """Return what a head reads of some images."""
+    labelled = labelled_features(frozen, images, settings.spec, "evaluation features")
+    return replace(labelled, features=settings.arrange(labelled.features))
+
+
+def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearHeads:
+    """Read a head: the reference's file, one of ours, or a bare state dict of a linear layer."""
+    tensors = {name.removeprefix("linear."): t for name, t in read_weights(path, "teacher").tensors.items()}
+    if tensors.keys() != {"weight", "bias"} or tensors["weight"].ndim != 2:
+        raise WeightsError(f"{path} holds no linear head, but {', '.join(sorted(tensors)[:6])}")
+    weight, bias = (tensors[name].to(frozen.device, torch.float32) for name in ("weight", "bias"))
+    check_finite({"weight": weight, "bias": bias}, path)
+    (inputs,) = settings.spec.shape(frozen.model, frozen.transform.size)
+    if weight.shape[1] != inputs:
+        raise WeightsError(
+            f"{path} reads {weight.shape[1]} features, but dino2021.blocks and dino2021.mean give {inputs} "
+            "of this backbone"
+        )
+    return LinearHeads(weight[None], bias[None])
+
+
+def train_probe(
+    sets: LabelledSets,
+    val: LabelledFeatures,
+    frozen: FrozenBackbone,
+    settings: Dino2021,
+    *,
+    seed: int,
+    path: Path,
+) -> tuple[LinearHeads, list[float]]:
+    """Return a trained head, and its top-1 in per cent after every epoch; all processes call it.
+
+    The head is written to `path`, and the state to the folder beside it whose name ends in `.state`.
+    """
+    device = frozen.device
+    autocast = torch.autocast(device.type, frozen.autocast, enabled=frozen.autocast is not None)
+    flip = ViewAugment(flip=0.5)
+    loader = SupervisedLoader(
+        sets.train,
+        view=View(size=frozen.transform.size, scale=(0.08, 1.0), augment=flip, interpolation="bilinear"),
+        transform=frozen.transform,
+        batch_size=frozen.config.batch_size,
+        seed=seed,
+        workers=settings.workers,
+        device=device,
+    )
+    inputs, classes, steps = val.features.shape[1], len(sets.classes), loader.steps_per_epoch
+    probe = nn.Linear(inputs, classes, device=device)
+    probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
+    parameters = tuple(probe.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+    for parameter in parameters:  # from the start: a checkpoint has the same tensors after every epoch
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    facts = _facts(sets, frozen, settings, global_batch=loader.global_batch, seed=seed)
+    epochs = Epochs(path.with_suffix(".state"), probe, optimizer, facts)
+    head = LinearHeads(probe.weight.detach()[None], probe.bias.detach()[None])  # a view of the probe
+    done = epochs.finished
+    with (
+        progress("Training a head, steps", (settings.epochs - done) * steps) as advance,
+        closing(loader.batches(done * steps)) as batches,
+    ):
+        for epoch in range(done, settings.epochs):
+            # The published code changes the rate once per epoch.
+            rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
+            optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
+            for images, targets in islice(batches, steps):
+                with eval_mode(frozen.model), autocast:
+                    features = settings.arrange(settings.spec.of(frozen.model, images).float())
+                loss = F.cross_entropy(probe(features), targets)
+                gradients = torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = all_reduce_mean(gradient)
+                optimizer.step()
+                advance(1, f"epoch {epoch + 1}")
+            correct = int(count_correct(head, val.features, val.targets))
+            epochs.finish(percent=100 * correct / len(val))
+            if is_main_process():
+                _write_reference(path, probe, optimizer, epochs)
+    return head, [figures["percent"] for figures in epochs.history]
+
+
+def _facts(
+    sets: LabelledSets, frozen: FrozenBackbone, settings: Dino2021, *, global_batch: int, seed: int
+) -> dict[str, Any]:
+    """Return all that the training depends on, for JSON."""
+    weights = frozen.describe_weights()
+    return {
+        "weights": [weights["sha256"], weights["network"]],
+        "sets": [subset.fingerprint for subset in (sets.train, sets.val)],
+        "classes": sets.classes,
+        "settings": settings.model_dump(exclude={"workers", "probe"}),
+        "transform": asdict(frozen.transform),
+        "global_batch": global_batch,
+        "seed": seed,
+    }
+
+
+def _write_reference(path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, epochs: Epochs) -> None:
+    """Write a head in the reference's format, from which the reference can resume."""
+    content = {
+        "epoch": epochs.finished,
+        "state_dict": {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "best_acc": max(figures["percent"] for figures in epochs.history),
+    }
+    write_bytes(path, pickled(content))

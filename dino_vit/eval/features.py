@@ -1,0 +1,207 @@
+"""Features of images: read, prepared and sent through a backbone in the order asked for."""
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dino_vit.core.sizes import Size
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.open import Source
+from dino_vit.models.backbone import Backbone
+from dino_vit.views.eval_transform import EvalTransform
+
+Tokens = Literal["cls", "cls+mean", "patches"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """Which tokens, after the final LayerNorm, are the features of an image.
+
+    `cls`: the CLS tokens of the last `blocks` blocks, concatenated, the last block's at the end; `cls+mean`:
+    the same, then the mean patch token of the last block; `patches`: the patch tokens of the last block,
+    (N, D).
+    """
+
+    tokens: Tokens = "cls"
+    blocks: int = 1
+
+    def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
+        """Return the shape of one image's features."""
+        if self.tokens == "patches":
+            height, width = model.grid_of(*size)
+            return height * width, model.width
+        return ((self.blocks + self.with_mean) * model.width,)
+
+    @property
+    def with_mean(self) -> bool:
+        """Whether the mean patch token is among them, at the end."""
+        return self.tokens == "cls+mean"
+
+    @property
+    def title(self) -> str:
+        """Return these tokens in words."""
+        cls = "CLS" if self.blocks == 1 else f"CLS of {self.blocks} blocks"
+        return cls + " + mean patch" * self.with_mean
+
+    def columns_in(self, other: "FeatureSpec", width: int) -> slice:
+        """Return the columns of these tokens among the features of a spec that has more of them."""
+        end = other.blocks + self.with_mean
+        return slice((other.blocks - self.blocks) * width, end * width)
+
+    def of(self, model: Backbone, images: Tensor) -> Tensor:
+        """Return the features of normalised images (B, C, H, W)."""
+        if self.tokens == "patches":
+            return model.forward_features(images)[:, model.first_patch :]
+        if self.tokens == "cls" and self.blocks == 1:
+            return model.forward_cls(images)
+        blocks = model.get_intermediate_layers(images, self.blocks)
+        parts = [tokens[:, 0] for tokens in blocks]
+        if self.with_mean:
+            parts.append(blocks[-1][:, model.first_patch :].mean(dim=1))
+        return torch.cat(parts, dim=1)
+
+
+CLS = FeatureSpec()
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (n, ...) in float32, the indices of their images, and the images that could not be read."""
+
+    values: Tensor
+    indices: Tensor  # int64 (n,)
+    unreadable: tuple[UnreadableImage, ...]
+
+
+@dataclass(kw_only=True)
+class Extraction:
+    """Send batches of a source's images through a backbone; each batch is computed independently.
+
+    Leaves the model as it was: the mode of each module, its gradients, every random state.
+    """
+
+    model: Backbone
+    source: Source
+    transform: EvalTransform
+    spec: FeatureSpec = CLS
+    autocast: torch.dtype | None = None
+    threads: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
+        """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
+        normalise = self.transform.normaliser(self.device)
+        pin = self.device.type == "cuda"
+        for batch in _read_batches(self.source, self.transform, batches, threads=self.threads, pin=pin):
+            readable = len(batch.values) > 0
+            yield replace(batch, values=self.compute(normalise(batch.values)) if readable else self.empty())
+
+    def compute(self, images: Tensor) -> Tensor:
+        """Return the features of normalised images (B, C, H, W)."""
+        enabled = self.autocast is not None
+        with eval_mode(self.model), torch.autocast(self.device.type, self.autocast, enabled=enabled):
+            return self.spec.of(self.model, images).float()
+
+    def empty(self) -> Tensor:
+        """Return the features of zero images."""
+        return torch.empty(0, *self.spec.shape(self.model, self.transform.size), device=self.device)
+
+
+def extract_features(
+    model: Backbone,
+    source: Source,
+    indices: Sequence[int],
+    *,
+    transform: EvalTransform,
+    batch_size: int,
+    spec: FeatureSpec = CLS,
+    autocast: torch.dtype | None = None,
+) -> Features:
+    """Return the features of images in memory, on the model's device, in the order of the indices."""
+    extraction = Extraction(model=model, source=source, transform=transform, spec=spec, autocast=autocast)
+    none = Features(extraction.empty(), torch.empty(0, dtype=torch.long), ())
+    features = _concatenate([none, *extraction(in_batches(indices, batch_size))])
+    return replace(features, indices=features.indices.to(extraction.device))
+
+
+def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
+    """Return the flattened normalised pixels of images: a baseline for any features."""
+    normalise = transform.normaliser(torch.device("cpu"))
+    batches = _read_batches(source, transform, in_batches(indices, 256))
+    return _concatenate([replace(batch, values=normalise(batch.values).flatten(1)) for batch in batches])
+
+
+def _concatenate(parts: Sequence[Features]) -> Features:
+    return Features(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.indices for part in parts]),
+        tuple(image for part in parts for image in part.unreadable),
+    )
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module in eval mode and switch gradients off, then restore the mode of each."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():  # not inference_mode: what a module caches must serve training too
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
+    """Split indices into batches; the last may be smaller."""
+    return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+
+
+def _read_batches(
+    source: Source,
+    transform: EvalTransform,
+    batches: Iterable[Sequence[int]],
+    *,
+    threads: int | None = None,
+    pin: bool = False,
+) -> Iterator[Features]:
+    """Yield batches of images as values (n, C, h, w), prefetching one while the caller works on another."""
+
+    def read(out: Tensor, index: int) -> UnreadableImage | None:
+        try:
+            out.copy_(transform.read(source, index))
+        except UnreadableImage as error:
+            return error
+        return None
+
+    def start(indices: Sequence[int]) -> tuple[Sequence[int], Tensor, Iterator[UnreadableImage | None]]:
+        images = transform.empty(len(indices), pin=pin)
+        return indices, images, pool.map(read, images, indices)
+
+    # Threads suffice: decoding and resampling, 95 % of the work on an image of 500 × 375, hold no lock. By
+    # default there are no more than 8, so that other processes are not crowded out.
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        try:
+            # Each pair starts the batch after the one that is yielded.
+            for started, _ in pairwise(chain(map(start, batches), [None])):
+                assert started is not None
+                indices, images, reading = started
+                failures = list(reading)
+                kept = [row for row, failure in enumerate(failures) if failure is None]
+                yield Features(
+                    images if len(kept) == len(indices) else images[kept],
+                    torch.tensor([indices[row] for row in kept], dtype=torch.long),
+                    tuple(failure for failure in failures if failure is not None),
+                )
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early

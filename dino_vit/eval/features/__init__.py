@@ -1,1 +1,0 @@
-"""Features of a frozen backbone: extracted, cached on disk, shared by all evaluators."""

@@ -1,0 +1,271 @@
+"""A frozen backbone in every process of a launch, and the features of images, which are cached on disk."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from dino_vit.config.sections import Side
+from dino_vit.config.settings import Dimension, Few, Settings, setting
+from dino_vit.core import log
+from dino_vit.core.distributed import all_gather, any_process, is_main_process, rank, wait_for_all, world_size
+from dino_vit.core.progress import progress
+from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
+from dino_vit.core.sizes import height_width
+from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.files import file_signatures, is_url
+from dino_vit.data.sources.folder import PathSource
+from dino_vit.data.sources.index import IndexedSource, cache_folder
+from dino_vit.data.sources.source import Source
+from dino_vit.eval.features import CLS, Extraction, FeatureSpec, in_batches
+from dino_vit.models.backbone import Backbone
+from dino_vit.views.eval_transform import EvalTransform, Fit, eval_transform_of
+from dino_vit.weights import load_backbone
+
+_VERSION = 3  # of the files
+_NAMES_SHOWN = 3
+
+
+class BackboneConfig(Settings):
+    """Send images through a frozen backbone."""
+
+    source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
+    weights: str = Field(description="run folder or weights file")
+    network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
+    size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
+    fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
+    batch_size: Dimension = setting(128, "images per process and forward pass")
+    num_workers: Few | None = setting(None, "threads that read images; null: one per core, at most 16")
+    precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
+
+    positional: ClassVar = ("source",)
+
+
+class CachedConfig(BackboneConfig):
+    """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
+
+    cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
+
+
+class EvaluationConfig(CachedConfig):
+    """Evaluate a frozen backbone on the features of images that may have labels."""
+
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFeatures:
+    """Features of the readable images of a source, in its order."""
+
+    values: NDArray[np.float32]  # (n, D), of patches (n, N, D)
+    indices: NDArray[np.int64]  # (n,), in the source
+    unreadable: int  # images that are left out
+    metadata: dict[str, Any]  # what the features are a function of
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBackbone:
+    """A backbone on this process's device, and how images are prepared for it."""
+
+    config: BackboneConfig
+    model: Backbone
+    transform: EvalTransform
+    autocast: torch.dtype | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def describe_weights(self) -> dict[str, Any]:
+        """Return where the weights come from, for a results file."""
+        provenance = self.model.provenance
+        assert provenance is not None, "load_backbone sets the provenance"
+        return {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
+
+    def extraction(self, source: Source, spec: FeatureSpec) -> Extraction:
+        """Return what computes features of a source with the settings of the config."""
+        return Extraction(
+            model=self.model,
+            source=source,
+            transform=self.transform,
+            spec=spec,
+            autocast=self.autocast,
+            threads=self.config.num_workers or min(cores_of_a_process(world_size()), 16),
+        )
+
+    def features(
+        self,
+        source: Source,
+        *,
+        spec: FeatureSpec = CLS,
+        indices: Sequence[int] | None = None,
+        title: str = "features",
+    ) -> StoredFeatures:
+        """Return the features of a source or of some of its images, from the cache or computed into it.
+
+        All processes must call it; they share the work. Unreadable images are left out with a warning.
+        """
+        cache = self.config.cache if isinstance(self.config, CachedConfig) else None
+        return stored_features(
+            self.extraction(source, spec),
+            folder=Path(cache) if cache else cache_folder() / "features",
+            batch_size=self.config.batch_size,
+            indices=indices,
+            title=title,
+        )
+
+
+def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
+    """Join the processes of the launch, and load the backbone of the config in each."""
+    accelerator = start_processes()
+    model = load_backbone(config.weights, network=config.network).to(accelerator.device)
+    precision = choose_precision(config.precision, accelerator.device)
+    size = None if config.size is None else height_width(config.size)
+    return FrozenBackbone(
+        config=config,
+        model=model,
+        transform=eval_transform_of(model, size=size, fit=config.fit),
+        autocast=DTYPES[precision] if precision != "no" else None,
+    )
+
+
+def stored_features(
+    extraction: Extraction,
+    *,
+    folder: Path,
+    batch_size: int,
+    indices: Sequence[int] | None = None,
+    title: str = "features",
+) -> StoredFeatures:
+    """Return the features of an extraction, from the one file for all that they are a function of.
+
+    Another device or batch size may round their last bits differently. What is interrupted starts again.
+    """
+    chosen = range(len(extraction.source)) if indices is None else indices
+    if not len(chosen):
+        raise ValueError("there are no images to compute features of")
+    metadata = cache_inputs(extraction, indices)
+    key = digest({}, {"features": json.dumps(metadata, sort_keys=True)})[:20]
+    path = folder / f"{key}.safetensors"
+    tensors = _read(path)
+    if any_process(tensors is None or _readable_again(extraction, chosen, tensors["indices"])):
+        _compute(path, extraction, chosen, batch_size, title, json.dumps(metadata))
+        tensors = _read(path)
+    if tensors is None:
+        raise ValueError(
+            f"the features were written to {path} but are not there; the cache must be one folder that all "
+            "processes share"
+        )
+    values, kept = tensors["values"].numpy(), tensors["indices"].numpy()
+    if unreadable := len(chosen) - len(kept):
+        left_out = _left_out(chosen, kept)[:_NAMES_SHOWN].tolist()
+        names = ", ".join(map(extraction.source.name, left_out)) + ", ..." * (unreadable > len(left_out))
+        log.warning("%d of %d images cannot be read and are left out: %s", unreadable, len(chosen), names)
+    return StoredFeatures(values=values, indices=kept, unreadable=unreadable, metadata=metadata)
+
+
+def cache_inputs(extraction: Extraction, indices: Sequence[int] | None) -> dict[str, Any]:
+    """Return all that cached features are a function of; its digest is the name of their file."""
+    source = extraction.source
+    return {
+        "version": _VERSION,
+        "weights": weights_digest(extraction.model),
+        "source": source.fingerprint,
+        "contents": content_digest(source, range(len(source)) if indices is None else indices),
+        "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
+        "transform": asdict(extraction.transform),
+        "features": asdict(extraction.spec),
+        "precision": str(extraction.autocast or torch.float32).removeprefix("torch."),
+    }
+
+
+def weights_digest(model: Backbone) -> str:
+    """Return a digest of a backbone's tensors and architecture, independent of the file they came from."""
+    return digest(model.state_dict(), {"architecture": json.dumps(model.architecture, sort_keys=True)})
+
+
+def content_digest(source: Source, indices: Sequence[int]) -> str:
+    """Return a digest of the size and time of every file, and of three images: a fingerprint knows names."""
+    state = hashlib.sha256()
+    inner: Any = source
+    while hasattr(inner, "source"):
+        inner = inner.source
+    if isinstance(inner, PathSource):
+        names = (os.path.join(inner.root, os.fsdecode(inner.raw_name(index))) for index in range(len(inner)))
+        # A server is not asked for each of its files.
+        state.update(file_signatures([name for name in names if not is_url(name)]).tobytes())
+    elif isinstance(inner, IndexedSource):
+        state.update(inner.index.file_signatures.tobytes())
+    for row in (0, len(indices) // 2, len(indices) - 1):
+        try:
+            item = source.read(indices[row])
+        except OSError as error:
+            item = str(error).encode()
+        state.update(item.contiguous().numpy().tobytes() if isinstance(item, Tensor) else item)
+    return state.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Tensor] | None:
+    """Return the features in a file, unless there is none or it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return read_tensors(path)[0]
+    except StorageError as error:
+        log.warning("the features are computed again: %s", error)
+        return None
+
+
+def _left_out(chosen: Sequence[int], kept: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.setdiff1d(np.asarray(chosen, np.int64), kept)
+
+
+def _readable_again(extraction: Extraction, chosen: Sequence[int], kept: Tensor) -> bool:
+    """Tell whether an image that was left out can be read now: a disk may have been away for a moment."""
+    for index in _left_out(chosen, kept.numpy()).tolist():
+        try:
+            extraction.transform.read(extraction.source, index)
+        except UnreadableImage:
+            continue
+        return True
+    return False
+
+
+def _compute(
+    path: Path, extraction: Extraction, indices: Sequence[int], batch_size: int, title: str, description: str
+) -> None:
+    """Compute features in all processes, each a batch in turn, and write them on rank 0."""
+    processes, batches = world_size(), list(in_batches(indices, batch_size))
+    # Every process has as many batches, so that each round can be gathered; the last may be empty.
+    batches += [[]] * (-len(batches) % processes)
+    shape = extraction.spec.shape(extraction.model, extraction.transform.size)
+    values = torch.empty(len(indices) if is_main_process() else 0, *shape)
+    kept, unreadable = list[int](), list[UnreadableImage]()
+    with (
+        progress(title, len(indices)) as advance,
+        closing(extraction(batches[rank() :: processes])) as features,
+    ):
+        for batch in features:
+            rows, of_rows = all_gather(batch.indices.to(extraction.device)), all_gather(batch.values)
+            if is_main_process():
+                values[len(kept) : len(kept) + len(rows)] = of_rows.cpu()
+            kept += rows.tolist()
+            unreadable += batch.unreadable
+            advance(len(rows))
+    if not kept:
+        first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
+        raise ValueError(f"none of {len(indices):,} images can be read{first}")
+    if is_main_process():
+        write_tensors(path, {"values": values[: len(kept)], "indices": torch.tensor(kept)}, description)
+    wait_for_all()

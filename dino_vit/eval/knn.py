@@ -1,0 +1,222 @@
+"""Exact nearest neighbours by cosine, the classification by them, and the ranking of all images.
+
+FAISS finds neighbours, on CPUs and on GPUs. Where it is not installed, products and topk do.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dino_vit.core import log
+
+Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the memory
+
+# On macOS FAISS and torch each bring an OpenMP, and a process with two of them is aborted.
+FAISS = sys.platform != "darwin" and find_spec("faiss") is not None
+RANKED = 5  # classes returned per query: enough for top-1 and top-5
+NO_CLASS = torch.iinfo(torch.int64).min  # fills the ranking where fewer classes have a vote
+_FAISS_GPU_MOST = 2048  # neighbours that FAISS can find on a GPU
+# Numbers in memory at a time: of the bank, of queries with their neighbours, of products, of class scores.
+_BANK, _QUERIES, _PRODUCTS, _VOTES = 2**26, 2**25, 2**24, 2**23
+
+
+def unit(features: Tensor) -> Tensor:
+    """Return features of length 1 in float32; zeros stay."""
+    if not features.isfinite().all():
+        raise ValueError("some features are not finite, so they have no neighbours; is the network broken?")
+    return F.normalize(features.float()).contiguous()
+
+
+def nearest(
+    bank: Matrix, queries: Tensor, *, k: int, self_offset: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines with the k nearest bank rows and the rows, nearest first: (queries, k) each.
+
+    Works on the device of the queries. With `self_offset`, query i is bank row self_offset + i and does not
+    find itself. A bank of fewer than k rows is returned whole.
+    """
+    queries, with_itself = unit(queries), self_offset is not None
+    k = min(k, len(bank) - with_itself)
+    cosines = queries.new_empty(len(queries), 0)
+    rows = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
+    size = max(1, _BANK // queries.shape[1])
+    for start in range(0, len(bank) if len(queries) else 0, size):
+        block = unit(torch.as_tensor(bank[start : start + size], device=queries.device))
+        of_block, block_rows = _search(block, queries, min(k + with_itself, len(block)))
+        block_rows = block_rows + start
+        if self_offset is not None:
+            itself = torch.arange(self_offset, self_offset + len(queries), device=queries.device)
+            of_block = of_block.masked_fill(block_rows == rearrange(itself, "q -> q 1"), -torch.inf)
+        cosines, rows = torch.cat([cosines, of_block], 1), torch.cat([rows, block_rows], 1)
+        cosines, order = cosines.topk(min(k, cosines.shape[1]))
+        rows = rows.gather(1, order)
+    return cosines, rows
+
+
+def _search(block: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the greatest k products of each query with the rows of a block, and the rows."""
+    if FAISS and queries.device.type == "cpu":
+        import faiss
+
+        faiss.omp_set_num_threads(torch.get_num_threads())
+        cosines, rows = faiss.knn(queries.numpy(), block.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT)
+        return torch.from_numpy(cosines), torch.from_numpy(rows)
+    if queries.is_cuda and k <= _FAISS_GPU_MOST and (resources := _gpu_resources()):
+        import faiss
+
+        metric, device = faiss.METRIC_INNER_PRODUCT, queries.device.index
+        on_device: tuple[Tensor, Tensor] = faiss.knn_gpu(
+            resources, queries, block, k, metric=metric, device=device
+        )
+        return on_device
+    size = max(1, _PRODUCTS // len(block))
+    parts = [(part @ block.T).topk(k) for part in torch.split(queries, size)]
+    return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+
+
+@cache
+def _gpu_resources() -> Any:
+    """Return what FAISS needs to work on tensors of a GPU, or None if this FAISS has no GPUs."""
+    if not FAISS:
+        return None
+    import faiss
+
+    if not faiss.get_num_gpus():
+        return None
+    import faiss.contrib.torch_utils  # lets the functions of FAISS take tensors
+
+    return faiss.StandardGpuResources()
+
+
+def format_cosines(cosines: Sequence[float]) -> list[str]:
+    """Return cosines with the digits that tell them apart, four to six: float32 resolves no more near 1."""
+    exact = [f"{cosine:.6f}" for cosine in cosines]
+    for digits in (4, 5):
+        texts = [f"{cosine:.{digits}f}" for cosine in cosines]
+        if len(set(texts)) == len(set(exact)):
+            return texts
+    return exact
+
+
+def weighted_knn(
+    bank: Matrix,
+    bank_labels: Tensor,
+    queries: Matrix,
+    *,
+    k: Sequence[int],
+    temperature: float = 0.07,
+    self_offset: int | None = None,
+    device: torch.device | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[int, Tensor]:
+    """Return, for each k, the labels of the best five classes of each query, best first: (queries, ≤ 5).
+
+    As published with DINO, the score of a class is the sum of exp(cosine / temperature) over those of the k
+    nearest neighbours that belong to it. Labels are any integers; of classes with equal scores the lower
+    label is first. `self_offset` is that of `nearest`. Works on the device of the queries by default.
+    """
+    if bank_labels.shape != bank.shape[:1]:
+        raise ValueError(f"the bank has {len(bank)} images, but {len(bank_labels)} labels")
+    available = len(bank) - (self_offset is not None)
+    if beyond := sorted(wanted for wanted in k if wanted > available):
+        log.warning("k-NN: for k = %s, all %d images of the bank vote", str(beyond)[1:-1], available)
+    device = device or (queries.device if isinstance(queries, Tensor) else torch.device("cpu"))
+    labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
+    ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
+    size = max(1, _QUERIES // (queries.shape[1] + 2 * max(k)))
+    votes = max(1, _VOTES // len(labels))
+    for start in range(0, len(queries) or 1, size):
+        block = torch.as_tensor(queries[start : start + size], device=device)
+        itself = None if self_offset is None else self_offset + start
+        cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
+        for part_cosines, part_rows in zip(*(torch.split(t, votes) for t in (cosines, rows)), strict=True):
+            scores = _class_scores(
+                part_cosines, classes[part_rows], k=k, classes=len(labels), temperature=temperature
+            )
+            for wanted, of_k in scores.items():
+                ranked[wanted].append(_best(of_k, labels))
+        if progress:
+            progress(len(block))
+    return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
+
+
+def _class_scores(
+    cosines: Tensor, neighbour_classes: Tensor, *, k: Sequence[int], classes: int, temperature: float
+) -> dict[int, Tensor]:
+    """Return the classes' scores for each k: (queries, classes), from neighbours with the nearest first.
+
+    They are divided by the weight of the nearest neighbour, so that no temperature makes them infinite.
+    """
+    weights = ((cosines - cosines[:, :1]) / temperature).exp()
+    # CUDA adds in any order: in float64 the order does not change the sums in float32.
+    weights = weights.double() if weights.is_cuda else weights
+    scores, total, counted = {}, weights.new_zeros(len(weights), classes), 0
+    for wanted in sorted(k):
+        part = slice(counted, wanted)
+        total = total.scatter_add(1, neighbour_classes[:, part], weights[:, part])
+        scores[wanted], counted = total.float(), wanted
+    return scores
+
+
+def _best(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the labels of the classes with the greatest scores, the lower label first among equals."""
+    best, order = scores.sort(dim=1, descending=True, stable=True)
+    return labels[order[:, :RANKED]].masked_fill(best[:, :RANKED] <= 0, NO_CLASS)
+
+
+def rank_all(
+    bank: Tensor,
+    bank_labels: Tensor,
+    queries: Tensor,
+    query_labels: Tensor,
+    *,
+    own_rows: Tensor | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rank the whole bank for each query by cosine, images of its own label being relevant.
+
+    Return each query's average precision, NaN without a relevant image, and whether the nearest image is
+    relevant. Irrelevant images that tie with a relevant one come before it. `own_rows` are the rows of the
+    bank that are the queries themselves, which are left out. Queries are taken class by class, because those
+    of one class have equally many relevant images.
+    """
+    bank, itself = unit(bank), int(own_rows is not None)
+    precision = torch.full((len(queries),), torch.nan, device=bank.device)
+    first = torch.zeros(len(queries), dtype=torch.bool, device=bank.device)
+    size = max(1, _PRODUCTS // max(1, len(bank)))
+    for label in torch.unique(query_labels):
+        relevant = (bank_labels == label).nonzero()[:, 0]
+        for rows in (query_labels == label).nonzero()[:, 0].split(size):
+            if len(relevant) > itself:
+                cosines = unit(queries[rows]) @ bank.T
+                if own_rows is not None:
+                    cosines.scatter_(1, rearrange(own_rows[rows], "q -> q 1"), -torch.inf)
+                # The query itself comes first.
+                ascending = cosines[:, relevant].sort(dim=1).values[:, itself:].contiguous()
+                precision[rows], first[rows] = _precision(cosines, ascending)
+            if progress:
+                progress(len(rows))
+    return precision, first
+
+
+def _precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the average precision of scores (q, n), and whether the greatest is relevant.
+
+    The scores of the relevant images are ascending. No row is sorted as a whole: it is enough to count.
+    """
+    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
+    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
+    histogram.scatter_add_(
+        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
+    )
+    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
+    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
+    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]

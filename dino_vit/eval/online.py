@@ -1,0 +1,165 @@
+"""Evaluation during training: k-NN accuracy where there are labels, effective rank always."""
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_vit.core import log
+from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.data.sources.open import Source
+from dino_vit.data.splits import choose_splits
+from dino_vit.eval.accuracy import trivial_baselines
+from dino_vit.eval.features import CLS, Features, FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.models.backbone import Backbone
+from dino_vit.views.eval_transform import EvalTransform
+
+NEIGHBOURS = 20
+_BLOCKS = 4  # whose CLS tokens are evaluated together
+_TOKENS: tuple[Literal["cls", "cls+mean"], ...] = ("cls", "cls+mean")
+_QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
+_PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
+
+
+def rankme(features: Tensor) -> float:
+    """Return the effective rank, exp(entropy of the singular values over their sum), from 1 to the width."""
+    singular = torch.linalg.svdvals(features.cpu().double())  # some accelerators lack float64
+    shares = singular / singular.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return float(torch.special.entr(shares).sum().exp())
+
+
+def random_indices(source: Source, seed: int) -> list[int]:
+    """Return the indices of a source in a random order."""
+    bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
+    return np.argsort(bits, kind="stable").tolist()
+
+
+class OnlineFigures(NamedTuple):
+    """What an evaluation measured; accuracies are top-1 in per cent, missing without labels."""
+
+    rankme: float  # of the CLS token
+    knn: float | None = None  # of the CLS token
+    best_features: str | None = None  # the tokens that are classified best
+    best_knn: float | None = None
+
+
+class Guesses(NamedTuple):
+    """What needs no network, in per cent, and the number of images that it is of."""
+
+    raw_pixels: float
+    largest_class: float
+    chance: float
+    queries: int
+
+
+class OnlineEvaluation:
+    """Evaluate a backbone on the same few thousand images of a source each time, without side effects.
+
+    The images are a function of the seed. Each is classified by its nearest neighbours among the others, so
+    that all images serve as queries for one forward pass each; if the source has splits, those of val or test
+    are classified by those of train. In a process group each process computes the
+    features of its share, and all get the same figures.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        transform: EvalTransform,
+        seed: int,
+        images: int = 5000,
+        batch_size: int = 256,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.source, self.transform = source, transform
+        self.batch_size, self.autocast = batch_size, autocast
+        self.warned = False  # of unreadable images
+        order = random_indices(source, seed)
+        labelled = [index for index in order if source.label(index) is not None]
+        splits = choose_splits(source)
+        self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
+        if splits:
+            queries = [index for index in labelled if index in splits.held_out_images]
+            bank = [index for index in labelled if index in splits.train_images]
+            queries = queries[: images // _QUERIES_SHARE]
+            bank = bank[: images - len(queries)]
+            self.bank, labelled = torch.tensor(bank), bank + queries
+        labelled = labelled[:images]
+        self.has_labels = len({source.label(index) for index in labelled}) > 1
+        self.indices = labelled if self.has_labels else order[:images]
+
+    def __call__(self, backbone: Backbone) -> OnlineFigures:
+        """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
+        blocks = min(_BLOCKS, backbone.depth)
+        tokens = _TOKENS if backbone.has_patches else _TOKENS[:1]
+        widest = FeatureSpec(tokens=tokens[-1], blocks=blocks) if self.has_labels else CLS
+        features = self._features(backbone, widest)
+        if not features.values.isfinite().all():
+            return OnlineFigures(math.nan, math.nan if self.has_labels else None)
+
+        def columns(spec: FeatureSpec) -> Tensor:
+            return features.values[:, spec.columns_in(widest, backbone.width)]
+
+        rank = rankme(columns(CLS))
+        if not self.has_labels:
+            return OnlineFigures(rank)
+        specs = [FeatureSpec(tokens=kind, blocks=n) for kind, n in product(tokens, sorted({1, blocks}))]
+        top1 = {spec: self._accuracy(columns(spec), features.indices) for spec in specs}
+        best = max(specs, key=lambda spec: top1[spec])
+        return OnlineFigures(rank, top1[CLS], best.title, top1[best])
+
+    def guesses(self) -> Guesses | None:
+        """Return how well labels can be told without a network, computed by the calling process alone."""
+        if not self.has_labels:
+            return None
+        bank = set() if self.bank is None else set(self.bank.tolist())
+        queries = [index for index in self.indices if index not in bank]
+        targets = torch.tensor([self.source.label(index) for index in queries])
+        trivial = trivial_baselines(targets, self.source.classes)
+        largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
+        return Guesses(self._raw_pixels(), largest, chance, len(queries))
+
+    def _raw_pixels(self) -> float:
+        height, width = self.transform.size
+        shrink = min(1.0, _PIXEL_SIDE / max(height, width))
+        size = max(1, round(height * shrink)), max(1, round(width * shrink))
+        small = replace(self.transform, size=size)
+        pixels = pixel_features(self.source, self.indices, transform=small)
+        return self._accuracy(pixels.values, pixels.indices)
+
+    def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
+        """Compute the features of this process's share and return those of all processes."""
+        mine = extract_features(
+            backbone,
+            self.source,
+            rank_slice(self.indices),
+            transform=self.transform,
+            batch_size=self.batch_size,
+            spec=spec,
+            autocast=self.autocast,
+        )
+        if mine.unreadable and not self.warned:
+            self.warned = True
+            count, first = len(mine.unreadable), mine.unreadable[0]
+            log.warning("online evaluation leaves out unreadable images: %d, first %s", count, first)
+        return Features(all_gather(mine.values), all_gather(mine.indices), mine.unreadable)
+
+    def _accuracy(self, features: Tensor, indices: Tensor) -> float:
+        """Return the per cent of images that their neighbours classify correctly."""
+        labels = torch.tensor([self.source.label(i) for i in indices.tolist()], device=features.device)
+        votes = queries = torch.ones_like(labels, dtype=torch.bool)
+        if self.bank is not None:
+            votes = torch.isin(indices, self.bank).to(features.device)
+            queries = ~votes
+        k = min(NEIGHBOURS, int(votes.sum()) - (self.bank is None))
+        if k < 1 or not queries.any():  # most images became unreadable
+            return math.nan
+        offset = 0 if self.bank is None else None
+        ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
+        return 100 * float((ranked[k][:, 0] == labels[queries]).float().mean())

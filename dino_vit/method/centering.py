@@ -1,0 +1,94 @@
+"""What is subtracted from the teacher's logits, so that no prototype takes all images.
+
+Two ways: a running mean (2021), or the offsets with which the prototypes share each batch equally (2023).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dino_vit.core.distributed import all_reduce_logsumexp, all_reduce_mean
+from dino_vit.method.cross_entropy import LazyLogits, Logits
+
+ITERATIONS = 3  # of Sinkhorn-Knopp, as in DINOv2
+
+
+class Center(nn.Module):
+    """The running mean of the teacher's logits over all processes, updated once per step."""
+
+    center: Tensor
+    pending: Tensor
+    rows: Tensor
+
+    def __init__(self, *, prototypes: int, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("center", torch.zeros(1, prototypes))
+        self.register_buffer("pending", torch.zeros(1, prototypes), persistent=False)
+        self.register_buffer("rows", torch.zeros(1, 1), persistent=False)
+
+    def forward(self, teacher_logits: Logits, temperature: float) -> Tensor:
+        """Return the centre (1, prototypes) for the teacher's logits of a forward pass, in chunks of rows."""
+        return self.center
+
+    @torch.no_grad()
+    def accumulate(self, teacher_logits: Logits) -> None:
+        """Add the teacher's logits of a micro-batch to the next update."""
+        if isinstance(teacher_logits, LazyLogits):
+            self.pending += teacher_logits.sum()
+            self.rows += len(teacher_logits)
+            return
+        for logits in teacher_logits:
+            self.pending += logits.sum(0, keepdim=True, dtype=self.pending.dtype)
+            self.rows += len(logits)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the mean of the accumulated logits, unless it is not finite."""
+        # Not every process has as many masked patches.
+        sums = all_reduce_mean(torch.cat([self.pending, self.rows], dim=1))
+        mean = sums[:, :-1] / sums[:, -1:]
+        moved = self.center.lerp(mean, 1 - self.momentum)
+        self.center.copy_(torch.where(mean.isfinite().all(), moved, self.center))
+        self.pending.zero_()
+        self.rows.zero_()
+
+
+class SinkhornCenter(Center):
+    """The centre that balances the prototypes over each forward pass of all processes; it keeps no mean."""
+
+    @torch.no_grad()
+    def forward(self, teacher_logits: Logits, temperature: float) -> Tensor:
+        """Return the centre (1, prototypes) for the teacher's logits of a forward pass, in chunks of rows."""
+        center = sinkhorn_center(teacher_logits, temperature)
+        # The report assigns images to prototypes by the last one.
+        self.center.copy_(torch.where(center.isfinite().all(), center, self.center))
+        return center
+
+    def accumulate(self, teacher_logits: Logits) -> None:
+        """Do nothing."""
+
+    def update(self) -> None:
+        """Do nothing."""
+
+
+def sinkhorn_center(teacher_logits: Logits, temperature: float, iterations: int = ITERATIONS) -> Tensor:
+    """Return the centre (1, k) that gives each prototype an equal share of the rows of all processes.
+
+    The logits come in chunks (rows, k), once per iteration, so that all of them need not fit into memory.
+
+    Sinkhorn-Knopp scales the columns and rows of exp(logits / temperature) in turn, until each prototype has
+    the same sum and each row a sum of 1. It ends with the rows, which is the softmax of the loss. So only the
+    columns' scales are needed here, and the centre is -temperature times their logarithm.
+    """
+    log_scale: Tensor | None = None
+    for _ in range(iterations):
+        parts = []
+        for logits in teacher_logits:
+            scores = logits.float() / temperature
+            if log_scale is not None:
+                scores = scores - torch.logsumexp(scores + log_scale, dim=1, keepdim=True)
+            parts.append(torch.logsumexp(scores, dim=0, keepdim=True))
+        total = torch.logsumexp(torch.cat(parts), dim=0, keepdim=True)
+        log_scale = -all_reduce_logsumexp(total)
+    assert log_scale is not None, iterations
+    return -temperature * (log_scale - log_scale.mean())

@@ -1,0 +1,192 @@
+r"""Copy detection by frozen features (Douze et al., 2009; Berman et al., 2019; Caron et al., 2021, table 4).
+
+    python eval/copydays.py copydays/original queries=copydays/strong distractors=yfcc100m-10k \
+        whitening=yfcc100m-20k size=320 weights=dino_vitbase8_pretrain.pth
+
+The features of an image, resized whole to a square, are its CLS token and the generalised mean of its patches
+(power 4, cut off below at 0), whitened by what the `whitening` images have. Originals are ranked by cosine
+among the distractors. In Copydays the first four digits of a name are the same for an original and its
+copies, and this pairs them; `pairs` is a CSV file with lines of query,original for other sets.
+
+mAP is by trapezoids, as INRIA's evaluation of Holidays and Copydays has it, over all images that are ranked.
+micro-AP is the average precision of all pairs of a query and an image in one ranking: it asks for one
+threshold that tells copies from other images for every query.
+
+Published mAP on the subset "strong", with 10,000 distractors of YFCC100M and a whitening learned from 20,000
+further images: ViT-B/16 at 224 pixels 81.7, ViT-B/8 at 320 pixels 85.5. That code counts the 20 nearest
+images only, which gives up to 0.1 less, and centres what it whitens, but not what it learns from.
+"""
+
+import csv
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from dino_vit.cli import run_program
+from dino_vit.commands import Result, format_table
+from dino_vit.config.settings import Dimension, Settings, setting
+from dino_vit.core.progress import progress
+from dino_vit.core.runtime import start_processes
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.source import Source
+from dino_vit.eval.accuracy import results_path, write_results
+from dino_vit.eval.features import eval_mode
+from dino_vit.models.backbone import Backbone
+from dino_vit.views.eval_transform import eval_transform_of
+from dino_vit.weights import load_backbone
+
+GEM_POWER = 4
+LEAST_VARIANCE = 1e-5  # of the greatest; smaller ones are rounding, which whitening would blow up
+
+
+class CopydaysConfig(Settings):
+    """Judge a frozen backbone by how early the originals of copies are found."""
+
+    originals: str = Field(description="images that the queries are copies of")
+    queries: str = Field(description="copies of the originals")
+    weights: str = Field(description="run folder or weights file")
+    distractors: str | None = setting(None, "further images to search in")
+    whitening: str | None = setting(None, "further images to learn a whitening of the features from")
+    pairs: str | None = setting(None, "CSV file of query,original; null: equal first four characters")
+    size: Dimension | None = setting(None, "side in pixels; null: that of the weights")
+    batch_size: Dimension = setting(32, "images per forward pass")
+    output: str | None = setting(None, "JSON file; null: copydays.json beside the weights")
+
+    positional: ClassVar = ("originals",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopydaysResult(Result):
+    """Figures in per cent."""
+
+    mean_ap: float
+    micro_ap: float
+    recall_at_1: float
+    path: Path
+
+
+@torch.no_grad()
+def describe(config: CopydaysConfig, model: Backbone, spec: str, title: str) -> tuple[Source, Tensor]:
+    """Return a source and the features (n, 2 D) of its images: CLS and GeM."""
+    source = open_source(spec)
+    size = (config.size, config.size) if config.size else None
+    transform = eval_transform_of(model, size=size, fit="whole")
+    normalise, features = transform.normaliser(model.device), []
+    with progress(title, len(source)) as advance:
+        for start in range(0, len(source), config.batch_size):
+            indices = range(start, min(start + config.batch_size, len(source)))
+            images = normalise(torch.stack([transform.read(source, index) for index in indices]))
+            tokens = model.forward_features(images).float()
+            patches = tokens[:, model.first_patch :].clamp(min=1e-6)
+            pooled = patches.pow(GEM_POWER).mean(1).pow(1 / GEM_POWER)
+            features.append(torch.cat([tokens[:, 0], pooled], dim=1))
+            advance(len(indices))
+    return source, torch.cat(features)
+
+
+def learn_whitening(features: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that centers features and divides their principal components by their deviation.
+
+    The cosine of its results counts all directions alike (Jégou and Chum, 2012).
+    """
+    unit = F.normalize(features.double().cpu(), dim=1)
+    mean = unit.mean(0)
+    variances, directions = torch.linalg.eigh((unit - mean).T @ (unit - mean) / len(unit))
+    if variances[-1] < 1e-12:
+        raise ValueError("whitening has nothing to learn from: all its features are the same")
+    scale = variances.clamp(min=LEAST_VARIANCE * float(variances[-1])).rsqrt()
+    matrix = (directions * scale).float().to(features.device)
+    center = mean.float().to(features.device)
+    return lambda rows: F.normalize((F.normalize(rows, dim=1) - center) @ matrix, dim=1)
+
+
+def true_pairs(queries: Source, originals: Source, table: str | None) -> Tensor:
+    """Return which original each query is a copy of: (queries, originals) of bool."""
+    query_names, original_names = ([PurePath(s.name(i)) for i in range(len(s))] for s in (queries, originals))
+    truth = torch.zeros(len(query_names), len(original_names), dtype=torch.bool)
+    if table:
+        rows = {str(name): row for row, name in enumerate(query_names)}
+        columns = {str(name): column for column, name in enumerate(original_names)}
+        with open(table, newline="") as file:
+            for line, (query, original) in enumerate(csv.reader(file), 1):
+                if query not in rows or original not in columns:
+                    raise ValueError(
+                        f"{table}:{line}: no image is called {query if query not in rows else original}"
+                    )
+                truth[rows[query], columns[original]] = True
+    else:
+        for row, query_name in enumerate(query_names):
+            for column, name in enumerate(original_names):
+                truth[row, column] = query_name.name[:4] == name.name[:4]
+    if not truth.any():
+        example = f"{query_names[0]} and {original_names[0]}"
+        raise ValueError(f"no query is paired with an original, such as {example}; give pairs=FILE.csv")
+    return truth
+
+
+def average_precisions(cosines: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the average precision by trapezoids, and whether the nearest is an original, of each query (q,).
+
+    Of equal cosines the wrong image counts as the earlier one.
+    """
+    order = (cosines.double() - 1e-12 * truth).argsort(dim=1, descending=True, stable=True)
+    relevant = truth.gather(1, order).double()
+    rank = torch.arange(1, truth.shape[1] + 1)
+    hits = relevant.cumsum(1)
+    before = torch.where(rank == 1, 1.0, (hits - relevant) / (rank - 1).clamp(min=1))
+    areas = (hits / rank + before) / 2 * relevant
+    return areas.sum(1) / relevant.sum(1), relevant[:, 0]
+
+
+def micro_average_precision(cosines: Tensor, truth: Tensor) -> float:
+    """Return the average precision of all pairs in one ranking; of equal cosines the wrong one is earlier."""
+    order = (cosines.double() - 1e-12 * truth).flatten().argsort(descending=True, stable=True)
+    relevant = truth.flatten()[order].double()
+    precision = relevant.cumsum(0) / torch.arange(1, len(relevant) + 1)
+    return float((precision * relevant).sum() / relevant.sum())
+
+
+def run(config: CopydaysConfig) -> CopydaysResult:
+    """Search for the originals of all queries, and write the JSON."""
+    model = load_backbone(config.weights).to(start_processes().device)
+    if not model.has_patches:
+        raise ValueError(f"{config.weights} has no patches: its features are made after pooling")
+    path = results_path("copydays", weights=config.weights, output=config.output)
+    whiten: Callable[[Tensor], Tensor] = F.normalize
+    with eval_mode(model):
+        originals, bank = describe(config, model, config.originals, "features of the originals")
+        queries, asked = describe(config, model, config.queries, "features of the queries")
+        if config.distractors:
+            others = describe(config, model, config.distractors, "features of the distractors")[1]
+            bank = torch.cat([bank, others])
+        if config.whitening:
+            whiten = learn_whitening(
+                describe(config, model, config.whitening, "features for the whitening")[1]
+            )
+    truth = F.pad(true_pairs(queries, originals, config.pairs), (0, len(bank) - len(originals)))
+    judged = truth.any(1)
+    cosines = (whiten(asked) @ whiten(bank).T).cpu()[judged]
+    of_query, nearest_is_right = average_precisions(cosines, truth[judged])
+    results = {
+        "mAP": 100 * float(of_query.mean()),
+        "micro-AP": 100 * micro_average_precision(cosines, truth[judged]),
+        "recall@1": 100 * float(nearest_is_right.mean()),
+    }
+    counts = {"queries": int(judged.sum()), "images": len(bank)}
+    write_results(path, {"settings": config.model_dump(mode="json"), **counts, "results": results})
+    table = format_table(["", "%"], [[name, f"{value:.2f}"] for name, value in results.items()])
+    title = f"{counts['queries']:,} copies, originals among {len(bank):,} images"
+    mean_ap, micro_ap, recall = results.values()
+    text = f"{title}\n\n{table}\n\n{path}"
+    return CopydaysResult(mean_ap=mean_ap, micro_ap=micro_ap, recall_at_1=recall, path=path, text=text)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(CopydaysConfig, run))

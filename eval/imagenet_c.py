@@ -1,0 +1,168 @@
+"""Classification of corrupted images, ImageNet-C (Hendrycks and Dietterich, 2019), by frozen features.
+
+    python eval/imagenet_c.py imagenet-c train=imagenet/train val=imagenet/val weights=runs/vitb16
+    accelerate launch eval/imagenet_c.py imagenet-c train=... val=... weights=... classifier=knn
+
+`imagenet-c` is the published folder: KIND/SEVERITY/CLASS/*.JPEG with 15 kinds of corruption, such as
+gaussian_noise, and severities 1 to 5; any folder of this form will do, with fewer kinds too. The classifier
+is made from clean images of `train`: a linear one, whose learning rate is the best on a held-out tenth of
+them, or weighted k-NN (k = 20). The error of a kind is the mean over its severities; mCE is the mean over the
+kinds of (error / AlexNet's error). Images are cut as for other evaluations; those of ImageNet-C have 224
+pixels already.
+
+Published mCE: AlexNet 100 by definition, ResNet-50 76.7 (both supervised); linear classifiers on frozen
+features (Oquab et al., 2023): DINO ViT-B/8 56.6, iBOT ViT-L/16 43.9, DINOv2 ViT-L/14 31.5, ViT-g/14 28.2.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from dino_vit.cli import run_program
+from dino_vit.commands import Result, format_table
+from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
+from dino_vit.core import log
+from dino_vit.core.distributed import is_main_process
+from dino_vit.eval.accuracy import results_path, write_results
+from dino_vit.eval.frozen import CachedConfig, FrozenBackbone, frozen_backbone
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.labelled import (
+    LabelledFeatures,
+    LabelledSubset,
+    hold_out,
+    labelled_features,
+    open_subset,
+    renumber,
+)
+from dino_vit.eval.linear import count_correct, grid_steps, top_classes, train_heads
+
+# Mean error of AlexNet over the severities, as published.
+ALEXNET = {
+    "gaussian_noise": 0.886428,
+    "shot_noise": 0.894468,
+    "impulse_noise": 0.922640,
+    "defocus_blur": 0.819880,
+    "glass_blur": 0.826268,
+    "motion_blur": 0.785948,
+    "zoom_blur": 0.798360,
+    "snow": 0.866816,
+    "frost": 0.826572,
+    "fog": 0.819324,
+    "brightness": 0.564592,
+    "contrast": 0.853204,
+    "elastic_transform": 0.646056,
+    "pixelate": 0.717840,
+    "jpeg_compression": 0.606500,
+}
+NEIGHBOURS = 20
+BATCH = 1024
+
+Classifier = Callable[[LabelledFeatures], Tensor]  # the classes of images, by their features
+
+
+class ImageNetCConfig(CachedConfig):
+    """Judge a frozen backbone by the classification of corrupted images."""
+
+    train: str = Field(description="clean labelled images that the classifier is made from")
+    val: str | None = setting(None, "clean labelled images, to compare with")
+    classifier: Literal["linear", "knn"] = setting("linear", "what is made from the features")
+    rates: NonEmpty[Positive] = setting(
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), "learning rates at a batch of 256"
+    )
+    seed: Seed = setting(0, "of all random numbers")
+    output: str | None = setting(None, "JSON file; null: imagenet-c-CLASSIFIER.json beside the weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageNetCResult(Result):
+    """Errors in per cent: mCE, the mean of each kind, and on clean images."""
+
+    mce: float | None  # None if a kind is not among the published ones
+    errors: dict[str, dict[str, float]]  # by kind and severity
+    clean: float | None
+    path: Path
+
+
+def make_classifier(
+    config: ImageNetCConfig, train: LabelledFeatures, classes: int, device: torch.device
+) -> Classifier:
+    """Return a classifier made from features of clean images."""
+    if config.classifier == "knn":
+        return lambda images: weighted_knn(
+            train.features, train.targets, images.features, k=[NEIGHBOURS], device=device
+        )[NEIGHBOURS][:, 0]
+    rest, held_out = hold_out(train, config.seed)
+    batch = min(BATCH, len(rest))
+    (heads,) = train_heads(
+        rest.features,
+        rest.targets,
+        columns=[slice(rest.features.shape[1])],
+        rates=[rate * batch / 256 for rate in config.rates],
+        classes=classes,
+        steps=grid_steps(len(rest), batch),
+        batch_size=batch,
+        seed=config.seed,
+        device=device,
+    )
+    correct = count_correct(heads, held_out.features, held_out.targets)
+    best = int(correct.argmax())
+    log.info("learning rate %g is the best on %d held-out images", config.rates[best], len(held_out))
+    return lambda images: top_classes(heads, images.features, head=best, k=1)[:, 0]
+
+
+def error_of(frozen: FrozenBackbone, spec: str, train: LabelledSubset, classify: Classifier) -> float:
+    """Return the share in per cent of the images of a source that are classified wrongly."""
+    images = open_subset(spec, None)
+    targets = renumber(images.targets, images.source.classes, train.source.classes, name=spec)
+    features = labelled_features(frozen, LabelledSubset(images.source, images.indices, targets), title=spec)
+    wrong = classify(features).cpu() != features.targets.cpu()
+    return 100 * float(wrong.double().mean())
+
+
+def run(config: ImageNetCConfig) -> ImageNetCResult:
+    """Classify the images of every kind and severity, and write the JSON."""
+    folders: dict[str, list[Path]] = {}
+    for folder in sorted(Path(config.source).glob("*/*/")):
+        folders.setdefault(folder.parent.name, []).append(folder)
+    if not folders:
+        raise ValueError(f"{config.source} has no folders KIND/SEVERITY/CLASS, as ImageNet-C has")
+    frozen = frozen_backbone(config)
+    path = results_path(f"imagenet-c-{config.classifier}", weights=config.weights, output=config.output)
+    train = open_subset(config.train, None, "train_labels")
+    features = labelled_features(frozen, train, title="features of the training images")
+    classify = make_classifier(config, features, len(train.source.classes), frozen.device)
+    clean = error_of(frozen, config.val, train, classify) if config.val else None
+    errors = {
+        kind: {folder.name: error_of(frozen, str(folder), train, classify) for folder in severities}
+        for kind, severities in folders.items()
+    }
+    means = {kind: mean(of_kind.values()) for kind, of_kind in errors.items()}
+    unpublished = [kind for kind in errors if kind not in ALEXNET]
+    mce = None if unpublished else mean(means[kind] / ALEXNET[kind] for kind in means)
+    if is_main_process():
+        results = {"mCE": mce, "clean": clean, "errors": errors}
+        write_results(path, {"settings": config.model_dump(mode="json"), "results": results})
+    names = sorted({name for of_kind in errors.values() for name in of_kind})
+    rows = [
+        [kind, *(f"{of_kind[name]:.1f}" if name in of_kind else "-" for name in names), f"{means[kind]:.1f}"]
+        for kind, of_kind in errors.items()
+    ]
+    table = format_table(["error in %, severity", *names, "mean"], rows)
+    no_mce = f"no mCE, as AlexNet's error is not published for {', '.join(unpublished)}"
+    lines = [no_mce if mce is None else f"mCE {mce:.1f} %", str(path)]
+    if clean is not None:
+        lines.insert(0, f"clean images {clean:.1f} %")
+    return ImageNetCResult(
+        mce=mce, errors=errors, clean=clean, path=path, text="\n".join([table, "", *lines])
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(ImageNetCConfig, run))

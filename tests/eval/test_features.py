@@ -1,0 +1,178 @@
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import FeatureSpec, eval_mode, extract_features, pixel_features
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.eval_transform import EvalTransform, resize_and_center_crop
+from tests.support.backbones import backbone
+from tests.support.images import write_synthetic
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+TRANSFORM = EvalTransform(size=(32, 32), mean=MEAN, std=STD)
+SETTINGS = {"transform": TRANSFORM, "batch_size": 7}
+
+
+def test_features_are_the_class_tokens_in_the_order_asked_for():
+    source, model = SyntheticSource(length=50, size=40), backbone()
+    indices = [3, 49, 3, 0, *range(10, 30)]
+    features = extract_features(model, source, indices, **SETTINGS)
+    assert features.values.shape == (24, 32)
+    assert features.values.dtype == torch.float32
+    assert not features.values.requires_grad
+    assert features.indices.tolist() == indices
+    assert features.unreadable == ()
+    model.eval()
+    for row, index in enumerate(indices[:5]):
+        resized = tv.resize(
+            source.read(index), [37], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+        )
+        image = tv.normalize(tv.center_crop(resized, [32, 32]) / 255, MEAN, STD)
+        torch.testing.assert_close(features.values[row], model(image[None])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+def test_features_are_the_tokens_that_the_spec_names(registers):
+    source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
+    images = torch.stack([TRANSFORM.normaliser(torch.device("cpu"))(source.read(i)) for i in range(4)])
+    with eval_mode(model):
+        blocks = model.get_intermediate_layers(images, 3)
+    cls = [tokens[:, 0] for tokens in blocks]
+    patches = blocks[-1][:, 1 + registers :]
+    for spec, expected in (
+        (FeatureSpec(), cls[2]),
+        (FeatureSpec(blocks=3), torch.cat(cls, 1)),
+        (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
+        (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
+        (FeatureSpec(tokens="patches"), patches),
+    ):
+        features = extract_features(model, source, range(4), **SETTINGS, spec=spec)
+        torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
+        assert features.values.shape[1:] == spec.shape(model, (32, 32))
+        nothing = extract_features(model, source, [], **SETTINGS, spec=spec)
+        assert nothing.values.shape == (0, *spec.shape(model, (32, 32)))
+
+
+def test_images_of_other_channels_are_left_out():
+    source = SyntheticSource(length=2)
+    source.read = lambda index: torch.zeros(2 + index, 32, 32, dtype=torch.uint8)
+    features = extract_features(backbone(), source, [0, 1], **SETTINGS)
+    assert features.indices.tolist() == [1]
+    assert [image.reason for image in features.unreadable] == ["the number of channels is 2, but must be 3"]
+
+
+def test_features_do_not_depend_on_the_batch_or_a_classifier():
+    source, model = SyntheticSource(length=20), backbone(num_classes=3)
+    whole = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 100})
+    parts = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 3})
+    torch.testing.assert_close(whole.values, parts.values)
+    assert whole.values.shape == (20, 32)
+
+
+def test_features_of_deep_images():
+    source, model = SyntheticSource(length=1), backbone()
+    deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
+    source.read = lambda index: deep.to(torch.uint16)
+    transform = replace(TRANSFORM, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
+    features = extract_features(model, source, [0], transform=transform, batch_size=2)
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    with torch.no_grad():
+        expected = model.forward_features(
+            ((resize_and_center_crop(deep / 4095, (32, 32)) - mean) / std)[None]
+        )[:, 0]
+    torch.testing.assert_close(features.values, expected)
+
+
+def test_autocast_computes_in_its_dtype_and_returns_float32():
+    source, model = SyntheticSource(length=9), backbone()
+    exact = extract_features(model, source, range(9), **SETTINGS).values
+    rounded = extract_features(model, source, range(9), **SETTINGS, autocast=torch.bfloat16).values
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(exact, rounded, rtol=0.1, atol=0.1)
+
+
+def test_extraction_leaves_no_trace():
+    model = backbone(dropout=0.5, drop_path=0.5)
+    model.train()
+    model.blocks[1].eval()
+    model.norm.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    first = extract_features(model, SyntheticSource(length=12), range(12), **SETTINGS)
+    again = extract_features(model, SyntheticSource(length=12), range(12), **SETTINGS)
+    assert torch.equal(first.values, again.values)  # no dropout
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert random.getstate() == states[2]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.rand(1, 3, 32, 32)).sum().backward()
+    assert torch.is_grad_enabled()
+    assert model.cls_token.grad is not None
+
+
+def test_modes_come_back_after_an_error():
+    model = backbone().train()
+
+    with pytest.raises(ValueError, match="expected images"), eval_mode(model):
+        model(torch.rand(1, 5, 32, 32))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.fixture
+def broken_folder(tmp_path):
+    for number in range(8):
+        write_synthetic(path := tmp_path / f"{number}.png", number)
+        if number in (2, 3):
+            path.write_bytes(path.read_bytes()[:30])
+    return FolderSource(tmp_path)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
+    features = extract_features(backbone(), broken_folder, range(8), **{**SETTINGS, "batch_size": batch_size})
+    assert features.indices.tolist() == [0, 1, 4, 5, 6, 7]
+    assert len(features.values) == 6
+    assert [error.name for error in features.unreadable] == ["2.png", "3.png"]
+    nothing = extract_features(backbone(), broken_folder, [2], **SETTINGS)
+    assert nothing.values.shape == (0, 32)
+    assert extract_features(backbone(), broken_folder, [], **SETTINGS).indices.shape == (0,)
+
+
+def test_no_more_than_the_next_batch_is_read_ahead():
+    class Counting(SyntheticSource):
+        read_so_far = 0
+
+        def read(self, index):
+            self.read_so_far += 1
+            return super().read(index)
+
+    class Watching(VisionTransformer):
+        def embed_patches(self, images, mask=None):
+            time.sleep(0.02)  # time enough to read everything, if one did
+            seen.append(source.read_so_far)
+            return super().embed_patches(images, mask)
+
+    seen, source = [], Counting(length=40)
+    model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
+    extract_features(model, source, range(40), **{**SETTINGS, "batch_size": 5})
+    assert all(read <= 5 * (number + 2) for number, read in enumerate(seen))
+    assert seen[-1] == 40
+
+
+def test_pixels_are_features_too():
+    source = SyntheticSource(length=5)
+    features = pixel_features(source, [4, 1], transform=TRANSFORM)
+    pixels = torch.stack([source.read(4), source.read(1)]) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TRANSFORM.mean, TRANSFORM.std))
+    torch.testing.assert_close(features.values, ((pixels - mean) / std).flatten(1))

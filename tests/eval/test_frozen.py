@@ -1,0 +1,218 @@
+"""Features on disk: the same whoever computes them, and computed again only when they must be."""
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import dino_vit.eval.frozen as frozen
+from dino_vit import VisionTransformer, save_backbone
+from dino_vit.core.storage import read_tensors
+from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import Extraction, FeatureSpec, extract_features
+from dino_vit.eval.frozen import stored_features
+from dino_vit.views.eval_transform import EvalTransform
+from tests.support.images import write_synthetic
+from tests.support.processes import command_in_two, torchrun_environs
+from tests.support.runs import Command, command
+
+TRANSFORM = EvalTransform(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def backbone():
+    torch.manual_seed(0)
+    return VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+
+
+def store_in(folder, source=None, *, indices=None, **changes):
+    source = source or SyntheticSource(length=50)
+    extraction = Extraction(**{"model": backbone(), "source": source, "transform": TRANSFORM, **changes})
+    return stored_features(extraction, folder=folder, batch_size=4, indices=indices)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Count the images that go through the backbone."""
+    batches = []
+    compute = frozen.Extraction.compute
+
+    def counted(self, images):
+        batches.append(len(images))
+        return compute(self, images)
+
+    monkeypatch.setattr(frozen.Extraction, "compute", counted)
+    return batches
+
+
+@pytest.mark.parametrize(
+    "spec", [FeatureSpec(), FeatureSpec(tokens="cls+mean", blocks=2), FeatureSpec(tokens="patches")]
+)
+def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
+    source = SyntheticSource(length=50)
+    stored = store_in(tmp_path, source, spec=spec)
+    extracted = extract_features(backbone(), source, range(50), transform=TRANSFORM, batch_size=4, spec=spec)
+    assert np.array_equal(stored.values, extracted.values.numpy())
+    assert stored.indices.tolist() == list(range(50))
+
+
+def test_chosen_images_come_in_the_order_asked_for(tmp_path):
+    source = SyntheticSource(length=50)
+    chosen = store_in(tmp_path, source, indices=[40, 3, 17])
+    np.testing.assert_allclose(chosen.values, store_in(tmp_path, source).values[[40, 3, 17]], atol=1e-5)
+    assert chosen.indices.tolist() == [40, 3, 17]
+    with pytest.raises(ValueError, match="no images"):
+        store_in(tmp_path, source, indices=[])
+
+
+def test_cached_features_are_used_until_anything_differs(tmp_path, computed):
+    first = store_in(tmp_path)
+    assert sum(computed) == 50
+    computed.clear()
+    again = store_in(tmp_path)
+    assert computed == []
+    assert np.array_equal(first.values, again.values)
+    other = backbone()
+    with torch.no_grad():
+        other.norm.bias[0] += 1e-3
+    same_fingerprint = SyntheticSource(length=50)
+    same_fingerprint.read = SyntheticSource(length=50, seed=5).read
+    for changes in (
+        {"model": other},
+        {"source": SyntheticSource(length=50, seed=1)},
+        {"source": same_fingerprint},
+        {"transform": replace(TRANSFORM, fit="whole", size=(16, 12))},
+        {"transform": replace(TRANSFORM, mean=(0.4,) * 3)},
+        {"spec": FeatureSpec(blocks=2)},
+        {"autocast": torch.bfloat16},
+        {"indices": range(49)},
+    ):
+        store_in(tmp_path, **changes)
+        assert sum(computed) in (49, 50), changes
+        computed.clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of 40 images, three of which cannot be read."""
+    root = tmp_path / "images"
+    for number in range(40):
+        path = root / ("even" if number % 2 == 0 else "odd") / f"{number:02}.png"
+        write_synthetic(path, number)
+        if number in (3, 4, 10):
+            path.write_bytes(path.read_bytes()[:40])
+    return root
+
+
+def test_a_photo_that_is_replaced_in_place_is_noticed(tmp_path, folder, computed):
+    """By one of the same size at another time: names and sizes, the fingerprint, stay."""
+    path = folder / "odd" / "07.png"
+    first = store_in(tmp_path / "cache", FolderSource(folder))
+    data = bytearray(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+    path.write_bytes(data)
+    assert FolderSource(folder).fingerprint == first.metadata["source"]
+    computed.clear()
+    again = store_in(tmp_path / "cache", FolderSource(folder))
+    assert sum(computed) == 37
+    assert np.array_equal(first.values, again.values)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_damaged_features_are_computed_again(tmp_path, computed, damage):
+    expected = np.array(store_in(tmp_path).values)
+    (path,) = tmp_path.rglob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-5] ^= 1
+    path.write_bytes(data if damage == "flip" else data[:-9])
+    computed.clear()
+    assert np.array_equal(store_in(tmp_path).values, expected)
+    assert sum(computed) == 50
+
+
+def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
+    for _ in range(2):  # computed, and from the cache
+        caplog.clear()
+        source = FolderSource(folder)
+        stored = store_in(tmp_path / "cache", source)
+        assert len(stored.indices) == len(stored.values) == 37
+        assert stored.unreadable == 3
+        assert "3 of 40 images cannot be read and are left out: even/04.png" in caplog.text
+        assert [source.name(row)[-6:-4] for row in stored.indices[:4]] == ["00", "02", "06", "08"]
+
+
+def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, monkeypatch, computed):
+    source, read = SyntheticSource(length=5), SyntheticSource.read
+
+    def away(self, index):
+        if index == 3:
+            raise OSError("the disk is away")
+        return read(self, index)
+
+    monkeypatch.setattr(SyntheticSource, "read", away)
+    assert store_in(tmp_path, source).unreadable == 1
+    assert store_in(tmp_path, source).unreadable == 1
+    assert sum(computed) == 4
+    monkeypatch.setattr(SyntheticSource, "read", read)
+    assert store_in(tmp_path, source).unreadable == 0
+
+
+def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"none of 40 images can be read, the first is even/00.png"):
+        store_in(tmp_path / "cache", FolderSource(folder))
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.fixture
+def embed(tmp_path):
+    save_backbone(backbone(), tmp_path / "a.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings = [f"weights={tmp_path / 'a.safetensors'}", "batch_size=4", "precision=no"]
+
+    def arguments(name):
+        paths = [f"cache={tmp_path / name}", f"output={tmp_path / name}.npy"]
+        return ["embed", "synthetic:301:32", *settings, *paths]
+
+    return arguments
+
+
+def test_two_processes_write_what_one_does(tmp_path, embed):
+    command(tmp_path / "one.log", *embed("one"))
+    _, second = command_in_two(tmp_path / "two.log", *embed("two"))
+    assert not second.count("images"), "only rank 0 logs"
+    (one,), (two,) = ([*(tmp_path / name).iterdir()] for name in ("one", "two"))
+    assert one.name == two.name
+    for ours, theirs in zip(*(read_tensors(path)[0].values() for path in (one, two)), strict=True):
+        assert torch.equal(ours, theirs)
+    metadata = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
+    assert metadata[0] == metadata[1]
+
+
+def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
+    first, second = torchrun_environs()
+    waiting = Command(embed("x"), tmp_path / "0.log", environ=first)
+    failing = Command(embed("x"), tmp_path / "1.log", environ=second, before=fail_at_the_third_batch)
+    assert failing.wait() == 2
+    assert "out of memory" in failing.said
+    assert waiting.wait() == 1
+    assert "dino-vit embed: another process of this run has ended; see its error message" in waiting.said
+    assert "Traceback" not in waiting.said + failing.said
+    assert not (tmp_path / "x.npy").exists()
+
+
+def fail_at_the_third_batch():
+    compute, count = frozen.Extraction.compute, 0
+
+    def fail(self, images):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise OSError(12, "out of memory")
+        return compute(self, images)
+
+    frozen.Extraction.compute = fail

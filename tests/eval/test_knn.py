@@ -1,0 +1,186 @@
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from dino_vit.eval import knn
+from dino_vit.eval.knn import NO_CLASS, format_cosines, nearest, rank_all, weighted_knn
+from tests.support.naive import ranked_classes
+
+
+def clustered(count, classes=7, width=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, classes, (count,), generator=generator)
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
+    return centers[labels] + 1.5 * torch.randn(count, width, generator=generator), labels
+
+
+def cosine(a, b):
+    return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
+
+
+@pytest.fixture(params=["faiss", "topk"])
+def _search(request, monkeypatch):
+    """Both searches, in many small blocks."""
+    monkeypatch.setattr(knn, "FAISS", request.param == "faiss")
+    monkeypatch.setattr(knn, "_BANK", 11 * 16)
+    monkeypatch.setattr(knn, "_QUERIES", 7 * 56)
+    monkeypatch.setattr(knn, "_PRODUCTS", 60)
+    monkeypatch.setattr(knn, "_VOTES", 30)
+
+
+@pytest.mark.usefixtures("_search")
+@pytest.mark.parametrize("offset", [20, 0.0], ids=["cone", "sphere"])
+@pytest.mark.parametrize(("rows", "k", "self_offset"), [(60, 10, None), (60, 59, 40), (7, 10, 2), (1, 1, 0)])
+def test_the_nearest_are_those_of_all_cosines_in_order(offset, rows, k, self_offset):
+    bank = offset + clustered(rows)[0]
+    queries = offset + clustered(20, seed=1)[0] if self_offset is None else bank[self_offset:]
+    cosines, found = nearest(bank, queries, k=k, self_offset=self_offset)
+    exact = torch.tensor([[cosine(q, b) for b in bank.tolist()] for q in queries.tolist()])
+    if self_offset is not None:
+        exact.diagonal(self_offset).fill_(-torch.inf)
+    expected = exact.topk(min(k, rows - (self_offset is not None))).values
+    torch.testing.assert_close(cosines, expected, rtol=0, atol=5e-7)
+    torch.testing.assert_close(exact.gather(1, found), expected, rtol=0, atol=5e-7)
+    assert all(len(set(row)) == expected.shape[1] for row in found.tolist())
+
+
+@pytest.mark.usefixtures("_search")
+def test_copies_and_zeros_do_not_hide_neighbours(tmp_path):
+    """Copies tie, so that an image need not be the first that it finds; the bank is a memory map."""
+    copies = torch.randn(3, 16).repeat(8, 1).half()
+    np.save(tmp_path / "bank.npy", copies.numpy())
+    _, rows = nearest(np.load(tmp_path / "bank.npy", mmap_mode="c"), copies, k=7, self_offset=0)
+    for query, found in enumerate(rows.tolist()):
+        assert {row % 3 for row in found} == {query % 3}
+        assert len({*found} - {query}) == 7
+    cosines, _ = nearest(torch.eye(2, 16)[:, :2] * 0, torch.ones(1, 2), k=2)
+    assert cosines.tolist() == [[0, 0]]
+
+
+def test_without_faiss_installed_topk_searches():
+    code = """
+import sys
+sys.modules["faiss"] = None  # no import finds it
+import torch
+from dino_vit.eval.knn import nearest
+rows = torch.eye(20)
+print(nearest(rows, rows, k=1)[1].flatten().tolist() == list(range(20)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "True\n"
+
+
+def test_features_that_are_not_finite_are_refused():
+    bank = torch.randn(30, 8)
+    bank[3, 2] = torch.nan
+    for bad in (lambda: nearest(bank, bank[:2], k=3), lambda: nearest(bank[:3], bank[3:4], k=3)):
+        with pytest.raises(ValueError, match="not finite"):
+            bad()
+
+
+@pytest.mark.parametrize(
+    ("cosines", "texts"),
+    [
+        ([], []),
+        ([0.5, 0.25, -0.125], ["0.5000", "0.2500", "-0.1250"]),
+        ([0.99961, 0.99962], ["0.99961", "0.99962"]),
+        ([0.999961, 0.999962, 0.3], ["0.999961", "0.999962", "0.300000"]),
+        ([0.99999996, 1.0000001, 1.0], ["1.0000", "1.0000", "1.0000"]),  # rounding of a cosine of 1
+    ],
+)
+def test_cosines_have_the_digits_that_tell_them_apart(cosines, texts):
+    assert format_cosines(cosines) == texts
+
+
+@pytest.mark.usefixtures("_search")
+@pytest.mark.parametrize("self_offset", [None, 0, 30])
+def test_weighted_knn_equals_the_loop(self_offset):
+    bank, labels = clustered(60)
+    labels = labels * 1000 - 3000  # gaps and negative numbers are labels too
+    queries = clustered(25, seed=1)[0] if self_offset is None else bank[self_offset:]
+    done = []
+    ranked = weighted_knn(bank, labels, queries, k=(10, 1, 20), self_offset=self_offset, progress=done.append)
+    assert set(ranked) == {1, 10, 20}
+    assert sum(done) == len(queries)
+    assert len(done) > 1
+    for k, best in ranked.items():
+        assert best.shape == (len(queries), 5)
+        for i, query in enumerate(queries.tolist()):
+            others = [row for row in range(60) if self_offset is None or row != self_offset + i]
+            cosines = [cosine(bank[row].tolist(), query) for row in others]
+            voted = ranked_classes(cosines, labels[others].tolist(), k)[:5]
+            assert best[i].tolist() == voted + [NO_CLASS] * (5 - len(voted))
+
+
+def test_k_beyond_the_bank_is_the_whole_bank_with_a_warning(caplog):
+    bank, labels = clustered(8, classes=3)
+    queries = clustered(4, seed=2)[0]
+    ranked = weighted_knn(bank, labels, queries, k=(5, 100, 200))
+    assert torch.equal(ranked[100], weighted_knn(bank, labels, queries, k=(8,))[8])
+    assert "for k = 100, 200, all 8 images of the bank vote" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_one_class_one_neighbour_half_precision_arrays():
+    bank, queries = torch.randn(3, 4).half(), torch.randn(2, 4).half()
+    labels = torch.tensor([5, 5, 5])
+    assert weighted_knn(bank, labels, queries, k=(2,))[2].tolist() == [[5], [5]]
+    assert weighted_knn(bank.numpy(), labels, queries.numpy(), k=(2,))[2].tolist() == [[5], [5]]
+    assert weighted_knn(bank[:1], torch.tensor([7]), queries, k=(1,))[1].tolist() == [[7], [7]]
+    assert weighted_knn(bank, labels, queries[:0], k=(2,))[2].shape == (0, 1)
+    with pytest.raises(ValueError, match="the bank has 3 images, but 2 labels"):
+        weighted_knn(bank, labels[:2], queries, k=(3,))
+
+
+def test_of_equal_votes_the_lower_label_is_first():
+    bank = torch.tensor([[1.0, 0.0]] * 6)
+    ranked = weighted_knn(bank, torch.tensor([9, 2, 9, 2, 4, -1]), bank[:1], k=(6,))[6]
+    assert ranked.tolist() == [[2, 9, -1, 4]]
+
+
+def test_no_temperature_is_too_low():
+    bank, labels = clustered(40)
+    coldest = weighted_knn(bank, labels, bank, k=(20,), self_offset=0, temperature=1e-5)[20]
+    assert torch.equal(coldest[:, 0], weighted_knn(bank, labels, bank, k=(1,), self_offset=0)[1][:, 0])
+
+
+def naive_precision(cosines, relevant):
+    """The mean, over the relevant images, of the share of relevant ones among all that are as near."""
+    shares = []
+    for score in [score for score, is_relevant in zip(cosines, relevant, strict=True) if is_relevant]:
+        reached = [
+            is_relevant for other, is_relevant in zip(cosines, relevant, strict=True) if other >= score
+        ]
+        shares.append(sum(reached) / len(reached))
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("self_offset", [None, 0, 30])
+def test_ranking_all_images_equals_the_loop(monkeypatch, self_offset):
+    """One class of the queries has no image in the bank, one no other image; coordinates of ±1 tie often."""
+    monkeypatch.setattr(knn, "_PRODUCTS", 150)
+    bank, labels = clustered(60, width=4)
+    bank, labels[50] = bank.sign(), 1000
+    queries, query_labels = clustered(25, width=4, seed=1)
+    queries, query_labels[3] = queries.sign(), -1
+    if self_offset is not None:
+        queries, query_labels = bank[self_offset:], labels[self_offset:]
+    own_rows = None if self_offset is None else torch.arange(self_offset, 60)
+    done = []
+    precision, first = rank_all(bank, labels, queries, query_labels, own_rows=own_rows, progress=done.append)
+    assert sum(done) == len(queries)
+    for query in range(len(queries)):
+        others = [row for row in range(60) if self_offset is None or row != self_offset + query]
+        relevant = [bool(labels[row] == query_labels[query]) for row in others]
+        if any(relevant):
+            cosines = [int(bank[row] @ queries[query]) for row in others]  # of whole numbers: ties are exact
+            assert float(precision[query]) == pytest.approx(naive_precision(cosines, relevant))
+            nearest_are = {flag for c, flag in zip(cosines, relevant, strict=True) if c == max(cosines)}
+            assert bool(first[query]) == (nearest_are == {True})
+        else:
+            assert precision[query].isnan()
+    assert int(precision.isnan().sum()) == (self_offset is None or self_offset <= 50)

@@ -1,0 +1,129 @@
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_vit.data.images.decode import read_image
+from dino_vit.data.sources.source import Subset
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.labelled import SupervisedConfig, SupervisedLoader, few_shot_rows, open_sets
+from dino_vit.views.eval_transform import EvalTransform
+from dino_vit.views.geometry import View, ViewAugment
+from tests.support.images import write_classes
+
+
+def sets_of(source, **settings):
+    return open_sets(SupervisedConfig(source=source, **settings))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name, classes):
+        return str(write_classes(tmp_path / name, classes, 3))
+
+    return make
+
+
+def test_one_set_is_split_by_the_seed():
+    whole = SyntheticSource(length=103)
+    sets = sets_of("synthetic:103:32", seed=1)
+    assert sets.classes == tuple(whole.classes)
+    assert (len(sets.train), len(sets.val)) == (83, 20)
+    assert sorted([*sets.train.indices, *sets.val.indices]) == list(range(103))
+    for part in (sets.train, sets.val):
+        assert list(part.indices) == sorted(part.indices)
+        assert part.targets.tolist() == [index % 10 for index in part.indices]
+    assert len(set(sets.val.targets.tolist())) > 5, "not a run of a sorted set"
+    again, other = (sets_of("synthetic:103:32", seed=seed) for seed in (1, 2))
+    assert again.val.indices.tolist() == sets.val.indices.tolist() != other.val.indices.tolist()
+
+
+def test_splits_are_the_sets(folder, tmp_path, caplog):
+    for split in ("train", "test"):
+        folder(f"photos/{split}", "ab")
+    with caplog.at_level("INFO"):
+        sets = sets_of(str(tmp_path / "photos"))
+    assert (len(sets.train), len(sets.val), sets.classes) == (6, 6, ("a", "b"))
+    for subset, split in ((sets.train, "train"), (sets.val, "test")):
+        assert {subset.source.name(index)[: len(split)] for index in subset.indices} == {split}
+        assert subset.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert "has the splits test (6 images), train (6 images): test is classified from train" in caplog.text
+    folder("photos/test", "c")
+    with pytest.raises(ValueError, match=r"photos/test has classes that are not among the 2 .*: c\."):
+        sets_of(str(tmp_path / "photos"))
+
+
+def test_a_part_is_a_source_of_its_images_alone():
+    sets = sets_of("synthetic:50:32")
+    images = sets.val.images
+    assert isinstance(images, Subset)
+    assert len(images) == 10
+    for place, index in enumerate(sets.val.indices.tolist()):
+        assert images.name(place) == sets.val.source.name(index)
+        assert images.label(place) == sets.val.targets[place]
+        assert (read_image(images, place) == read_image(sets.val.source, index)).all()
+    assert images.classes == sets.val.source.classes
+    relabelled = replace(sets.val, targets=sets.val.targets[::-1].copy())
+    prints = {each.fingerprint for each in (sets.val, sets.train, sets.val.source, relabelled)}
+    assert len(prints) == 4
+
+
+def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
+    two, same = folder("two", "ab"), tmp_path / "same.csv"
+    same.write_text("".join(f"{label}/{number}.png,a\n" for label in "ab" for number in range(3)))
+    (tmp_path / "flat").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
+    with pytest.raises(ValueError, match="of one class, a; two or more are needed"):
+        sets_of(two, train=two, train_labels=str(same))
+    with pytest.raises(ValueError, match="are of one class"):
+        sets_of(two, labels=str(same))
+    with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
+        sets_of(str(tmp_path / "flat"))
+    with pytest.raises(ValueError, match="not among the 2 of the training set: c"):
+        sets_of(folder("three", "abc"), train=two)
+
+
+def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
+    """Every image is as bright as its class says."""
+    for label in range(3):
+        (tmp_path / str(label)).mkdir()
+        for number in range(8):
+            Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
+    for label in range(3):
+        (tmp_path / str(label) / "0.png").write_bytes(b"no image")
+    sets = sets_of(str(tmp_path), train=str(tmp_path))
+    feed = SupervisedLoader(
+        sets.train,
+        view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
+        transform=EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
+        batch_size=50,
+        seed=0,
+        workers=0,
+        device=torch.device("cpu"),
+    )
+    assert (feed.global_batch, feed.steps_per_epoch) == (24, 1), "no more than there are"
+    with closing(feed.batches()) as batches:
+        for images, targets in islice(batches, 3):
+            brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
+            torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
+
+
+def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
+    labels = np.array([7] * 50 + [-2] * 3 + [1000] * 20)
+    keys = np.arange(500, 573)
+    chosen = few_shot_rows(labels, keys, shots=5, seed=1, repeat=0)
+    assert [int((labels[chosen] == label).sum()) for label in (7, -2, 1000)] == [5, 3, 5]
+    assert len(set(chosen.tolist())) == 13
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, seed=1, repeat=0))
+    for other in ({"seed": 2, "repeat": 0}, {"seed": 1, "repeat": 1}):
+        assert not np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, **other))
+    # The same images in another order are chosen again.
+    back = few_shot_rows(labels[::-1], keys[::-1], shots=5, seed=1, repeat=0)
+    assert sorted(keys[::-1][back].tolist()) == keys[chosen].tolist()
+    drawn = [few_shot_rows(labels, keys, shots=1, seed=0, repeat=repeat).tolist() for repeat in range(300)]
+    assert {row for rows in drawn for row in rows} == set(range(73)), "everyone has its turn"

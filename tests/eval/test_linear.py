@@ -1,0 +1,126 @@
+import pytest
+import torch
+from torch import nn
+
+from dino_vit.eval import linear
+from dino_vit.eval.linear import count_correct, grid_steps, sweep, top_classes, train_heads
+from dino_vit.views.sampler import Sampler
+
+CPU = torch.device("cpu")
+COLUMNS = (slice(8, 16), slice(0, 24), slice(8, 24))
+RATES = (0.003, 0.3, 3.0)
+CS = (1e-6, 1e-2, 1.0, 30.0)
+
+
+def labelled(count, seed, classes=5, width=24):
+    """Features whose classes overlap, so that the accuracy of a good probe is far from 0 and 100 %."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (count,), generator=generator)
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    return 0.5 * centers[targets] + torch.randn(count, width, generator=generator), targets
+
+
+def trained(features, targets, **changes):
+    setting = {"columns": COLUMNS, "rates": RATES, "classes": 5, "steps": 60, "batch_size": 32, "seed": 3}
+    return train_heads(features, targets, **{**setting, **changes}, device=CPU)
+
+
+def single_probe(features, targets, columns, rate, *, steps=60, batch_size=32):
+    """One cell by torch's own layer, loss, optimiser and schedule, from the same start in the same order."""
+    (start,) = trained(features, targets, columns=[columns], rates=[0.0], steps=1)
+    probe = nn.Linear(start.weight.shape[-1], 5)
+    with torch.no_grad():
+        probe.weight.copy_(start.weight[0])
+        probe.bias.zero_()
+    optimizer = torch.optim.SGD(probe.parameters(), lr=rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    plans = Sampler(length=len(features), batch_size=batch_size, seed=3).batch_specs()
+    for _, plan in zip(range(steps), plans, strict=False):
+        loss = nn.functional.cross_entropy(
+            probe(features[plan.samples][:, columns]), targets[plan.samples], reduction="mean"
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return probe
+
+
+def test_every_cell_of_the_grid_is_the_single_probe_with_that_setting():
+    features, targets = labelled(400, seed=0)
+    images, truth = labelled(2000, seed=1)
+    percents = []
+    for heads in trained(features, targets):
+        right = count_correct(heads, images, truth)
+        for cell, rate in enumerate(RATES):
+            probe = single_probe(features, targets, heads.columns, rate)
+            torch.testing.assert_close(heads.weight[cell], probe.weight.data, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(heads.bias[cell], probe.bias.data, atol=1e-4, rtol=1e-4)
+            alone = (probe(images[:, heads.columns]).argmax(1) == truth).sum()
+            percents.append(100 * float(right[cell]) / len(truth))
+            assert percents[-1] == pytest.approx(100 * float(alone) / len(truth), abs=0.2)
+    assert max(percents) - min(percents) > 5, "the cells differ, or this would show nothing"
+
+
+def test_the_start_and_the_order_depend_on_the_seed_alone():
+    features, targets = labelled(100, seed=0)
+    torch.manual_seed(1)
+    first = trained(features, targets, steps=5)[0].weight
+    state = torch.get_rng_state()
+    assert torch.equal(first, trained(features, targets, steps=5)[0].weight)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(first, trained(features, targets, steps=5, seed=4)[0].weight)
+
+
+def test_classifying_in_blocks_equals_classifying_at_once(monkeypatch):
+    features, targets = labelled(50, seed=0)
+    heads = trained(features, targets, steps=10)[1]
+    expected = heads.scores(features[:, heads.columns])
+    monkeypatch.setattr(linear, "_MAX_SCORES", 7 * heads.bias.numel())
+    right = [int((expected[:, head].argmax(1) == targets).sum()) for head in range(3)]
+    assert count_correct(heads, features, targets).tolist() == right
+    for best, columns in ((5, 5), (3, 3), (9, 5)):
+        ranked = top_classes(heads, features, head=2, k=best)
+        assert torch.equal(ranked, expected[:, 2].argsort(dim=1, descending=True)[:, :columns])
+
+
+def shifted(count, classes=4, width=6):
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(classes, (count,), generator=generator)
+    centers = torch.randn(classes, width, generator=generator)
+    noise = torch.randn(count, width, generator=generator) * torch.tensor([1, 1, 5, 0.2, 1, 1])
+    shift = torch.tensor([0, 30, 0, -7, 0, 1])  # far from 0, as features are
+    return (centers[targets] + noise + shift).double(), targets
+
+
+def objective(features, targets, weight, bias, c):
+    """Return scikit-learn's objective, image by image."""
+    losses = [
+        torch.logsumexp(weight @ x + bias, 0) - (weight[target] @ x + bias[target])
+        for x, target in zip(features, targets, strict=True)
+    ]
+    return weight.square().sum() / 2 + c * sum(losses)
+
+
+@pytest.mark.parametrize("scores", [1 << 24, 4 * 17])
+def test_every_fit_is_at_the_minimum_of_the_plain_objective(monkeypatch, scores):
+    """The objective is convex, so a zero gradient is the optimum, and strictly convex in W."""
+    monkeypatch.setattr(linear, "_MAX_SCORES", scores)
+    features, targets = shifted(60)
+    fits = list(sweep(features, targets, cs=CS[::-1], classes=4, tolerance=1e-10))
+    assert [fit.c for fit in fits] == list(CS)
+    for fit in fits:
+        weight, bias = (part[0].clone().requires_grad_() for part in (fit.head.weight, fit.head.bias))
+        value = objective(features, targets, weight, bias, fit.c)
+        slopes = torch.autograd.grad(value, (weight, bias))
+        scale = fit.c * float(features.abs().sum(dim=0).max())  # of a gradient in which nothing cancels
+        for slope in slopes:
+            assert float(slope.abs().max()) < 1e-6 * scale, fit.c
+        for _ in range(5):
+            other = weight + 0.01 * weight.norm() * torch.randn_like(weight)
+            assert objective(features, targets, other, bias, fit.c) > value
+        assert fit.gradient < 1e-6
+
+
+def test_a_grid_trains_ten_epochs_but_neither_too_few_nor_too_many_steps():
+    assert [grid_steps(images, 100) for images in (100, 50_000, 10_000_000)] == [1250, 5000, 12_500]

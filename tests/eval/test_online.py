@@ -1,0 +1,177 @@
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.online import OnlineEvaluation, rankme
+from dino_vit.views.eval_transform import EvalTransform
+from tests.support.backbones import backbone
+from tests.support.images import write_synthetic
+from tests.support.naive import ranked_classes
+
+TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.25,) * 3)
+SETTINGS = {"transform": TRANSFORM}
+
+
+@pytest.mark.parametrize("shape", [(50, 8), (5, 12), (9, 9)])
+def test_rankme_is_the_exponential_of_the_entropy_of_the_singular_values(shape):
+    features = torch.randn(*shape) @ torch.diag(torch.logspace(-2, 1, shape[1]))
+    product = features.double().T @ features.double()
+    singular = [math.sqrt(value) for value in torch.linalg.eigvalsh(product).tolist() if value > 1e-12]
+    shares = [value / sum(singular) for value in singular]
+    expected = math.exp(-sum(share * math.log(share) for share in shares))
+    assert rankme(features) == pytest.approx(expected, rel=1e-6)
+
+
+def test_figures_are_those_of_each_image_among_the_others():
+    source, model = SyntheticSource(length=500), backbone()
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=3, images=120, batch_size=50)
+    figures = evaluation(model)
+    features = extract_features(model, source, evaluation.indices, **SETTINGS, batch_size=50).values
+    similar = F.normalize(features) @ F.normalize(features).T
+    labels, right = [source.label(index) for index in evaluation.indices], 0
+    for query in range(120):
+        others = [i for i in range(120) if i != query]
+        classes = ranked_classes(similar[query, others].tolist(), [labels[i] for i in others], 20)
+        right += classes[0] == labels[query]
+    assert figures.knn == pytest.approx(100 * right / 120)
+    assert figures.rankme == pytest.approx(rankme(features))
+    assert evaluation(model) == figures
+
+
+@pytest.mark.parametrize("depth", [1, 6])
+def test_the_best_of_the_simple_features_is_named(depth):
+    source, model = SyntheticSource(length=200), backbone(depth=depth)
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
+    labels = torch.tensor(evaluation.indices) % 10
+    found = {}
+    for tokens, blocks in product(("cls", "cls+mean"), {1, min(depth, 4)}):
+        spec = FeatureSpec(tokens=tokens, blocks=blocks)
+        values = extract_features(
+            model, source, evaluation.indices, **SETTINGS, batch_size=50, spec=spec
+        ).values
+        ranked = weighted_knn(values, labels, values, k=[20], self_offset=0)[20]
+        found[spec.title] = 100 * float((ranked[:, 0] == labels).float().mean())
+    figures = evaluation(model)
+    assert figures.knn == pytest.approx(found["CLS"])
+    assert figures.best_knn == pytest.approx(max(found.values()))
+    assert found[figures.best_features] == pytest.approx(max(found.values()))
+
+
+def test_splits_are_not_classes(tmp_path):
+    """Of noise: the split and the class are told by brightness, and only the class is asked for."""
+    rng = np.random.default_rng(0)
+    for number in range(120):
+        split, of_class = ("train", "val", "train")[number % 3], ("dark", "light")[number % 2]
+        path = tmp_path / split / of_class / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        low = 100 * (of_class == "light") + 50 * (split == "val")
+        Image.fromarray(rng.integers(low, low + 60, (32, 32, 3), dtype=np.uint8)).save(path)
+    source = FolderSource(tmp_path)
+    evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
+    guesses = evaluation.guesses()
+    assert guesses.queries == 40
+    assert guesses.chance == 50
+    bank = set(evaluation.bank.tolist())
+    assert {source.name(index).split("/")[0] for index in bank} == {"train"}
+    assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}
+    pixels = pixel_features(source, evaluation.indices, transform=TRANSFORM).values
+    labels = torch.tensor([source.label(index) for index in evaluation.indices])
+    voting = torch.tensor([index in bank for index in evaluation.indices])
+    ranked = weighted_knn(pixels[voting], labels[voting], pixels[~voting], k=[20])[20]
+    assert guesses.raw_pixels == pytest.approx(100 * float((ranked[:, 0] == labels[~voting]).float().mean()))
+
+
+def test_the_images_are_a_function_of_the_seed():
+    def indices(seed, **changes):
+        source = SyntheticSource(length=300)
+        return OnlineEvaluation(source=source, **SETTINGS, seed=seed, **{"images": 50, **changes}).indices
+
+    assert indices(0) == indices(0)
+    assert sorted(set(indices(0))) == sorted(indices(0))
+    assert len(indices(0)) == 50
+    assert indices(1) != indices(0)
+    assert sorted(indices(0, images=5000)) == list(range(300))
+
+
+class PartlyLabelled(SyntheticSource):
+    def __init__(self, length, labels):
+        super().__init__(length=length)
+        self.labels = labels
+
+    def label(self, index):
+        return self.labels.get(index)
+
+
+@pytest.mark.parametrize("labels", [{}, dict.fromkeys(range(100), 7)], ids=["no labels", "one class"])
+def test_without_labels_the_rank_is_what_there_is(labels):
+    evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
+    assert evaluation(backbone())[1:] == (None, None, None)
+    assert len(evaluation.indices) == 40
+    assert evaluation.guesses() is None
+
+
+def test_images_with_labels_are_preferred():
+    labels = {index: index // 50 for index in range(0, 100, 5)}
+    evaluation = OnlineEvaluation(source=PartlyLabelled(100, labels), **SETTINGS, seed=0, images=40)
+    assert sorted(evaluation.indices) == sorted(labels)
+    assert 0 <= evaluation(backbone()).knn <= 100  # k is what so few images allow
+
+
+def test_a_broken_network_has_no_figures():
+    model = backbone()
+    nn.init.constant_(model.norm.weight, torch.nan)
+    figures = OnlineEvaluation(source=SyntheticSource(length=30), **SETTINGS, seed=0)(model)
+    assert math.isnan(figures.rankme)
+    assert math.isnan(figures.knn)
+
+
+def test_unreadable_images_are_left_out_with_a_warning(tmp_path, caplog):
+    for number in range(12):
+        write_synthetic(tmp_path / "ab"[number % 2] / f"{number}.png", number)
+    for number in range(2):
+        (tmp_path / "ab"[number] / f"{number}.png").write_bytes(b"")
+    evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
+    assert math.isfinite(evaluation(backbone()).knn)
+    assert "leaves out unreadable images: 2, first b/1.png" in caplog.text
+    assert "the file is empty" in caplog.text
+
+
+def test_two_processes_have_the_figures_of_one(tmp_path):
+    torch.manual_seed(1)
+    model = backbone()
+    expected = [
+        OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
+        for length in (101, 2)
+    ]
+    mp.spawn(_evaluate, args=(f"file://{tmp_path / 'rendezvous'}", model.state_dict()), nprocs=2)
+    for number in range(2):
+        figures = torch.load(tmp_path / f"rendezvous{number}")
+        for of_group, alone in zip(figures, expected, strict=True):
+            assert of_group[2] == alone.best_features
+            assert of_group[:2] + of_group[3:] == pytest.approx(alone[:2] + alone[3:], rel=1e-5)
+
+
+def _evaluate(number, rendezvous, weights):
+    dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
+    try:
+        model = backbone()
+        model.load_state_dict(weights)
+        figures = [
+            OnlineEvaluation(source=SyntheticSource(length=length), **SETTINGS, seed=0)(model)
+            for length in (101, 2)
+        ]
+    finally:
+        dist.destroy_process_group()
+    torch.save([tuple(one) for one in figures], f"{rendezvous.removeprefix('file://')}{number}")

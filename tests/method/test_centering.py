@@ -1,0 +1,78 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_vit.method.centering import Center, SinkhornCenter, sinkhorn_center
+from dino_vit.method.cross_entropy import teacher_targets
+
+
+def test_the_center_is_the_same_in_one_or_many_pieces():
+    whole, pieces = Center(prototypes=7), Center(prototypes=7)
+    expected = torch.zeros(1, 7)
+    for _ in range(3):
+        logits = torch.randn(64, 7)
+        whole.accumulate([logits])
+        whole.update()
+        for piece in logits.split([16, 16, 30, 2]):
+            torch.testing.assert_close(pieces.center, expected)  # the one from before the step
+            pieces.accumulate([piece])
+        pieces.update()
+        expected = expected * 0.9 + logits.mean(0) * 0.1
+        torch.testing.assert_close(whole.center, expected)
+        torch.testing.assert_close(pieces.center, expected)
+
+
+def test_the_center_is_kept_from_what_is_not_finite():
+    center = Center(prototypes=3)
+    center.accumulate([torch.ones(4, 3)])
+    center.update()
+    before = center.center.clone()
+    center.accumulate([torch.tensor([[1.0, float("nan"), 1.0]])])
+    center.update()
+    assert torch.equal(center.center, before)
+    center.accumulate([torch.ones(4, 3)])
+    center.update()
+    torch.testing.assert_close(center.center, before * 0.9 + 0.1)
+
+
+def sinkhorn_knopp(logits, temperature, iterations):
+    """The assignment as in DINOv2: rows and columns of a matrix (prototypes, rows) scaled in turn."""
+    q = (logits.double() / temperature).exp().T
+    q /= q.sum()
+    for _ in range(iterations):
+        for prototype in range(len(q)):
+            q[prototype] /= q[prototype].sum() * len(q)
+        for row in range(q.shape[1]):
+            q[:, row] /= q[:, row].sum() * q.shape[1]
+    return (q * q.shape[1]).T
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 30])
+def test_targets_with_the_sinkhorn_center_are_the_assignment(iterations):
+    logits = F.normalize(torch.randn(24, 8), dim=1) @ F.normalize(torch.randn(8, 11), dim=0)
+    center = sinkhorn_center([logits], 0.04, iterations)
+    expected = sinkhorn_knopp(logits, 0.04, iterations).float()
+    torch.testing.assert_close(teacher_targets(logits, center, 0.04), expected, atol=1e-5, rtol=1e-4)
+    if iterations == 30:
+        torch.testing.assert_close(expected.sum(0), torch.full((11,), 24 / 11), atol=0.05, rtol=0)
+
+
+def test_the_sinkhorn_center_survives_logits_whose_exponential_overflows():
+    logits = 100 * torch.randn(6, 5)
+    targets = teacher_targets(logits, sinkhorn_center([logits], 0.01), 0.01)
+    torch.testing.assert_close(targets.sum(1), torch.ones(6))
+
+
+def test_the_sinkhorn_center_is_of_the_pass_alone_and_the_last_finite_one_is_saved():
+    center = SinkhornCenter(prototypes=5)
+    first, second = torch.randn(4, 5), torch.randn(4, 5)
+    center([first], 0.04)
+    center.accumulate([first])
+    center.update()
+    now = center([second], 0.04)
+    assert torch.equal(now, sinkhorn_center([second], 0.04))
+    assert torch.equal(center.state_dict()["center"], now)
+    assert center([second * math.nan], 0.04).isnan().all()
+    assert torch.equal(center.center, now)

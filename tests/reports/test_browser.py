@@ -1,0 +1,171 @@
+"""The page in a real browser: its widths, colours, charts, map and how it follows a run."""
+
+from itertools import pairwise
+
+import pytest
+
+from dino_vit.reports.page import Page, Pictures
+from tests.support.browser import set_screen, text_of
+from tests.support.reports import HOSTILE, serving
+
+pytest.importorskip("selenium")
+
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+READY = "return [report.data.map.thumbnails, report.data.map.attention].every((it) => it.image.naturalWidth)"
+
+
+@pytest.fixture
+def page(browser, written):
+    """A browser that shows the report, in which no script may complain."""
+    set_screen(browser, 1440)
+    browser.get(written.as_uri())
+    WebDriverWait(browser, 30).until(lambda b: b.execute_script(READY))
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 1400])
+def test_the_page_fits_its_width_in_both_colours(page, width, dark):
+    set_screen(page, width, dark=dark)
+    page.execute_script(
+        "report.data.map.classes.forEach((it) => { it[0] = 'a_long_label_without_a_gap_'.repeat(4) })"
+    )
+    hostile = page.execute_script("return report.data.map.names").index(HOSTILE)
+    page.execute_script("report.map.drawLegend(document.querySelector('.tools'))")
+    page.execute_script("report.map.select(arguments[0])", hostile)
+    assert text_of(page, ".selection .caption").startswith(HOSTILE)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    of_body = "const of = getComputedStyle(document.body); return [of.color, of.backgroundColor]"
+    ink, paper = page.execute_script(of_body)
+    assert (brightness(ink) > brightness(paper)) == dark
+    for selector in (".lead", ".pill", ".legend .c0", ".legend .c1", ".legend .c2"):
+        colour = page.execute_script(f"return getComputedStyle(document.querySelector('{selector}')).color")
+        low, high = sorted((brightness(colour), brightness(paper)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, selector
+
+
+def brightness(colour):
+    """Relative luminance, as accessibility guidelines have it."""
+    channels = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_headings_are_in_order_and_everything_has_a_name(page):
+    levels = page.execute_script(
+        "return [...document.querySelectorAll('h1, h2, h3')].map((heading) => Number(heading.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    nameless = page.execute_script(
+        "return [...document.querySelectorAll('img, button, svg, #explorer canvas')].filter((it) =>"
+        "!(it.alt || it.textContent.trim() || it.ariaLabel)).map((it) => it.outerHTML)"
+    )
+    assert nameless == []
+
+
+def chart(page, title):
+    """Return the element of a chart and its place in `report.charts`."""
+    titles = page.execute_script("return report.charts.map((one) => one.data.title)")
+    return page.find_elements(By.CSS_SELECTOR, ".chart")[titles.index(title)], titles.index(title)
+
+
+def test_curves_are_drawn_with_levels_and_tell_the_values_under_the_pointer(page):
+    for element in page.find_elements(By.CSS_SELECTOR, ".chart"):
+        points = element.find_element(By.TAG_NAME, "polyline").get_attribute("points").split()
+        xs = [float(point.split(",")[0]) for point in points]
+        assert len(xs) >= 2
+        assert xs == sorted(xs)
+        assert element.find_elements(By.CSS_SELECTOR, ".grid")
+    assert "raw pixels" in chart(page, "k-NN accuracy")[0].text
+    loss, place = chart(page, "Loss")
+    assert "ln(256) 5.545" in loss.text
+    values = dict(page.execute_script(f"return [...report.charts[{place}].series[0][1]]"))
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", loss)
+    svg = loss.find_element(By.TAG_NAME, "svg")
+    for step in (20, 5):
+        x = page.execute_script(f"return report.charts[{place}].x({step})") - svg.size["width"] / 2
+        ActionChains(page, duration=0).move_to_element_with_offset(svg, round(x), 0).perform()
+        shown = loss.find_element(By.CSS_SELECTOR, ".legend").text.split()
+        assert shown[:3] == ["step", str(step), "loss"]
+        assert float(shown[3]) == pytest.approx(values[step], rel=1e-3)
+
+
+def where(page, number):
+    """Bring the map into sight; return where an image of it is, from the middle of the canvas."""
+    canvas = page.find_element(By.CSS_SELECTOR, ".explorer canvas")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    return canvas, *page.execute_script(
+        "const [x, y] = report.map.onScreen(arguments[0]);"
+        "return [Math.round(x - report.map.width / 2), Math.round(y - report.map.height / 2)]",
+        number,
+    )
+
+
+def test_hovering_and_selecting_show_an_image_its_attention_and_its_neighbours(page):
+    data = page.execute_script("return JSON.parse(document.getElementById('data').textContent).map")
+    number = page.execute_script("return report.map.at(report.map.width / 2, report.map.height / 2)") or 0
+    mouse = ActionChains(page, duration=0).move_to_element_with_offset(*where(page, number))
+    mouse.perform()
+    hovered = page.execute_script("return report.map.hovered")
+    assert data["names"][hovered] in text_of(page, ".explorer .caption")
+    mouse.click().perform()
+    assert page.execute_script("return report.map.selected") == hovered
+    assert text_of(page, ".selection .caption").startswith(data["names"][hovered])
+    captions = [it.text for it in page.find_elements(By.CSS_SELECTOR, ".selection figcaption")]
+    assert captions[:2] == ["image", "attention (mean of heads)"]
+    near = data["neighbours"][hovered]
+    for caption, other, cosine in zip(captions[2:], near, data["cosines"][hovered], strict=True):
+        assert caption == f"{cosine:.4f} {data['classes'][data['labels'][other]][0]}"
+    colours = "const c = arguments[0]; return new Set(c.getContext('2d')"
+    colours += ".getImageData(0, 0, c.width, c.height).data).size"
+    for canvas in page.find_elements(By.CSS_SELECTOR, ".selection canvas"):
+        assert page.execute_script(colours, canvas) > 3, "a picture is empty"
+    page.find_element(By.CSS_SELECTOR, ".selection button").click()
+    assert page.execute_script("return report.map.selected") == near[0]
+    page.get_log("browser")  # of reading pixels
+
+
+def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):
+    canvas, x, y = where(page, 0)
+    drag = ActionChains(page, duration=0).move_to_element_with_offset(canvas, x, y).click_and_hold()
+    drag.move_by_offset(60, -40).release().perform()
+    _, *moved = where(page, 0)
+    assert moved == [pytest.approx(x + 60, abs=1.5), pytest.approx(y - 40, abs=1.5)]
+    assert page.execute_script("return report.map.selected") is None, "a drag is no click"
+    ActionChains(page).scroll_from_origin(ScrollOrigin.from_element(canvas), 0, -900).perform()
+    assert page.execute_script("return report.map.scale") > 1
+    assert page.execute_script("return report.map.size()") > 15
+    page.find_element(By.XPATH, "//button[text()='Show all']").click()
+    assert page.execute_script("return report.map.scale") == 1
+
+
+def test_a_served_page_follows_the_run(browser, folder):
+    whole = (folder / "metrics.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:8]))
+    live = Page(folder, lambda record: Pictures(notes=["drawn"]))
+    with serving(live) as server:
+        browser.get(f"http://127.0.0.1:{server.server_port}/")
+        assert "8 of 20 steps" in text_of(browser, "#run")
+        assert "are being drawn" in text_of(browser, "#map")
+        browser.execute_script("report.map = {selected: 3, scale: 1, redraw() {}}")
+        (folder / "metrics.jsonl").write_bytes(whole)
+        live.draw_if_new()
+        button = WebDriverWait(browser, 30).until(
+            lambda b: b.find_elements(By.CSS_SELECTOR, "#news button")
+        )  # someone looks at the map: the page waits to be asked
+        assert "8 of 20 steps" in text_of(browser, "#run")
+        button[0].click()
+        WebDriverWait(browser, 30).until(lambda b: "20 of 20 steps" in text_of(b, "#run"))
+        assert "drawn" in text_of(browser, ".top")
+    assert browser.get_log("browser") == []
+    WebDriverWait(browser, 30).until(lambda b: "does not answer" in text_of(b, "#news"))
+    browser.get("about:blank")  # the page goes on to ask its server, which other tests would find in the log
+    browser.get_log("browser")

@@ -1,0 +1,233 @@
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as V
+
+from dino_vit.views.augment import Augment, Column
+from dino_vit.views.noise import noise_like
+from tests.support.views import draw_rows, ks_distance, views_of
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def images(count=6, channels=3, height=24, width=20, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
+
+
+def rows(count=6, **columns):
+    made = torch.zeros(count, len(Column))
+    made[:, Column.BRIGHTNESS : Column.HUE] = 1
+    for name, value in columns.items():
+        made[:, getattr(Column, name.upper())] = torch.as_tensor(value)
+    return made
+
+
+def drawn_rows(count, noise=0.0):
+    return draw_rows(views_of(f"augment.noise={noise}"), samples=np.arange(count)).flatten(0, 1)
+
+
+def plain(channels=3):
+    return Augment(mean=(0.0,) * channels, std=(1.0,) * channels)
+
+
+def naive(image, row):
+    """One image after the other with torchvision's own functions."""
+    row = row.tolist()
+    x = image / 255
+    colour = len(x) == 3
+    if row[Column.FLIP]:
+        x = V.horizontal_flip(x)
+    if row[Column.JITTER]:
+        for operation in list(permutations(range(4)))[int(row[Column.ORDER])]:
+            parts = [x] if colour else x.split(1)
+            if operation == 0:
+                x = torch.cat([V.adjust_brightness(part, row[Column.BRIGHTNESS]) for part in parts])
+            elif operation == 1:
+                x = torch.cat([V.adjust_contrast(part, row[Column.CONTRAST]) for part in parts])
+            elif operation == 2 and colour:
+                x = V.adjust_saturation(x, row[Column.SATURATION])
+            elif colour:
+                x = V.adjust_hue(x, row[Column.HUE])
+    if row[Column.GREY] and colour:
+        x = V.rgb_to_grayscale(x, num_output_channels=3)
+    if row[Column.SIGMA]:
+        size = (
+            2 * int(row[Column.SIGMA] * math.sqrt(2 * math.log(1000))) + 1
+        )  # up to a thousandth of the centre
+        x = V.gaussian_blur(x, [size, size], [row[Column.SIGMA]] * 2)
+    if row[Column.SOLARISE]:
+        x = V.solarize(x, 0.5)
+    if row[Column.NOISE]:
+        key = torch.tensor([int(row[Column.KEY_HIGH]) << 24 | int(row[Column.KEY_LOW])])
+        x = (x + row[Column.NOISE] * noise_like(x[None], key)[0]).clamp(0, 1)
+    return x
+
+
+def matches(x, row):
+    expected = torch.stack([naive(image, one) for image, one in zip(x, row, strict=True)])
+    return (plain(x.shape[1])(x, row) - expected).abs().max() < 1e-5
+
+
+def alone(operation):
+    """The order of the jitter that starts with one operation; the others have neutral factors."""
+    return 6 * operation
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4, 2.0])
+def test_brightness_contrast_and_saturation_are_torchvisions(factor):
+    for operation, name in enumerate(("brightness", "contrast", "saturation")):
+        assert matches(images(), rows(jitter=1, order=alone(operation), **{name: factor}))
+
+
+@pytest.mark.parametrize("turn", [-0.5, -0.3, -0.1, 0.0, 0.05, 0.1, 0.5])
+def test_hue_is_torchvisions_for_every_kind_of_pixel(turn):
+    levels = torch.tensor([0, 1, 128, 254, 255], dtype=torch.uint8)
+    every = torch.cartesian_prod(levels, levels, levels).T.reshape(1, 3, 5, 25)  # greys, ties and extremes
+    assert matches(every, rows(1, jitter=1, order=alone(3), hue=turn))
+
+
+def test_grey_flip_and_solarise_are_torchvisions():
+    for name in ("grey", "flip", "solarise"):
+        assert matches(images(), rows(**{name: 1}))
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 1.63, 2.0])
+def test_blur_is_torchvisions(sigma):
+    assert matches(images(), rows(sigma=sigma))
+    wide = V.gaussian_blur(images() / 255, [19, 19], [sigma, sigma])
+    assert (plain()(images(), rows(sigma=sigma)) - wide).abs().max() < 0.5 / 255
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels):
+    row = drawn_rows(4, noise=0.5)
+    assert matches(images(len(row), channels), row)
+
+
+def test_each_of_the_24_orders_is_followed():
+    row = rows(24, jitter=1, order=torch.arange(24.0), brightness=1.4, contrast=0.6, saturation=1.2, hue=0.1)
+    x = images(1).expand(24, -1, -1, -1)
+    assert matches(x, row)
+    assert len({tuple(one.flatten().tolist()) for one in plain()(x, row)}) > 12
+
+
+def test_what_is_off_is_untouched_bit_for_bit():
+    row = drawn_rows(2)
+    row[::2] = 0
+    x = images(len(row))
+    assert torch.equal(plain()(x, row)[::2], (x / 255)[::2])
+    assert not torch.equal(plain()(x, row)[1::2], (x / 255)[1::2])
+
+
+def test_noise_is_of_its_image_channel_and_pixel():
+    size = 225, 223
+    grey = torch.full((2, 5, *size), 128, dtype=torch.uint8)
+    row = rows(2, noise=torch.tensor([0.02, 0.1]), key_high=2**24 - 1, key_low=torch.tensor([5, 6]))
+    added = plain(5)(grey, row) - 128 / 255
+    for image, std in zip(added, (0.02, 0.1), strict=True):
+        assert image.std().item() == pytest.approx(std, rel=0.05)
+        assert abs(torch.corrcoef(image.flatten(1)) - torch.eye(5)).max() < 4 / math.sqrt(math.prod(size))
+    assert abs(torch.corrcoef(added.flatten(1))[0, 1]) < 4 / math.sqrt(added[0].numel())
+    black_and_white = plain(5)(torch.tensor([0, 255], dtype=torch.uint8).repeat(2, 5, *size), row)
+    assert (black_and_white.min(), black_and_white.max()) == (0, 1)
+
+
+def test_normalises_with_mean_and_std():
+    x = images()
+    assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(23, 19), (181, 187)])
+def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
+    row = drawn_rows(4, noise=0.5)
+    x = images(len(row), channels, *size)
+    augment = Augment(mean=MEAN[:channels], std=STD[:channels])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = augment(x, row)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(augment(x[3:], row[3:]), together[3:])
+            alone = [augment(one[None], own[None]) for one, own in zip(x, row, strict=True)]
+            assert torch.equal(torch.cat(alone), together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_deep_images_are_treated_as_bytes_are(channels):
+    row = drawn_rows(3)
+    x = images(len(row), channels)
+    deep = x / 255
+    before = deep.clone()
+    assert torch.allclose(plain(channels)(deep, row), plain(channels)(x, row), atol=1e-6)
+    assert torch.equal(deep, before)
+
+
+def test_augmentation_follows_the_recipe():
+    """Each column against its distribution, at a level of about 0.1 %, on fixed seeds."""
+    count = 4000
+    rows = draw_rows(views_of(), samples=np.arange(count)).numpy()
+
+    def share(column, view, expected):
+        bound = 3.3 * math.sqrt(max(expected * (1 - expected), 1e-12) / count)
+        assert abs((rows[:, view, column] > 0).mean() - expected) <= bound
+
+    for view, (blur, solarise) in enumerate([(1.0, 0.0), (0.1, 0.2), (0.5, 0.0)]):
+        share(Column.FLIP, view, 0.5)
+        share(Column.JITTER, view, 0.8)
+        share(Column.GREY, view, 0.2)
+        share(Column.SIGMA, view, blur)
+        share(Column.SOLARISE, view, solarise)
+
+    def is_uniform(values, low, high):
+        expected = np.linspace(low, high, 100_001)
+        assert values.min() >= low - 1e-6
+        assert values.max() <= high + 1e-6
+        assert ks_distance(values, expected) < 1.95 / math.sqrt(len(values))
+
+    is_uniform(rows[:, 0, Column.BRIGHTNESS], 0.6, 1.4)
+    is_uniform(rows[:, 0, Column.CONTRAST], 0.6, 1.4)
+    is_uniform(rows[:, 0, Column.SATURATION], 0.8, 1.2)
+    is_uniform(rows[:, 0, Column.HUE], -0.1, 0.1)
+    is_uniform(rows[:, 0, Column.SIGMA], 0.1, 2.0)
+
+    orders = np.bincount(rows[:, :, Column.ORDER].astype(int).ravel(), minlength=24)
+    expected = count * 10 / 24
+    assert len(orders) == 24
+    assert (((orders - expected) ** 2) / expected).sum() < 49.7  # 0.1 % point for 23 degrees of freedom
+
+    flat = rows.reshape(-1, len(Column))[:, [0, 1, 2, 3, 4, 5, 6, 7]]
+    assert abs(np.corrcoef(flat.T) - np.eye(8)).max() < 0.02
+
+
+def test_noise_is_drawn_as_asked_and_changes_no_other_draw():
+    count = 4000
+    views = [views_of(f"augment.noise={p}")[0] for p in (0.0, 0.3, 1.0)]
+    rows = draw_rows(views, epoch=3, samples=np.arange(count)).numpy()
+    silent = draw_rows(views[:1] * 3, epoch=3, samples=np.arange(count)).numpy()
+    assert (rows[..., : Column.NOISE] == silent[..., : Column.NOISE]).all()
+    assert not silent[..., Column.NOISE :].any()
+    assert not rows[:, 0, Column.NOISE :].any()
+    noisy = rows[:, 1, Column.NOISE] > 0
+    assert abs(noisy.mean() - 0.3) < 3.3 * math.sqrt(0.3 * 0.7 / count)
+    assert not rows[~noisy, 1, Column.NOISE :].any()
+    assert (rows[:, 2, Column.NOISE] > 0).all()
+    for column, low, high in (
+        (Column.NOISE, 0.01, 0.1),
+        (Column.KEY_HIGH, 0, 2**24),
+        (Column.KEY_LOW, 0, 2**24),
+    ):
+        drawn = rows[:, 2, column]
+        assert ks_distance(drawn, np.linspace(low, high, 100_001)) < 1.95 / math.sqrt(count)
+        assert column == Column.NOISE or (drawn == np.floor(drawn)).all()
+    flat = rows[:, 2, [Column.FLIP, Column.NOISE, Column.KEY_HIGH, Column.KEY_LOW]]
+    assert abs(np.corrcoef(flat.T) - np.eye(4)).max() < 4 / math.sqrt(count)
+    assert (draw_rows(views, epoch=3, samples=[77])[0].numpy() == rows[77]).all()
+    assert (draw_rows(views, epoch=4, samples=[77])[0, 2].numpy() != rows[77, 2])[-3:].all()

@@ -1,0 +1,81 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.models.backbone import Provenance
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize_and_center_crop
+from tests.support.backbones import backbone
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+PREPARATION = EvalTransform(size=(32, 32), mean=MEAN, std=STD)
+
+
+def picture(height, width):
+    coarse = torch.rand(1, 3, max(2, height // 8), max(2, width // 8))
+    smooth = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")[0]
+    return (255 * smooth).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (256, 300), (225, 230), (1000, 226)])
+def test_fit_is_the_published_protocol_for_images_larger_than_the_crop(height, width):
+    image = picture(height, width)
+    resized = tv.resize(image, [256], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(resize_and_center_crop(image, (224, 224)), tv.center_crop(resized, [224, 224]))
+
+
+def test_fit_keeps_the_border_of_images_no_larger_than_the_crop():
+    image = picture(32, 32)
+    assert torch.equal(resize_and_center_crop(image, (32, 32)), image)
+    wide = picture(32, 41)
+    assert torch.equal(
+        resize_and_center_crop(wide, (32, 32)), wide[:, :, 4:36]
+    )  # round(4.5) is 4, as in torchvision
+    enlarged = tv.resize(picture(20, 28), [32], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert enlarged.shape == (3, 32, 44)
+    assert resize_and_center_crop(picture(20, 28), (32, 32)).shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("size", [(16, 48), (48, 16), (30, 17)])
+def test_fit_fills_any_size_from_any_image(size):
+    for height in (1, 15, 16, 17, 31, 48, 50, 200):
+        for width in (1, 16, 18, 47, 49, 131):
+            image = torch.full((3, height, width), 200, dtype=torch.uint8)
+            fitted = resize_and_center_crop(image, size)
+            assert fitted.shape == (3, *size)
+            assert bool((fitted == 200).all())
+
+
+def test_the_weights_say_how_images_are_prepared(caplog):
+    model = backbone()
+    known = {"format": "dino-vit", "source": "x", "sha256": ""}
+    model.provenance = Provenance(**known, mean=MEAN, std=STD)
+    assert eval_transform_of(model) == PREPARATION
+    assert eval_transform_of(model, size=(16, 24), fit="whole").size == (16, 24)
+    with pytest.raises(ValueError, match="cannot be divided into patches"):
+        eval_transform_of(model, size=(30, 32))
+    model.provenance = Provenance(**known)
+    caplog.set_level("INFO")
+    assert eval_transform_of(model).mean == (0.485, 0.456, 0.406)
+    assert "using those of ImageNet" in caplog.text
+    other = backbone(channels=5)
+    with pytest.raises(ValueError, match="5 channels"):
+        eval_transform_of(other)
+
+
+def test_deep_images_keep_their_bits_and_their_scale():
+    """Images are scaled as in training, and lose no bit."""
+    source = SyntheticSource(length=1)
+    deep = torch.randint(0, 4096, (3, 40, 30), generator=torch.Generator().manual_seed(0))
+    source.read = lambda index: deep.to(torch.uint16)
+    transform = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
+    read = transform.read(source, 0)
+    assert read.dtype == torch.float32
+    assert torch.equal(read, resize_and_center_crop(deep / 4095, (32, 32)))
+    assert 0 <= read.min() <= read.max() <= 1
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    assert torch.allclose(transform.normaliser(torch.device("cpu"))(read), (read - mean) / std)
