@@ -7,13 +7,12 @@ import threading
 from types import FrameType
 from typing import NoReturn, Self
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
 
 
 class Interruption:
     """Remember a signal until the end of a step; before the first, and at a second ctrl-C, leave at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -21,7 +20,7 @@ class Interruption:
 
     def __enter__(self) -> Self:
         # Only the main thread may handle signals.
-        numbers = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._handlers = {number: signal.signal(number, self._remember) for number in numbers}
         return self
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import log
+from dino_vit.core.signals import STOP_SIGNALS
 from dino_vit.core.sizes import Size
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
@@ -136,7 +137,8 @@ class Loader:
             generator=torch.Generator(),  # without it, the DataLoader would draw from the global one
             worker_init_fn=partial(_init_worker, stops),
         )
-        batches: Any = iter(loader)
+        with _signals_blocked():
+            batches: Any = iter(loader)
         # After the fork of the workers, which would inherit its files.
         shards = self.prefetch.running(position) if self.prefetch else nullcontext()
         try:
@@ -167,6 +169,16 @@ def _batch_or_raise(batch: Batch | Exception) -> Batch:
     return batch
 
 
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold signals back while workers start: they inherit this, and must not die before they ignore them."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def _init_worker(stops: Event, number: int) -> None:
     """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
     files.process_stops = stops  # no worker goes on waiting for a server
@@ -175,6 +187,7 @@ def _init_worker(stops: Event, number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 @dataclass(kw_only=True)

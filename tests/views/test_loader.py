@@ -1,7 +1,9 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections import deque
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from dino_vit.data.images.decode import read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.views import loader
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import View, crop_views
 from dino_vit.views.loader import Loader
@@ -51,8 +54,15 @@ def test_a_killed_worker_is_an_error():
         deque(batches, maxlen=0)
 
 
-def test_workers_live_through_signals_until_the_loader_is_closed():
+def start_late(init, stops, number):
+    time.sleep(number)
+    init(stops, number)
+
+
+def test_workers_live_through_signals_until_the_loader_is_closed(monkeypatch):
     """A signal to all processes of a run must not take the workers, which the step still needs."""
+    start = partial(start_late, loader._init_worker)  # the second is still starting when they come
+    monkeypatch.setattr(loader, "_init_worker", start)
     plan = Sampler(length=500, batch_size=8, seed=7)
     batches = Loader(source=SyntheticSource(length=500), views=VIEWS, sampler=plan, workers=2).batches()
     next(batches)
