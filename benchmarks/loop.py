@@ -26,8 +26,8 @@ import dino_vit.training.step
 from benchmarks.measure import Table, arguments, report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core.process import Interruption
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.signals import Interruption
 from dino_vit.method.objective import Objective
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up

@@ -17,7 +17,7 @@ from dino_vit.commands import COMMANDS, Result
 from dino_vit.config import arguments
 from dino_vit.config.display import to_yaml
 from dino_vit.config.settings import Settings
-from dino_vit.core.signals import REQUEUE, Interruption
+from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 
@@ -128,11 +128,6 @@ def _fail(error: Exception, args: argparse.Namespace) -> int:
         return _leave(1)
     print(printable_lines(f"{args.program}: {text}"), file=sys.stderr)
     return _leave(code)
-
-
-def is_rank_0() -> bool:
-    """Tell whether this process prints, also after the process group has ended."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _say(text: str) -> None:

@@ -22,13 +22,13 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
-from dino_vit.cli import is_rank_0
 from dino_vit.commands import COMMANDS
 from dino_vit.config.display import list_settings
 from dino_vit.config.loading import load, replace
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import Settings, section_of
 from dino_vit.core import log
+from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 SOURCES = "source", "train", "data.source"  # these take objects too

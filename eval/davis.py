@@ -36,9 +36,9 @@ from torch import Tensor
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Count, Dimension, Positive, Settings, setting
-from dino_vit.core.progress import progress
+from dino_vit.core import Size
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.sizes import Size
+from dino_vit.core.text import progress
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.features import eval_mode
 from dino_vit.models.backbone import Backbone

@@ -33,8 +33,8 @@ from torch import Tensor
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
-from dino_vit.core.progress import progress
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.text import progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source

@@ -27,9 +27,8 @@ from torch import Tensor, uint8
 from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.progress import plural, progress
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
 from dino_vit.data.images.reducing import NotReducible, reduce_image
 from dino_vit.data.labels import LabelledSource

@@ -11,7 +11,7 @@ from pydantic import Field
 from dino_vit.commands import Result, hub
 from dino_vit.config.sections import Side, WeightsFormat
 from dino_vit.config.settings import Few, Problem, Settings, setting
-from dino_vit.core.sizes import height_width
+from dino_vit.core import height_width
 from dino_vit.models.backbone import Backbone
 from dino_vit.training.metrics import BASELINE, METRICS, read_records
 from dino_vit.training.verdict import evaluation_text

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar, cast
 from dino_vit.config.checks import scaled_lr
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import get, given_keys
-from dino_vit.core.sizes import height_width
+from dino_vit.core import height_width
 
 T = TypeVar("T")
 

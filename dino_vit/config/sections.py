@@ -22,8 +22,8 @@ from dino_vit.config.settings import (
     setting,
     whole,
 )
-from dino_vit.core.progress import plural
-from dino_vit.core.sizes import VIT_SIZES, Size, height_width
+from dino_vit.core import VIT_SIZES, Size, height_width
+from dino_vit.core.text import plural
 
 Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]

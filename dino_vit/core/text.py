@@ -1,8 +1,25 @@
-"""Text for files and screens: names of files may hold any bytes, line breaks and escape sequences too."""
+"""Text for people: safe on screens and in files, counted, brief; and progress on long work.
+
+Names of files may hold any bytes, line breaks and escape sequences too.
+"""
 
 import logging
 import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TextIO
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from dino_vit.core import log
+
+PATIENCE = 2.0  # seconds; shorter work shows no progress
+LINE_EVERY = 20.0  # seconds, without a terminal
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
@@ -34,3 +51,76 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units: 45s, 12m30, 14h02, 3d07h."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{h}h{m:02}"
+    return f"{m}m{s:02}" if m else f"{s}s"
+
+
+def plural(number: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun, such as "1 image" or "2,000 images"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def live_console(stream: TextIO) -> Console | None:
+    """Return a console that can redraw: of a terminal, or of a notebook with ipywidgets."""
+    console = Console(file=stream)
+    # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
+    terminal = stream.isatty() and not console.is_dumb_terminal
+    notebook = console.is_jupyter and stream is sys.stderr and find_spec("ipywidgets")
+    return console if terminal or notebook else None
+
+
+class Advance:
+    """Count finished items, and show them when it is time."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self.title, self.total = printable(title), total
+        self.done, self.note = 0, ""
+        self.start = self.shown = time.monotonic()
+        # Only rank 0 logs at this level.
+        console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
+        self.bar = Progress(console=console, transient=True, auto_refresh=False) if console else None
+        self.task = self.bar.add_task(escape(self.title), total=total) if self.bar else None
+
+    def __call__(self, count: int, note: str = "") -> None:
+        """Count more items, with a note on them."""
+        self.done += count
+        self.note = note
+        now = time.monotonic()
+        if now - self.start < PATIENCE or now - self.shown < (0.2 if self.bar else LINE_EVERY):
+            return
+        self.shown = now
+        if self.bar and self.task is not None:
+            self.bar.start()
+            self.bar.update(self.task, completed=self.done, description=escape(self.line()), refresh=True)
+        else:
+            log.info("%s", self.line())
+
+    def line(self) -> str:
+        """Return the count, the rate and the note."""
+        total = f" of {self.total:,}" if self.total and self.done != self.total else ""
+        rate = self.done / max(time.monotonic() - self.start, 1e-9)
+        note = f", {self.note}" if self.note else ""
+        return f"{self.title}: {self.done:,}{total}, {rate:,.0f}/s{note}"
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Advance]:
+    """Yield a function to call with each number of finished items; `total` may be unknown."""
+    advance = Advance(title, total)
+    try:
+        yield advance
+    finally:
+        if advance.bar:
+            advance.bar.stop()
+    if time.monotonic() - advance.start > PATIENCE:
+        log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))

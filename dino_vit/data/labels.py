@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.progress import plural
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
 from dino_vit.data.splits import below_shared, find_splits, splits_of

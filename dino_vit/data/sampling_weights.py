@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.progress import plural
+from dino_vit.core.text import plural
 from dino_vit.data.labels import read_table
 from dino_vit.data.sources.source import Source
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from dino_vit.core.progress import plural
+from dino_vit.core.text import plural
 from dino_vit.data.sources.source import Source
 
 TRAIN = ("train", "training")

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, unreadable
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.source import Source

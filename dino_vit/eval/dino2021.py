@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Settings, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
-from dino_vit.core.progress import progress
 from dino_vit.core.storage import pickled, write_bytes
+from dino_vit.core.text import progress
 from dino_vit.eval.features import FeatureSpec, eval_mode
 from dino_vit.eval.frozen import FrozenBackbone
 from dino_vit.eval.labelled import (

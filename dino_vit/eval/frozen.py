@@ -17,12 +17,11 @@ from torch import Tensor
 
 from dino_vit.config.sections import Side
 from dino_vit.config.settings import Dimension, Few, Settings, setting
-from dino_vit.core import log
+from dino_vit.core import height_width, log
 from dino_vit.core.distributed import all_gather, any_process, is_main_process, rank, wait_for_all, world_size
-from dino_vit.core.progress import progress
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
-from dino_vit.core.sizes import height_width
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
+from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import file_signatures, is_url
 from dino_vit.data.sources.folder import PathSource

@@ -20,10 +20,9 @@ from dino_vit.config.settings import Count, Few, Problem, Seed, Settings, settin
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
-from dino_vit.core.progress import plural
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.runtime import cores_of_a_process
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.data.splits import choose_splits, describe_use

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size
 
 
 def imitation_loss(student: Tensor, teacher: Tensor, *, global_views: int) -> Tensor:

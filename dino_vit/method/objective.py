@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
-from dino_vit.core.sizes import Size
 from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.distillation import cosine_loss, gram_loss, imitation_loss, resize_patches

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size
 from dino_vit.models.onednn import Linear
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size
 from dino_vit.models.onednn import Linear
 
 REDUCTION = 16  # stride of the ResNet's feature map

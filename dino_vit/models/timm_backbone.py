@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.core.sizes import Size, height_width
+from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.onednn import Linear
 

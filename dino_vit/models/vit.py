@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_vit.core.sizes import VIT_SIZES, height_width
+from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import ALL, MLP, Attention, Block
 from dino_vit.models.onednn import Linear

@@ -20,8 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core.progress import progress
-from dino_vit.core.text import printable
+from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import eval_mode, in_batches

@@ -10,7 +10,7 @@ from dino_vit.config import yaml
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
-from dino_vit.core.progress import plural
+from dino_vit.core.text import plural
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
 from dino_vit.training.verdict import STATES, TOO_EARLY, Diagnosis, summarise
 

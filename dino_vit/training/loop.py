@@ -15,9 +15,8 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
 from dino_vit.core.distributed import all_reduce_mean, any_process, limit_waits
-from dino_vit.core.lock import locked
+from dino_vit.core.process import Interruption, locked
 from dino_vit.core.runtime import start_processes, wait_for_device
-from dino_vit.core.signals import Interruption
 from dino_vit.core.storage import StorageError
 from dino_vit.data.statistics import INSPECTED, inspect_images, sample
 from dino_vit.training.metrics import MetricsRecord

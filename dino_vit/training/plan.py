@@ -6,7 +6,7 @@ from typing import NamedTuple
 from dino_vit.config.checks import check_phases, check_scaled_lr, scaled_lr
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, Problem
-from dino_vit.core.progress import plural
+from dino_vit.core.text import plural
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
 

@@ -17,10 +17,9 @@ from dino_vit.config import yaml
 from dino_vit.config.display import to_yaml
 from dino_vit.config.settings import values
 from dino_vit.core import log
-from dino_vit.core.progress import plural
 from dino_vit.core.runtime import cores_of_a_process, device_name
 from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,

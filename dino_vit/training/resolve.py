@@ -15,12 +15,10 @@ from dino_vit.config.auto import Choice, auto_choices, init_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
-from dino_vit.core import log
+from dino_vit.core import height_width, log
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
-from dino_vit.core.progress import plural
-from dino_vit.core.sizes import height_width
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable
 from dino_vit.data.shards import shard_cache_folder, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import (

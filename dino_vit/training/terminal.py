@@ -13,8 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dino_vit.core.progress import duration, live_console
-from dino_vit.core.text import printable_lines
+from dino_vit.core.text import duration, live_console, printable_lines
 from dino_vit.training.metrics import MetricsRecord
 from dino_vit.training.verdict import LEARNING, TOO_EARLY, Diagnosis
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.progress import plural
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable
 from dino_vit.data.images.reducing import reduced_size
 from dino_vit.data.sources.files import is_url
 from dino_vit.views.build import MOST_WORKERS, build_views

@@ -9,8 +9,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core import log
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
 from dino_vit.data.sources.open import Source

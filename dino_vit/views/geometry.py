@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.core import Size
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.core.sizes import Size
 from dino_vit.views.augment import ViewAugment
 
 Interpolation = Literal["bicubic", "bilinear"]

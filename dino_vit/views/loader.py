@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from dino_vit.core import log
-from dino_vit.core.signals import STOP_SIGNALS
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size, log
+from dino_vit.core.process import STOP_SIGNALS
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_vit.core import log
-from dino_vit.core.progress import plural
-from dino_vit.core.sizes import VIT_SIZES, height_width
+from dino_vit.core import VIT_SIZES, height_width, log
+from dino_vit.core.text import plural
 from dino_vit.models.backbone import Provenance
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.stems import REDUCTION

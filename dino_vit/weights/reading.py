@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.progress import plural
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, plural
 from dino_vit.weights.metadata import (
     EXPORT_KEY,
     HUB_FILES,

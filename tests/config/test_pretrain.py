@@ -10,7 +10,7 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import METHODS, PretrainConfig
 from dino_vit.config.sections import Arch
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
-from dino_vit.core.sizes import VIT_SIZES
+from dino_vit.core import VIT_SIZES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
 

@@ -1,10 +1,14 @@
+import io
+import logging
 import os
 import re
+import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from dino_vit.core import text
 from dino_vit.core.text import brief, printable, printable_lines
 from dino_vit.data.sources.open import open_source
 from tests.support.images import write_synthetic
@@ -34,6 +38,25 @@ def test_a_text_in_a_message_is_short_and_printable():
     assert brief("a" * 61) == "a" * 56 + " ..."
     assert brief("\n" * 10**6, 10) == "\\n" * 3 + " ..."
     assert brief("photo\u202egpj.exe") == r"photo\u202egpj.exe"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(text, "PATIENCE", -1)
+    monkeypatch.setenv("TERM", "xterm")
+    with (
+        caplog.at_level(logging.INFO, "dino_vit"),
+        text.progress("Listing a[/x]\x1b[31m[red]", 1) as advance,
+    ):
+        advance.shown = 0
+        advance(1)
+    assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
 
 
 def raw_lines(raw):

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.core.signals import Interruption
+from dino_vit.core.process import Interruption
 from dino_vit.training.loop import train
 from dino_vit.training.reporter import Reporter
 from dino_vit.training.setup import set_up

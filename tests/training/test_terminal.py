@@ -11,7 +11,7 @@ from io import StringIO
 
 import pytest
 
-from dino_vit.core.progress import duration
+from dino_vit.core.text import duration
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import LEARNING, UNIFORM
 from tests.support.history import HEALTHY, Clock, show_some

@@ -31,13 +31,12 @@ from dino_vit.config.settings import (
     setting,
     settings_of,
 )
+from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.distributed import all_gather, any_process, is_main_process, rank, rank_slice, world_size
-from dino_vit.core.lock import locked
-from dino_vit.core.progress import Advance, plural, progress
+from dino_vit.core.process import Interruption, locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
-from dino_vit.core.signals import Interruption
-from dino_vit.core.sizes import VIT_SIZES, height_width
+from dino_vit.core.text import Advance, plural, progress
 from dino_vit.eval.accuracy import summary, top_k_accuracy, trivial_baselines, write_results
 from dino_vit.eval.features import extract_features
 from dino_vit.eval.labelled import Epochs, SupervisedConfig, SupervisedLoader, open_sets

@@ -11,7 +11,7 @@ from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, few_shot_result, few_shot_table
 from dino_vit.config.settings import Count, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
-from dino_vit.core.progress import plural, progress
+from dino_vit.core.text import plural, progress
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import (
     Accuracy,

@@ -16,7 +16,7 @@ from dino_vit.commands.classification import Classification, few_shot_result, fe
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
-from dino_vit.core.progress import plural, progress
+from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import (
     Accuracy,
     Predictions,

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from dino_vit.commands import Result
 from dino_vit.config.settings import Count, FewOrZero, Settings, setting
-from dino_vit.core.progress import plural, progress
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import format_cosines, unit

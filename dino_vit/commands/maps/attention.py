@@ -17,9 +17,9 @@ from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Dimension, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank, world_size
-from dino_vit.core.progress import plural
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
+from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread

@@ -13,8 +13,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from dino_vit.core import log
-from dino_vit.core.progress import plural, progress
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
 from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.files import in_threads, open_file

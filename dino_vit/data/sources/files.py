@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.signals import REQUEUE
+from dino_vit.core.process import REQUEUE
 from dino_vit.core.text import brief
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.progress import plural, progress
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.progress import plural
+from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import is_folder, plain, read_file
 from dino_vit.data.sources.open import open_source

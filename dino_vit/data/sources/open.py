@@ -23,8 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dino_vit.config.objects import is_object
-from dino_vit.core.progress import plural
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.files import exists, is_folder, is_url, plain, remotely
 from dino_vit.data.sources.folder import FilesSource, FolderSource, ListSource, NoImages
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size
 from dino_vit.eval.features import eval_mode
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import Block

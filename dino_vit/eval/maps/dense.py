@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from dino_vit.core import log
+from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, rank_slice
-from dino_vit.core.progress import progress
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.core.sizes import Size
+from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource

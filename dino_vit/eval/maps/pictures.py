@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core.sizes import Size
+from dino_vit.core import Size
 from dino_vit.core.storage import replacing
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dino_vit.core import log
-from dino_vit.core.progress import progress
-from dino_vit.core.text import brief, printable
+from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.shards import DamagedShard, ShardedSource
 from dino_vit.data.sources.files import (
     OPEN_FILES,

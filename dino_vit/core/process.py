@@ -1,0 +1,103 @@
+"""This process: whether it prints, the signals that stop its run, the lock on its output folder."""
+
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, lockf
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, Self
+
+from dino_vit.core import log
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+REQUEUE = 75  # EX_TEMPFAIL: the run is not finished and should be started again
+
+
+def is_rank_0() -> bool:
+    """Tell whether this process prints and writes, also before and after there is a process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Interruption:
+    """Remember a signal until the end of a step; before the first, and at a second ctrl-C, leave at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.in_steps = False
+
+    def __enter__(self) -> Self:
+        # Only the main thread may handle signals.
+        numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._handlers = {number: signal.signal(number, self._remember) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and (self.asked or not self.in_steps):
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        if not self.in_steps:
+            sys.exit(REQUEUE)
+        if number == signal.SIGINT and is_rank_0():
+            # sys.stderr may be in the middle of a write.
+            os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.received is not None
+
+    def leave(self) -> NoReturn:
+        """Leave a run that is saved: as ctrl-C does, or with the exit code that asks for its continuation."""
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(REQUEUE)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of an output folder on rank 0, or raise if another living process holds it."""
+    if not is_rank_0():
+        yield
+        return
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with open(path, "a+b", buffering=0) as file:
+        _lock(file.fileno(), path)
+        with suppress(OSError):  # a full disk is no reason to stop: the text is for people
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+                if not existed:
+                    folder.rmdir()  # if nothing was written
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        # DataLoader workers, which outlive a killed run by some seconds, would inherit the lock of `flock`.
+        lockf(descriptor, LOCK_EX | LOCK_NB)
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return
+        holder = "it is just ending"  # and has removed the file that this process opened
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # as Lustre without its option -o flock
+            log.warning("%s cannot be locked (%s): start no second run in this folder", path, error.strerror)
+            return
+        holder = f"process {path.read_text()}" if path.exists() else "it is just ending"
+    raise ValueError(
+        f"another run is using {path.parent} ({holder}): wait until it ends, or give another output"
+    )

@@ -1,0 +1,94 @@
+import errno
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from dino_vit.core import process
+from dino_vit.core.process import Interruption, locked
+from tests.support.runs import server
+
+
+def leave_after(names):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = 1
+        with Interruption() as interruption:
+            interruption.in_steps = names[0] != "before"
+            names = [name for name in names if name != "before"]
+            assert not interruption.asked
+            for name in names:
+                os.kill(os.getpid(), name)
+                assert interruption.asked
+            if interruption.received == signal.SIGINT:  # a single one, after the step
+                code = 130
+            interruption.leave()
+    except KeyboardInterrupt:
+        pass
+    except SystemExit as stop:
+        code = stop.code
+    assert signal.getsignal(signal.SIGTERM) == before
+    sys.exit(code)
+
+
+def test_signals_are_remembered_until_the_step_is_over():
+    term, user, interrupt, at_once = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, 1
+    cases = {
+        (term,): 75,
+        (user,): 75,
+        (interrupt,): 130,
+        (term, term): 75,
+        (interrupt, term): 75,
+        (interrupt, interrupt): at_once,
+        (term, interrupt): at_once,
+        ("before", interrupt): at_once,
+        ("before", term): 75,
+    }
+    started = {names: server.Process(target=leave_after, args=(names,)) for names in cases}
+    for child in started.values():
+        child.start()
+    for names, child in started.items():
+        child.join()
+        assert child.exitcode == cases[names], names
+
+
+def hold(folder, held):
+    with locked(folder):
+        if os.fork():
+            held.set()
+            time.sleep(60)
+        else:  # as a DataLoader worker, which lives on for a while
+            time.sleep(5)
+
+
+def test_a_lock_is_held_until_its_process_dies(tmp_path):
+    held = server.Event()
+    other = server.Process(target=hold, args=(tmp_path / "run", held))
+    other.start()
+    assert held.wait(60)
+    with pytest.raises(ValueError, match=rf"another run is using .*run \(process {other.pid} on "):
+        locked(tmp_path / "run").__enter__()
+    os.kill(other.pid, signal.SIGKILL)
+    other.join()
+    for _ in range(2):
+        with locked(tmp_path / "run"):
+            pass
+
+
+def test_only_a_new_folder_in_which_nothing_was_written_goes(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "new"):
+        with locked(tmp_path / name):
+            assert os.listdir(tmp_path / name) == [".lock"]
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(process, "lockf", refuse)
+    with locked(tmp_path):
+        assert "cannot be locked (Function not implemented)" in caplog.text
