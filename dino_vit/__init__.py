@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # each command is a function that returns this; see functions
     from dino_vit.weights import WeightsError as WeightsError
     from dino_vit.weights import load_backbone as load_backbone
     from dino_vit.weights import save_backbone as save_backbone
-    from dino_vit.weights.exporting.export import export_backbone as export_backbone
+    from dino_vit.weights.export import export_backbone as export_backbone
 
     attention: Callable[..., AttentionMaps]
     compare: Callable[..., ComparisonResult]
@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 _FUNCTIONS = {name.replace("-", "_"): name for name in COMMANDS}
 _MODULES = {
     **dict.fromkeys(("WeightsError", "load_backbone", "save_backbone"), "weights"),
-    "export_backbone": "weights.exporting.export",
+    "export_backbone": "weights.export",
     **dict.fromkeys(
         ("VisionTransformer", "vit_base", "vit_huge", "vit_large", "vit_small", "vit_tiny"), "models.vit"
     ),

@@ -28,7 +28,6 @@ from dino_vit.eval.online import random_indices, rankme
 from dino_vit.reports.comparison import Comparison, first_images, map_tiles, render
 from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
-from dino_vit.weights.loading import read_backbone
 from dino_vit.weights.reading import is_name
 
 Evaluator = Literal["knn", "linear", "dense"]
@@ -87,7 +86,7 @@ def run(config: CompareConfig) -> ComparisonResult:
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     source, evaluators, notes = _choose_evaluators(config)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
-        read_backbone(weights, network=config.network)
+        load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
     comparison = Comparison(source=source, names=list(paths), notes=notes)

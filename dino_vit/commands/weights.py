@@ -17,9 +17,8 @@ from dino_vit.training.metrics import BASELINE, METRICS, read_records
 from dino_vit.training.verdict import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbone import LoadedBackbone
-from dino_vit.weights.exporting.card import describe, model_card, show
-from dino_vit.weights.exporting.export import export_backbone
-from dino_vit.weights.exporting.usage import usage
+from dino_vit.weights.card import describe, model_card, show, usage
+from dino_vit.weights.export import export_backbone
 
 
 class _WeightsConfig(Settings):

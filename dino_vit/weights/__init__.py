@@ -1,4 +1,4 @@
-"""Read and write weights; `exporting` writes those of other libraries, and imports much more."""
+"""Read and write weights; `export` writes those of other libraries, and imports much more."""
 
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError

@@ -5,7 +5,7 @@ blocks.{i}.norm1, blocks.{i}.attn.qkv, blocks.{i}.attn.proj, blocks.{i}.ls1.gamm
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -276,3 +276,10 @@ def merge(tensors: Mapping[str, Tensor], *, key_bias: bool = True) -> dict[str, 
             if joined not in merged and all(part in merged for part in names):
                 merged[joined] = torch.cat([merged.pop(part) for part in names])
     return merged
+
+
+def split(tensors: dict[str, Tensor], whole: str, parts: Sequence[str]) -> None:
+    """Replace each tensor whose name contains `whole` by its parts."""
+    for name in [name for name in tensors if whole in name]:
+        for part, rows in zip(parts, tensors.pop(name).chunk(len(parts)), strict=True):
+            tensors[name.replace(whole, part)] = rows.clone()

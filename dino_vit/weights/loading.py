@@ -39,32 +39,18 @@ def load_backbone(
     network: str = "teacher",
     format: str | None = None,
     trained_size: int | Grid | None = None,
+    verbose: bool = True,
     **overrides: Any,
 ) -> LoadedBackbone:
     """Return the backbone of a run folder, a hub folder, a file or a dict, in evaluation mode.
 
     Names work too: `hf:OWNER/NAME` of the Hugging Face Hub, `timm:NAME` of timm's models there.
     `network` selects the teacher or the student of a training checkpoint; `format` decides where files of
-    DINO and of timm look alike; `trained_size` is for files whose positions do not form a square. Any keyword
-    of `VisionTransformer` overrides what the tensors show: another `image_size` resamples the positions,
-    other `channels` inflate the patch embedding, `num_classes` keeps the classifier.
+    DINO and of timm look alike; `trained_size` is for files whose positions do not form a square; `verbose`
+    logs what was loaded and converted. Any keyword of `VisionTransformer` overrides what the tensors show:
+    another `image_size` resamples the positions, other `channels` inflate the patch embedding, `num_classes`
+    keeps the classifier.
     """
-    model, summary = read_backbone(
-        source, network=network, format=format, trained_size=trained_size, **overrides
-    )
-    log.info("%s", summary)
-    return model
-
-
-def read_backbone(
-    source: str | Path | Mapping[str, Any],
-    *,
-    network: str = "teacher",
-    format: str | None = None,
-    trained_size: int | Grid | None = None,
-    **overrides: Any,
-) -> tuple[LoadedBackbone, str]:
-    """Load a backbone without logging; return it, and the line that says what was loaded and converted."""
     parameters = signature(VisionTransformer).parameters
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(parameters)}")
@@ -73,7 +59,9 @@ def read_backbone(
         timm = load_timm(raw, overrides)
         layout = OURS if raw.metadata else replace(TIMM, normalisation=stated_normalisation(raw))
         timm.provenance = _provenance(raw, layout, timm)
-        return timm.eval(), f"{raw.source}: loaded {timm.name} of timm ({_facts(timm.provenance)})"
+        if verbose:
+            log.info("%s: loaded %s of timm (%s)", raw.source, timm.name, _facts(timm.provenance))
+        return timm.eval()
     layout = recognise(raw, format)
     keep_classifier = bool(overrides.get("num_classes"))
     asked = {"num_classes": "classifier", "mask_token": "mask token"}
@@ -95,8 +83,10 @@ def read_backbone(
         facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
         raise WeightsError(f"{raw.source} does not fit the inferred architecture: {facts}") from error
     model.provenance = _provenance(raw, layout, model)
-    loaded = f"{raw.source}: loaded {len(tensors)} tensors ({_facts(model.provenance)})"
-    return model.eval(), "; ".join([loaded, *notes])
+    if verbose:
+        loaded = f"loaded {len(tensors)} tensors ({_facts(model.provenance)})"
+        log.info("%s: %s", raw.source, "; ".join([loaded, *notes]))
+    return model.eval()
 
 
 def _facts(origin: Provenance) -> str:

@@ -1,12 +1,10 @@
 """Models of timm that are no vision transformer of ours: load them, and write them for timm."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dino_vit.core.text import brief
 from dino_vit.models.timm_backbone import TimmBackbone
@@ -80,16 +78,3 @@ def _from_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
-
-
-def timm_tensors(model: TimmBackbone) -> dict[str, Tensor]:
-    """Return the tensors under timm's names."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in model.model.state_dict().items()}
-
-
-def open_in_timm(model: TimmBackbone, written: Path) -> Callable[[Tensor], Tensor]:
-    """Return the model of a written file as timm opens it."""
-    import timm
-
-    opened = timm.create_model(**model.arguments, checkpoint_path=str(written))
-    return opened.eval()

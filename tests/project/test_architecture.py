@@ -87,5 +87,5 @@ def test_pretraining_imports_only_what_every_run_needs():
     )
     modules = subprocess.check_output([sys.executable, "-c", program], text=True).split()
     assert len(modules) <= 86
-    rare = {"weights", "reports", "tables", "timm_backbone", "archives", "arrays", "exporting"}
+    rare = {"weights", "reports", "tables", "timm_backbone", "archives", "arrays"}
     assert not [name for name in modules if rare & set(name.split("."))]

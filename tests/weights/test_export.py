@@ -1,14 +1,21 @@
 """What is exported opens in the real libraries and gives our features there."""
 
+import json
+import resource
+
+import onnx
+import onnxruntime
 import pytest
-import safetensors.torch
 import timm
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.testing import assert_close
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.weights.layouts import Layout
+from dino_vit.weights.onnx import METADATA_KEY
 from tests.support.backbones import IMAGES, KEYWORDS, backbone
 from tests.support.peers import HEADS, PEERS
 
@@ -30,7 +37,7 @@ def test_from_the_library_to_ours_and_back_changes_no_tensor(name, tmp_path):
         pooler = {} if "dinov2" in name else {"add_pooling_layer": False}
         written = AutoModel.from_pretrained(path, **pooler).state_dict()
     else:
-        written = safetensors.torch.load_file(path)
+        written = load_file(path)
     expected = peer.model.state_dict()
     assert written.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -45,6 +52,38 @@ def test_auto_model_opens_the_export_and_gives_our_features_at_other_sizes(tmp_p
     for images in (torch.randn(1, 3, 32, 32), IMAGES, torch.randn(1, 3, 16, 40)):
         theirs = opened(images, interpolate_pos_encoding=True).last_hidden_state
         assert torch.allclose(model.forward_features(images), theirs, atol=1e-5)
+
+
+def test_the_mask_token_goes_to_hugging_face_and_not_to_others(tmp_path):
+    model = backbone(mask_token=True, layer_scale=1.0, position_mode="dinov2")
+    nn.init.normal_(model.mask_token)
+    export_backbone(model, tmp_path / "hf", "huggingface")
+    written = load_file(tmp_path / "hf/model.safetensors")["embeddings.mask_token"]
+    assert torch.equal(written, model.mask_token)
+    assert torch.equal(load_backbone(tmp_path / "hf", mask_token=True).mask_token, model.mask_token)
+    assert load_backbone(tmp_path / "hf").mask_token is None
+    export_backbone(model, tmp_path / "timm.safetensors", "timm")
+    assert "mask_token" not in load_file(tmp_path / "timm.safetensors")
+
+
+def test_a_graph_of_any_size_gives_the_features_and_says_what_it_is(tmp_path):
+    torch.manual_seed(0)
+    changes = {"depth": 1, "positions": "rotary", "registers": 1, "layer_scale": 0.1, "mlp": "swiglu"}
+    save_backbone(backbone(**changes), tmp_path / "a.safetensors", mean=(0.1,) * 3, std=(0.2,) * 3)
+    model, path = load_backbone(tmp_path / "a.safetensors").train(), tmp_path / "vit.onnx"
+    assert "checked with onnxruntime" in export_backbone(model, path, "onnx", dynamic=True)
+    assert model.training, "it is left as it was"
+    model.eval()
+    session = onnxruntime.InferenceSession(path)
+    for count, height, width in [(1, 32, 32), (2, 48, 40), (3, 16, 64)]:
+        images = torch.randn(count, 3, height, width)
+        cls, patches = map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
+        with torch.no_grad():
+            tokens = model.forward_features(images)
+        assert_close(cls, tokens[:, 0], rtol=0, atol=1e-4)
+        assert_close(patches, tokens[:, 1 + model.registers :], rtol=0, atol=1e-4)
+    metadata = json.loads({entry.key: entry.value for entry in onnx.load(path).metadata_props}[METADATA_KEY])
+    assert (metadata["mean"], metadata["image_size"], metadata["format"]) == ([0.1] * 3, [32, 32], "onnx")
 
 
 def test_timm_creates_its_own_model_from_the_export(tmp_path):
@@ -84,26 +123,37 @@ def test_an_export_that_disagrees_is_not_kept(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_file_is_not_overwritten_unless_allowed(tmp_path):
+def test_only_older_exports_are_replaced_and_only_if_allowed(tmp_path):
     model = backbone()
     save_backbone(model, tmp_path / "a.safetensors")
     with pytest.raises(WeightsError, match="already exists"):
         export_backbone(model, tmp_path / "a.safetensors", "timm")
     export_backbone(model, tmp_path / "a.safetensors", "timm", overwrite=True)
     (tmp_path / "folder").mkdir()
-    export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
-    export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
+    for _ in range(2):
+        export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
     assert (tmp_path / "folder" / "config.json").exists()
-
-
-def test_a_folder_of_other_files_is_not_replaced(tmp_path):
-    (tmp_path / "thesis.tex").write_text("all my work")
-    with pytest.raises(WeightsError, match=r"existing folder with thesis\.tex"):
-        export_backbone(backbone(), tmp_path, "huggingface", overwrite=True)
-    (tmp_path / "run.pth").mkdir()
     with pytest.raises(WeightsError, match="existing folder"):
-        export_backbone(backbone(), tmp_path / "run.pth", "timm", overwrite=True)
-    assert (tmp_path / "thesis.tex").exists()
+        export_backbone(model, tmp_path / "folder", "onnx", overwrite=True)
+    (tmp_path / "folder" / "thesis.tex").write_text("all my work")
+    with pytest.raises(WeightsError, match=r"existing folder with thesis\.tex"):
+        export_backbone(model, tmp_path / "folder", "huggingface", overwrite=True)
+    assert (tmp_path / "folder" / "thesis.tex").exists()
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_what_was_there(tmp_path):
+    """A limit on the size of files stands in for the full disk."""
+    path, limits = tmp_path / "x.pth", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("an older export")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(WeightsError) as caught:
+            export_backbone(backbone(), path, "reference", overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == f"{path} could not be written: File too large"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "an older export"
 
 
 def test_an_export_tells_where_other_sizes_will_differ(tmp_path):

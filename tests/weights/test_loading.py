@@ -106,6 +106,19 @@ def test_a_classifier_is_dropped_unless_it_is_asked_for(caplog):
         load_backbone(peer.model.state_dict(), heads=HEADS, num_classes=7)
 
 
+def test_a_mask_token_is_kept_where_it_is_asked_for_and_zeros_without_one(tmp_path):
+    model = backbone(mask_token=True, layer_scale=1.0)
+    nn.init.normal_(model.mask_token)
+    save_backbone(model, tmp_path / "ours.safetensors")
+    assert torch.equal(load_backbone(tmp_path / "ours.safetensors").mask_token, model.mask_token)
+    assert load_backbone(tmp_path / "ours.safetensors", mask_token=False).mask_token is None
+    named = model.state_dict()  # DINOv2's names are ours
+    assert load_backbone(named, heads=2).mask_token is None
+    assert torch.equal(load_backbone(named, heads=2, mask_token=True).mask_token, model.mask_token)
+    loaded = load_backbone(backbone().state_dict(), heads=2, mask_token=True)
+    assert torch.equal(loaded.mask_token, torch.zeros(1, 32))
+
+
 def test_separate_queries_keys_and_values_are_merged(caplog):
     model = backbone(qkv_bias=False, position_mode="dino")
     named = dict(model.state_dict())

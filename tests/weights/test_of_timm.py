@@ -1,19 +1,18 @@
 """Models of timm in our files and in timm's: read, written, opened by timm itself, found by name."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights import WeightsError
+from dino_vit.weights.backbone import LoadedTimmBackbone, LoadedTransformer
 from tests.support.images import smooth
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -60,24 +59,19 @@ def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
 
 @pytest.mark.parametrize(("name", "suffix"), [("test_resnet", ".safetensors"), ("test_vit", ".pth")])
 @torch.no_grad()
-def test_exported_it_is_timms_own(tmp_path, name, suffix):
+def test_exported_it_is_timms_own(tmp_path, monkeypatch, name, suffix):
     """The printed lines embed a photo as we do, and the file loads here again."""
+    monkeypatch.chdir(tmp_path)
     saved(tmp_path, name)
-    smooth(size=(90, 75)).save(tmp_path / "photo.jpg")
-    result = dino_vit.export(
-        tmp_path / "a.safetensors", out=tmp_path / f"b{suffix}", format="timm", verbose=False
-    )
-    program = f"{result.text}\nimport json\nprint(json.dumps(output[0].tolist()))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    ours = dino_vit.load_backbone(tmp_path / "a.safetensors").embed(tmp_path / "photo.jpg")
-    theirs = torch.tensor(json.loads(done.stdout))
-    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9999
-    again = dino_vit.load_backbone(tmp_path / f"b{suffix}")
+    smooth(size=(90, 75)).save("photo.jpg")
+    result = dino_vit.export("a.safetensors", out=f"b{suffix}", format="timm", verbose=False)
+    names = {}
+    exec(result.text, names)
+    ours = dino_vit.load_backbone("a.safetensors").embed("photo.jpg")
+    assert torch.cosine_similarity(ours, names["output"][0], dim=0) > 0.9999
+    again = dino_vit.load_backbone(f"b{suffix}")
     assert again.provenance.mean == STATISTICS["mean"]
-    assert_close(again.embed(tmp_path / "photo.jpg"), ours)
+    assert_close(again.embed("photo.jpg"), ours)
 
 
 @pytest.fixture
@@ -124,13 +118,15 @@ def test_other_channels_get_the_first_kernels_of_timm(folder):
 
 
 @pytest.fixture
-def cache(tmp_path):
+def cache(tmp_path, monkeypatch):
     """A cache of the hub with a convolution and a transformer of timm's, and a network that is off."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     torch.manual_seed(0)
-    models = {name: timm.create_model(name) for name in ("test_convnext", "test_vit")}
+    models = {name: timm.create_model(name).eval() for name in ("test_convnext", "test_vit")}
     for name, model in models.items():
         tagged = f"{name}.r160_in1k"
-        snapshot = tmp_path / "cache" / f"models--timm--{tagged}" / "snapshots" / ("a" * 40)
+        snapshot = tmp_path / f"models--timm--{tagged}" / "snapshots" / ("a" * 40)
         snapshot.mkdir(parents=True)
         (snapshot.parents[1] / "refs").mkdir()
         (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
@@ -141,48 +137,23 @@ def cache(tmp_path):
         if name == "test_vit":
             config |= {"model_args": {"num_heads": model.blocks[0].attn.num_heads}}
         (snapshot / "config.json").write_text(json.dumps(config))
-    return models, {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+        model.reset_classifier(0)
+    return models
 
 
-EMBED = """
-import json, sys, torch, dino_vit
-images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
-for name in sys.argv[1:]:
-    try:
-        model = dino_vit.load_backbone(name)
-    except dino_vit.WeightsError as error:
-        print(json.dumps(str(error)))
-    else:
-        with torch.no_grad():
-            print(json.dumps([type(model).__name__, model.provenance.mean, model(images).tolist()]))
-"""
-
-
-def embedded(environ, *names):
-    """Load weights by name in a process of its own, as the hub reads its environment at the start."""
-    done = subprocess.run(
-        [sys.executable, "-c", EMBED, *names],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
+@torch.no_grad()
 def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache):
     """A vision transformer becomes ours, with attention to look at; anything else stays timm's."""
-    models, environ = cache
     images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
-    names = ["timm:test_convnext", "hf:timm/test_convnext.r160_in1k", "timm:test_vit"]
-    *resolved, absent, unknown = embedded(environ, *names, "hf:facebook/dinov2-small", "timm:test_convnet")
-    for name, (kind, mean, features) in zip(names, resolved, strict=True):
-        model = models["test_vit" if "test_vit" in name else "test_convnext"]
-        model.reset_classifier(0)
-        with torch.no_grad():
-            assert_close(torch.tensor(features), model.eval()(images), atol=1e-5, rtol=1e-5)
-        assert kind == ("LoadedTransformer" if "test_vit" in name else "LoadedTimmBackbone")
-        assert mean == list(model.pretrained_cfg["mean"])
-    assert "run `hf download facebook/dinov2-small`, and give the folder that it prints" in absent
-    assert "knows no weights of this name; timm.list_pretrained() names those that there are" in unknown
+    for name in ("timm:test_convnext", "hf:timm/test_convnext.r160_in1k", "timm:test_vit"):
+        model, kind = cache["test_convnext"], LoadedTimmBackbone
+        if "test_vit" in name:
+            model, kind = cache["test_vit"], LoadedTransformer
+        loaded = dino_vit.load_backbone(name)
+        assert type(loaded) is kind
+        assert loaded.provenance.mean == model.pretrained_cfg["mean"]
+        assert_close(loaded(images), model(images), atol=1e-5, rtol=1e-5)
+    with pytest.raises(WeightsError, match="run `hf download facebook/dinov2-small`, and give the folder"):
+        dino_vit.load_backbone("hf:facebook/dinov2-small")
+    with pytest.raises(WeightsError, match=r"no weights of this name; timm\.list_pretrained\(\) names those"):
+        dino_vit.load_backbone("timm:test_convnet")
