@@ -295,8 +295,15 @@ def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor]
     arguments = model_arguments(model, format)
     if format == "huggingface":
         from transformers import AutoModel
+        from transformers.utils import logging as bars
 
-        opened = AutoModel.from_pretrained(written, **arguments).eval()
+        shown = bars.is_progress_bar_enabled()
+        bars.disable_progress_bar()
+        try:
+            opened = AutoModel.from_pretrained(written, **arguments).eval()
+        finally:
+            if shown:
+                bars.enable_progress_bar()
         return lambda images: opened(images).last_hidden_state[:, 0]
     import timm
     from timm.models.eva import Eva
