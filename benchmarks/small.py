@@ -36,9 +36,8 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.data.sources.scenes import SceneSource
 from dino_vit.data.sources.source import Subset
-from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 from dino_vit.eval.features import FeatureSpec, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import count_correct, sweep

@@ -24,7 +24,7 @@ import torch
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
 from benchmarks.small import Job, judge, measured_steps, of_set, train
-from dino_vit.data.sources.scenes import SceneSource
+from dino_vit.data.sources.synthetic import SceneSource
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import (
     PixelClassifier,

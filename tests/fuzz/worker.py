@@ -25,7 +25,7 @@ server = multiprocessing.get_context("forkserver")
 # What takes seconds to import is there before an input is tried.
 IMPORTED = [
     "tests.fuzz.worker",
-    "dino_vit.data.sources.tables.parquet",
+    "dino_vit.data.sources.parquet",
     "matplotlib.figure",
     "sklearn.manifold",
 ]

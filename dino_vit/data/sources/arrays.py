@@ -5,14 +5,13 @@ A .npy file is mapped into memory; the array of a .npz file is unpacked into the
 
 import hashlib
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
-from numpy.lib import format as npy
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,7 +21,6 @@ from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
-BATCH_BYTES = 2**26  # of images that are unpacked together
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
@@ -33,41 +31,43 @@ class ArraySource(IndexedSource):
         if is_url(path):
             raise ValueError(f"{path} is remote, but arrays are mapped into memory: copy it here first.")
         self._path, self._key = path, key
-        self._mapped: NDArray[Any] | None = None
         super().__init__(open_index("array", f"{path}:{key}" if key else path, self._build, [path]))
 
     def read(self, index: int) -> Tensor:
-        metadata = self.index.metadata
-        if self.index.images is not None:
-            flat = np.frombuffer(self.index.images[index].as_buffer(), metadata["dtype"])
-            image = flat.reshape(metadata["shape"])
-        else:
-            if self._mapped is None:
-                self._mapped = npy.open_memmap(self._path, mode="r")
-            image = self._mapped[index]
+        image = self._images[index]
         if image.ndim == 2:
             image = image[None]
-        elif metadata["channels_last"]:
+        elif self.index.metadata["channels_last"]:
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
 
+    @cached_property
+    def _images(self) -> NDArray[Any]:
+        """The array, mapped into memory."""
+        metadata, unpacked = self.index.metadata, self.index.images
+        if not unpacked.size:
+            return open_memmap(self._path, mode="r")
+        count = len(self) * np.prod(metadata["shape"], dtype=int)
+        return np.frombuffer(unpacked, metadata["dtype"], count).reshape(len(self), *metadata["shape"])
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_images"}
 
     def _build(self, write_images: WriteImages) -> IndexContents:
-        headers = _read_headers(self._path)
-        name = _choose(self._path, headers, self._key)
-        images = _load(self._path, name)
+        arrays = _load(self._path)
+        name = _choose(self._path, arrays, self._key)
+        images = arrays[name]
         count = len(images)
         digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
         for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
             digest.update(np.ascontiguousarray(images[row]).data)
         if name:  # of a .npz
-            _write(images, write_images)
+            for image in images:
+                write_images(image.tobytes())
         return IndexContents(
             names=[b"%09d" % number for number in range(count)],
             sizes=np.full(count, images.nbytes // count, dtype=np.int64),
-            labels=_labels(self._path, headers, count),
+            labels=_labels(self._path, arrays, count),
             metadata={
                 "fingerprint": f"array-{count}-{digest.hexdigest()[:16]}",
                 "shape": images.shape[1:],
@@ -77,72 +77,40 @@ class ArraySource(IndexedSource):
         )
 
 
-class _Header(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-def _read_headers(path: str) -> dict[str, _Header]:
-    """Return the shapes and types of the arrays in a file by name; the one of a .npy has no name."""
-    with _reading(path):
-        if not zipfile.is_zipfile(path):
-            array = npy.open_memmap(path, mode="r")
-            return {"": _Header(array.shape, array.dtype)}
-        headers = {}
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                with archive.open(info) as member:
-                    version = npy.read_magic(member)
-                    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                    shape, _, dtype = read(member)
-                    headers[info.filename.removesuffix(".npy")] = _Header(shape, dtype)
-        return headers
-
-
-def _load(path: str, name: str) -> NDArray[Any]:
-    """Return an array; the one of a .npy, which has no name, is mapped into memory."""
-    with _reading(path):
-        if not name:
-            return npy.open_memmap(path, mode="r")
-        with np.load(path) as arrays:
-            return arrays[name]
-
-
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _load(path: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a file by name; the one of a .npy, which has no name, is mapped into memory."""
     try:
-        yield
+        if not zipfile.is_zipfile(path):
+            return {"": open_memmap(path, mode="r")}
+        arrays = {}
+        with np.load(path) as file:
+            for name in file:
+                try:
+                    arrays[name] = file[name]
+                except ValueError as error:  # of Python objects
+                    log.warning("%s: %s is left out: %s", path, brief(name), error)
+        return arrays
     except OSError:
         raise
     except Exception as error:  # zipfile and the decompressors raise nearly anything
         raise ValueError(f"{path} is damaged or holds no plain arrays: {brief(error, 300)}") from error
 
 
-def _write(images: NDArray[Any], write_images: WriteImages) -> None:
-    """Write images in batches."""
-    each = images.nbytes // len(images)
-    rows = max(BATCH_BYTES // each, 1)
-    for start in range(0, len(images), rows):
-        batch = images[start : start + rows]
-        buffers = [None, pa.py_buffer(np.arange(len(batch) + 1) * each), pa.py_buffer(batch.tobytes())]
-        write_images(pa.Array.from_buffers(pa.large_binary(), len(batch), buffers))
-
-
-def _choose(path: str, headers: Mapping[str, _Header], key: str | None) -> str:
+def _choose(path: str, arrays: Mapping[str, NDArray[Any]], key: str | None) -> str:
     """Return the name of the array of images: the given one, or the only one with three or four axes."""
-    candidates = [name for name, header in headers.items() if len(header.shape) in (3, 4)]
+    candidates = [name for name, array in arrays.items() if array.ndim in (3, 4)]
     chosen = candidates if key is None else [name for name in candidates if name == key]
     if len(chosen) != 1:
-        shapes = ", ".join(f"{brief(name) or 'one'} {header.shape}" for name, header in headers.items())
+        shapes = ", ".join(f"{brief(name) or 'one'} {array.shape}" for name, array in arrays.items())
         ways = ", ".join(f"{path}:{name}" for name in candidates)
         advice = f": choose one of {ways}" if ways and key is None else ""
         text = "must have one array of images, (N, H, W), (N, H, W, C) or (N, C, H, W), but has"
         raise ValueError(f"{path} {text} {shapes}{advice}")
-    (name,) = chosen
-    shape, dtype = headers[name]
-    if dtype.kind not in "uif" or dtype.itemsize > 8 or 0 in shape:
-        raise ValueError(f"{path}: images must be integers or floats, not {dtype} of shape {shape}")
-    return name
+    images = arrays[chosen[0]]
+    if images.dtype.kind not in "uif" or images.dtype.itemsize > 8 or not images.size:
+        text = f"not {images.dtype} of shape {images.shape}"
+        raise ValueError(f"{path}: images must be integers or floats, {text}")
+    return chosen[0]
 
 
 def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
@@ -159,12 +127,10 @@ def _channels_last(path: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _labels(path: str, headers: Mapping[str, _Header], count: int) -> Labels:
-    candidates = [name for name, header in headers.items() if header.shape in ((count,), (count, 1))]
+def _labels(path: str, arrays: Mapping[str, NDArray[Any]], count: int) -> Labels:
+    candidates = [name for name, array in arrays.items() if array.shape in ((count,), (count, 1))]
     if len(candidates) > 1:
         log.warning("%s: no labels, as they could be any of %s", path, ", ".join(candidates))
-    elif candidates and headers[candidates[0]].dtype.hasobject:
-        log.warning("%s: no labels, as %s holds Python objects", path, brief(candidates[0]))
     elif candidates:
-        return number_labels(_load(path, candidates[0]).flatten().tolist())
+        return number_labels(arrays[candidates[0]].flatten().tolist())
     return number_labels([None] * count)

@@ -4,7 +4,7 @@ It is built once, in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE
 when what it was built from has changed. It may be deleted at any time. A source whose images cannot be read
 at random (Parquet, .npz) unpacks them into the same file:
 
-    images: an Arrow file, or nothing | padding | items: an Arrow file | end of images, checksum of items
+    images, if unpacked | padding | items: an Arrow file | where the items start
 
 An index is that of a kind and a location (`open_index`), and current as long as the files or folders that it
 watches are the same, with the same signatures (`_is_current`).
@@ -16,7 +16,6 @@ import json
 import os
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,12 +35,11 @@ from dino_vit.data.labels import Labels, folder_labels
 from dino_vit.data.sources.files import file_signatures, is_url
 from dino_vit.data.splits import below_shared, find_splits
 
-TRAILER = struct.Struct("<QI")
+TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 2  # of what an index holds
-IMAGES = pa.schema([("image", pa.large_binary())])
+VERSION = 3  # of what an index holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class IndexContents:
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
 
-WriteImages = Callable[[pa.Array], None]
+WriteImages = Callable[[bytes | memoryview], None]
 Build = Callable[[WriteImages], IndexContents]
 
 
@@ -110,22 +108,17 @@ class Index:
 
     def __init__(self, data: pa.Buffer, path: Path) -> None:
         self._path = path
-        end_of_items = data.size - TRAILER.size
-        end_of_images, self.checksum = TRAILER.unpack(data[max(end_of_items, 0) :])
-        content = data[end_of_images + -end_of_images % ALIGNMENT : end_of_items]
-        # The images may be terabytes, so they have no checksum.
-        if zlib.crc32(content) != self.checksum:
-            raise ValueError("its checksum is wrong")
-        items = pa.ipc.open_file(content).get_batch(0)
+        end = data.size - TRAILER.size
+        (start,) = TRAILER.unpack(data[max(end, 0) :])
+        items = pa.ipc.open_file(data[start:end]).get_batch(0)
         self.names = items["name"]
         self.columns = {name: np.from_dlpack(items[name]) for name in items.schema.names if name != "name"}
         self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
         self.file_signatures = np.array(self.metadata["file_signatures"], dtype=np.int64).reshape(-1, 3)
-        images = pa.ipc.open_file(data[:end_of_images]).read_all() if end_of_images else None
-        self.images: pa.ChunkedArray = None if images is None else images["image"]
+        self.images = data[:start]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._path, self.checksum)
+        return _reopen, (self._path, self.metadata["began"])
 
 
 class IndexedSource:
@@ -210,34 +203,28 @@ def _is_current(index: Index, files: Sequence[str] | None) -> bool:
 
 
 def _load(path: Path) -> Index | None:
-    """Map an index into memory, unless it is missing, truncated or damaged."""
+    """Map an index into memory, unless it is missing or damaged."""
     try:
         with utf8_path(path) as name, pa.memory_map(name) as file:
-            mapped = file.read_buffer()
-    except (OSError, ValueError):  # ValueError: an empty file
+            return Index(file.read_buffer(), path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return Index(mapped, path)
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (pa.ArrowException, OSError, ValueError, struct.error) as error:
         log.warning("%s is damaged and will be rebuilt: %s", path, error)
         return None
 
 
-def _reopen(path: Path, checksum: int) -> Index:
+def _reopen(path: Path, began: int) -> Index:
     index = _load(path)
-    if index is None or index.checksum != checksum:
+    if index is None or index.metadata["began"] != began:
         raise ValueError(f"{path} was rebuilt while a process that reads it was starting; start again")
     return index
 
 
 def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None) -> None:
-    writer = None
-
-    def write_images(images: pa.Array) -> None:
-        nonlocal writer
+    def write_images(data: bytes | memoryview) -> None:
         try:
-            writer = writer or pa.ipc.new_file(file, IMAGES)
-            writer.write_batch(pa.record_batch([images], schema=IMAGES))
+            file.write(data)
         except OSError as error:  # the cache is full; not an error of the source
             raise StorageError(str(error)) from error
 
@@ -250,16 +237,11 @@ def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None)
     if files is not None:
         contents = replace(contents, watched=files, file_signatures=signatures)
     items = contents.items(began)
-    if writer is not None:
-        writer.close()
-    end_of_images = file.tell()
-    file.write(bytes(-end_of_images % ALIGNMENT))
-    with pa.BufferOutputStream() as stream:
-        with pa.ipc.new_file(stream, items.schema) as items_writer:
-            items_writer.write_batch(items)
-        content = stream.getvalue()
-    file.write(content)
-    file.write(TRAILER.pack(end_of_images, zlib.crc32(content)))
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    start = file.tell()
+    with pa.ipc.new_file(file, items.schema) as writer:
+        writer.write_batch(items)
+    file.write(TRAILER.pack(start))
 
 
 @contextmanager

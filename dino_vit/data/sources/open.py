@@ -37,8 +37,7 @@ ALLOWED = (
     "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
-LISTS = (".txt", ".csv", ".tsv")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re.IGNORECASE)
 
 
@@ -55,20 +54,21 @@ def open_source(spec: str, labels: str | Path | None = None) -> Source:
 def _open(spec: str) -> Source:
     """Open a source; each kind is imported when it is used."""
     kind, _, rest = spec.partition(":")
-    if kind == "synthetic" and not os.path.exists(spec):
-        return _open_synthetic(spec, rest)
-    if is_object(spec) and not os.path.exists(spec):
-        from dino_vit.data.custom import open_custom
+    if not os.path.exists(spec):
+        if kind == "synthetic":
+            return _open_synthetic(spec)
+        if is_object(spec):
+            from dino_vit.data.custom import open_custom
 
-        return open_custom(spec)
-    if kind == "hf" and not os.path.exists(spec):
-        from dino_vit.data.sources.tables.hub import HubSource
+            return open_custom(spec)
+        if kind == "hf":
+            from dino_vit.data.sources.tables import HubSource
 
-        return HubSource(rest)
+            return HubSource(rest)
     spec = plain(spec)
     if exists(spec):
         return _open_folder(spec) if is_folder(spec) else _open_files(spec, [spec])
-    if is_pattern(spec):
+    if _BRACES.search(spec) or glob.has_magic(spec):
         files = expand(spec)
         if not files:
             raise ValueError(f"{spec!r} matches no file.")
@@ -81,16 +81,16 @@ def _open(spec: str) -> Source:
     raise ValueError(f"{spec!r} does not exist: {ALLOWED}.")
 
 
-def _open_synthetic(spec: str, rest: str) -> Source:
-    from dino_vit.data.sources.scenes import SceneSource
-    from dino_vit.data.sources.synthetic import SyntheticSource
+def _open_synthetic(spec: str) -> Source:
+    from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 
-    arguments = rest.split(":") if rest else []
-    kind = SceneSource if arguments[:1] == ["scenes"] else SyntheticSource
-    arguments = arguments[kind is SceneSource :]
-    if len(arguments) > 2 or not all(re.fullmatch(r"\d{1,18}", argument) for argument in arguments):
+    match = re.fullmatch(r"synthetic(:scenes)?(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
+    if not match:
         raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:scenes][:LENGTH[:SIZE]]")
-    return kind(**dict(zip(("length", "size"), map(int, arguments), strict=False)))
+    scenes, length, size = match.groups()
+    given = {"length": length, "size": size}
+    kind = SceneSource if scenes else SyntheticSource
+    return kind(**{name: int(value) for name, value in given.items() if value})
 
 
 def _open_folder(root: str) -> Source:
@@ -132,12 +132,12 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
 
         return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.sources.tables.parquet import open_parquet
+        from dino_vit.data.sources.parquet import open_parquet
 
         return open_parquet(spec, files)
     if len(files) > 1:
         raise ValueError(f"{spec!r} matches {len(files)} {suffix} files: give one file of this kind")
-    if suffix in LISTS:
+    if suffix in (".txt", ".csv", ".tsv"):
         return ListSource(files[0])
     if suffix in (".npy", ".npz"):
         from dino_vit.data.sources.arrays import ArraySource
@@ -150,17 +150,16 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
     raise ValueError(f"{spec!r} is of an unknown kind: {ALLOWED}.")
 
 
-def is_pattern(path: str) -> bool:
-    return bool(_BRACES.search(path) or glob.has_magic(path))
-
-
 def expand(pattern: str) -> list[str]:
     """Return the paths that match a pattern with `{000..010}`, `{a,b}`, `*`, `?` or `[...]`, sorted."""
     matches: set[str] = set()
     missing: list[str] = []
     for path in _expand_braces(pattern):
-        if glob.has_magic(path):
-            matches.update(_glob(path))
+        if glob.has_magic(path) and is_url(path):
+            paths = remotely(path, lambda system, inner: map(system.unstrip_protocol, system.glob(inner)))
+            matches.update(paths)
+        elif glob.has_magic(path):
+            matches.update(glob.glob(path, recursive=True))
         elif exists(path):
             matches.add(path)
         else:
@@ -183,9 +182,3 @@ def _expand_braces(pattern: str) -> Iterator[str]:
     start, end = pattern[: braces.start()], pattern[braces.end() :]
     for choice in choices:
         yield from _expand_braces(f"{start}{choice}{end}")
-
-
-def _glob(path: str) -> list[str]:
-    if not is_url(path):
-        return glob.glob(path, recursive=True)
-    return remotely(path, lambda system, inner: [system.unstrip_protocol(p) for p in system.glob(inner)])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_vit.data.sources.scenes import SceneSource
+from dino_vit.data.sources.synthetic import SceneSource
 from dino_vit.eval.features import FeatureSpec, extract_features
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone

@@ -69,33 +69,25 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
     write(path)
     age(tmp_path)
     before = open_source(str(path))
-    assert open_source(str(path)).index.checksum == before.index.checksum
+    assert open_source(str(path)).index.metadata == before.index.metadata
     write(path, dict(list(FILES.items())[:3]))
     after = open_source(str(path))
     assert (len(before), len(after)) == (5, 3)
     assert before.fingerprint != after.fingerprint
 
 
-def test_torn_and_damaged_indices_are_built_anew(tmp_path, cache, built, caplog):
+def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):
     write_folder(tmp_path)
     age(tmp_path)
     FolderSource(tmp_path)
     (path,) = cache.glob("*.arrow")
     whole = path.read_bytes()
-    rng = np.random.default_rng(0)
-    damaged = [b"", b"?", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"?", b"x" * len(whole)]
-    for place in [*rng.integers(0, len(whole), 40), len(whole) - 20]:
-        flipped = bytearray(whole)
-        flipped[place] ^= 4
-        damaged.append(bytes(flipped))
-    names = ORDER
-    for data in damaged:
+    for data in (b"", b"?", whole[:100], whole[:-1], whole[: len(whole) // 2], b"x" * len(whole)):
         path.write_bytes(data)
         source = FolderSource(tmp_path)
-        assert [source.raw_name(index).decode() for index in range(5)] == names
-        assert source.read(2) == FILES[names[2]]
-    assert len(built) > 30  # a flip in the padding between columns changes nothing
-    assert "is damaged and will be rebuilt" in caplog.text
+        assert [source.raw_name(index).decode() for index in range(5)] == ORDER
+        assert source.read(2) == FILES[ORDER[2]]
+    assert caplog.text.count("is damaged and will be rebuilt") == 12  # before the lock and under it
     assert sorted(p.suffix for p in cache.iterdir()) == [".arrow", ".lock"]
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.scenes import SceneSource
+from dino_vit.data.sources.synthetic import SceneSource
 
 SCENES = SceneSource(length=300, size=64)
 

@@ -12,20 +12,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from io import BufferedReader
-from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.shards import DamagedShard, ShardedSource
 from dino_vit.data.sources.files import (
-    OPEN_FILES,
     ByteRangeReader,
     RemoteFile,
     file_signatures,
@@ -36,25 +32,28 @@ from dino_vit.data.sources.files import (
 )
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import Source
-from dino_vit.data.sources.tables.columns import Rows, TableColumns, find_columns, image_bytes
+from dino_vit.data.sources.tables import Rows, TableColumns, find_columns, image_bytes
 
 BATCH = 32  # rows that are read together
 FOOTER = 2**16  # bytes of a remote file that are requested first
 MOST_OF_GROUP = 2**27  # bytes of the images in a row group that is read for a single one
-HELD_BYTES = 2**27  # of the row groups that were read last
-
-
-class LargeRowGroups(ValueError):
-    """A file has row groups that are too large to read for a single image."""
+HELD_GROUPS = 2  # row groups that are kept in memory; images are mostly read in order
+HELD_FOOTERS = 128
 
 
 def open_parquet(spec: str, files: Sequence[str]) -> Source:
     """Open Parquet files: local ones unpacked, remote ones as shards, if their row groups allow it."""
-    if all(map(is_url, files)):
-        try:
-            return ParquetShards(spec, files)
-        except LargeRowGroups as error:
-            log.warning(str(error))
+    if not all(map(is_url, files)):
+        return ParquetSource(spec, files)
+    source = ParquetShards(spec, files)
+    largest = source.index.metadata["largest_group"]
+    if largest <= MOST_OF_GROUP:
+        return source
+    log.warning(
+        "%s has row groups of up to %.0f MiB, too large for one image: all are unpacked into the index, "
+        "unless you write row groups of about 100 images",
+        *(spec, largest / 2**20),
+    )
     return ParquetSource(spec, files)
 
 
@@ -66,7 +65,8 @@ class ParquetSource(IndexedSource):
         super().__init__(open_index("parquet", spec, self._build, self._files))
 
     def read(self, index: int) -> bytes:
-        return self.index.images[int(self.index.columns["row"][index])].as_py() or b""
+        start, size = (int(self.index.columns[name][index]) for name in ("start", "size"))
+        return bytes(self.index.images[start : start + size])
 
     def _build(self, write_images: WriteImages) -> IndexContents:
         columns, rows, tables = [], Rows(), []
@@ -79,14 +79,17 @@ class ParquetSource(IndexedSource):
                     tables.append((os.path.basename(path), table.metadata.num_rows))
                     names = [columns[0].image, columns[0].name, columns[0].label]
                     for batch in table.iter_batches(BATCH, columns=[name for name in names if name]):
-                        write_images(rows.add(batch, columns[0]))
+                        for image in rows.add(batch, columns[0]).drop_null():
+                            write_images(image.as_buffer())
                         advance(batch.num_rows)
         if not any(rows.sizes):
             raise ValueError(
                 f"column {printable(columns[0].image)} of {self._spec} contains no image bytes, perhaps only "
                 "paths; write the images into the table, or give the folder that holds them"
             )
-        return rows.index_contents(columns[0], tables)
+        size = np.array(rows.sizes, dtype=np.int64)
+        contents = rows.index_contents(columns[0], tables)
+        return replace(contents, columns={"start": np.cumsum(size) - size, "size": size})
 
 
 class ParquetShards(ShardedSource):
@@ -115,16 +118,8 @@ class ParquetShards(ShardedSource):
     def _build(self, _: WriteImages) -> IndexContents:
         with progress(f"Indexing {self._spec}") as advance:
             listed = in_threads(_list_rows, self._files, lambda table: advance(table.length))
-        columns = listed[0].columns
+        columns, counts = listed[0].columns, [table.length for table in listed]
         _check_same(self._files, [table.columns for table in listed])
-        for path, table in zip(self._files, listed, strict=True):
-            largest = max(table.group_sizes, default=0)
-            if largest > MOST_OF_GROUP:
-                raise LargeRowGroups(
-                    f"{path} has row groups of up to {largest / 2**20:,.0f} MiB, too large for one image: "
-                    "all are unpacked into the index, unless you write row groups of about 100 images"
-                )
-        counts = [table.length for table in listed]
         # The sizes of images are not known before they are read; those of their files tell sets apart.
         rows = Rows(sizes=np.repeat(file_signatures(self._files)[:, 0], counts).tolist())
         for table in listed:
@@ -141,6 +136,7 @@ class ParquetShards(ShardedSource):
                 "leaf": columns.leaf,
                 "rows": counts,
                 "unpacked": [sum(table.group_sizes) + 8 * (table.length + 1) for table in listed],
+                "largest_group": max(size for table in listed for size in (0, *table.group_sizes)),
             },
         )
 
@@ -159,7 +155,7 @@ def _list_rows(path: str) -> _Listed:
     with open_file(path, FOOTER) as file, reading_parquet(path):
         table = pq.ParquetFile(file)
         columns, rows, footer = find_columns(path, table.schema_arrow), Rows(), table.metadata
-        for batch in table.iter_batches(BATCH, columns=columns.described):
+        for batch in table.iter_batches(columns=columns.described):
             rows.describe(batch, columns)
     leaf = [leaf.path for leaf in table.schema].index(columns.leaf)
     groups = (footer.row_group(number) for number in range(footer.num_row_groups))
@@ -172,66 +168,52 @@ def unpack_images(path: str, file: BinaryIO, copy: BinaryIO) -> None:
     try:
         with reading_parquet(path):
             table = pq.ParquetFile(file)
-            ends, row = np.zeros(table.metadata.num_rows + 1, dtype="<i8"), 0
             leaf = find_columns(path, table.schema_arrow).leaf
-            copy.seek(ends.nbytes)
+            ends = [0]
+            copy.seek(8 * (table.metadata.num_rows + 1))
             for batch in table.iter_batches(BATCH, columns=[leaf]):
-                images = image_bytes(batch.column(0))
-                lengths = np.array(pc.binary_length(images).fill_null(0).to_pylist(), dtype=np.int64)
-                ends[row + 1 : row + 1 + len(lengths)] = ends[row] + np.cumsum(lengths)
-                row += len(lengths)
-                copy.writelines(images.drop_null().to_pylist())
+                for image in image_bytes(batch.column(0)).to_pylist():
+                    ends.append(ends[-1] + copy.write(image or b""))
     except ValueError as error:
         raise DamagedShard(str(error)) from error
     copy.seek(0)
-    copy.write(ends.tobytes())
+    copy.write(np.array(ends, dtype="<i8").tobytes())
     copy.flush()
 
 
 class RowGroups:
-    """Read images of remote Parquet files, each with its row group; those read last are kept in memory."""
+    """Read images of remote Parquet files, each with its row group."""
 
     def __init__(self, ranges: ByteRangeReader, leaf: str) -> None:
         self.ranges, self.leaf = ranges, leaf
-        self._footer = lru_cache(OPEN_FILES)(self._read_footer)
-        self._held: dict[tuple[int, int], pa.ChunkedArray] = {}  # the last used last
-        self._lock = Lock()
+        self._footer = lru_cache(HELD_FOOTERS)(self._read_footer)
+        self._group = lru_cache(HELD_GROUPS)(self._read_group)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowGroups, (self.ranges, self.leaf)
 
     def read(self, file: int, row: int) -> bytes:
-        footer, starts = self._footer(file)
-        group = int(np.searchsorted(starts, row, side="right")) - 1
-        with self._lock:
-            images = self._held.pop((file, group), None)
-        if images is None:
-            images = self._read_group(file, group, footer)
-        with self._lock:
-            self._held[file, group] = images
-            while len(self._held) > 1 and sum(held.nbytes for held in self._held.values()) > HELD_BYTES:
-                del self._held[next(iter(self._held))]
-        return images[row - int(starts[group])].as_py() or b""
+        footer, group = self._footer(file), 0
+        while row >= footer.row_group(group).num_rows:
+            row -= footer.row_group(group).num_rows
+            group += 1
+        return self._group(file, group)[row].as_py() or b""
 
-    def _read_group(self, file: int, group: int, footer: pq.FileMetaData) -> pa.ChunkedArray:
-        table = pq.ParquetFile(self._file(file), metadata=footer)
+    def _read_group(self, file: int, group: int) -> pa.ChunkedArray:
+        table = pq.ParquetFile(self._file(file), metadata=self._footer(file))
         try:
-            batches = table.iter_batches(BATCH, row_groups=[group], columns=[self.leaf])
-            return pa.chunked_array([image_bytes(batch.column(0)) for batch in batches], pa.large_binary())
+            return image_bytes(table.read_row_group(group, columns=[self.leaf]).column(0))
         except (pa.ArrowException, OSError) as error:
             raise OSError(f"its row group is damaged: {brief(error, 300)}") from error
 
     def _file(self, file: int) -> RemoteFile:
         return RemoteFile(self.ranges.paths[file], int(self.ranges.file_signatures[file, 0]))
 
-    def _read_footer(self, file: int) -> tuple[pq.FileMetaData, NDArray[np.int64]]:
-        """Return what a file says of itself, and the first row of each row group."""
+    def _read_footer(self, file: int) -> pq.FileMetaData:
         path = self.ranges.paths[file]
         retry(lambda: self.ranges.check_unchanged(file), path)
         with BufferedReader(self._file(file), FOOTER) as remote, reading_parquet(path):
-            footer = pq.read_metadata(remote)
-        counts = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-        return footer, np.cumsum([0, *counts])[:-1]
+            return pq.read_metadata(remote)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which columns of a table hold images, names and labels, and what they hold."""
+"""Images in tables: which columns hold images, names and labels; datasets of the Hugging Face hub."""
 
 import json
 import os
@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 from dino_vit.core import log
 from dino_vit.core.text import brief
 from dino_vit.data.labels import LABEL_COLUMNS, Labels, number_labels
-from dino_vit.data.sources.index import IndexContents
+from dino_vit.data.sources.files import read_file
+from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
@@ -157,3 +158,51 @@ def _number(columns: TableColumns, values: list[Any]) -> Labels:
         raise ValueError(f"Column {columns.label} has label {wrong}, but only 0 to {count - 1} have names.")
     numbers = [-1 if value is None else value for value in values]
     return Labels(np.array(numbers, dtype=np.int32), list(columns.classes))
+
+
+class HubSource(IndexedSource):
+    """One split of a dataset of the Hugging Face hub, from the Arrow files that `datasets` keeps.
+
+    Its name is `OWNER/NAME` or `OWNER/NAME:SPLIT`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._spec = f"hf:{name}"
+        self._dataset = _load_dataset(name)
+        self._columns = find_columns(self._spec, self._dataset.features.arrow_schema)
+        files = [str(file["filename"]) for file in self._dataset.cache_files]
+        super().__init__(open_index("hub", self._spec, self._build, files))
+
+    def read(self, index: int) -> bytes:
+        row = int(self.index.columns["row"][index])
+        image = self._dataset.data.column(self._columns.image)[row].as_py()
+        if self._columns.nested:
+            return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
+        return bytes(image)
+
+    def _build(self, _: WriteImages) -> IndexContents:
+        rows = Rows()
+        for batch in self._dataset.data.table.to_batches():
+            rows.add(batch, self._columns)
+        return rows.index_contents(self._columns, [(self._spec.rpartition("/")[2], len(self._dataset))])
+
+
+def _load_dataset(spec: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
+    name, _, split = spec.partition(":")
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:  # of the library, the network or the files
+        raise ValueError(
+            f"hf:{spec} cannot be loaded: {brief(error, 300)}. "
+            "Check the name (hf:OWNER/NAME) and the network."
+        ) from error
+    if not split and len(splits) == 1:
+        (split,) = splits
+    if split not in splits:
+        ways = ", ".join(f"hf:{name}:{split_name}" for split_name in splits)
+        raise ValueError(f"hf:{spec} names no split, or one that does not exist. Write one of {ways}.")
+    return splits[split]
