@@ -77,6 +77,9 @@ def read_embeddings(path: Path) -> Embeddings:
             raise ValueError(f"its format is {version}, but this version of dino-vit reads format 1")
         if rows != names:
             raise ValueError(f"it has {rows} embeddings, but {names} names")
+        if not all(isinstance(name, str) for name in embeddings.names):
+            raise ValueError("it has embeddings without a name")
+        embeddings.metadata["source"]["spec"], embeddings.transform  # must be there
     except Exception as error:  # each library has errors of its own
         # "'NoneType' object is not subscriptable" means nothing to a user.
         why = "" if isinstance(error, LookupError | TypeError) else f": {brief(error, 200)}"

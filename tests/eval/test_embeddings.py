@@ -33,6 +33,13 @@ def test_a_table_that_was_changed_beside_its_array_is_noticed(tmp_path):
         read_embeddings(tmp_path / "e.npy")
 
 
+@pytest.mark.parametrize("lost", ["source", "transform"])
+def test_metadata_that_lacks_what_commands_need_is_noticed(tmp_path, lost):
+    write(tmp_path / "e.parquet", metadata={name: METADATA[name] for name in METADATA if name != lost})
+    with pytest.raises(ValueError, match=f"{DAMAGED}$"):
+        read_embeddings(tmp_path / "e.parquet")
+
+
 def test_an_array_that_was_cut_off_is_noticed(tmp_path):
     write(tmp_path / "e.npy")
     (tmp_path / "e.npy").write_bytes((tmp_path / "e.npy").read_bytes()[:-20])
