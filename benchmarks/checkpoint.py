@@ -23,9 +23,9 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import collect
 from dino_vit.core.runtime import start_processes, wait_for_device
+from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
-from dino_vit.training.step import take_step
 
 STEPS = 3  # alone and beside a checkpoint that is written
 ON_CUDA = "the same, with the copy from the device"

@@ -32,8 +32,8 @@ from benchmarks.measure import Row, Table, Work, arguments, compare, here, repor
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
+from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
-from dino_vit.training.step import take_step
 
 ON_CUDA = "both tables, ViT-S/16 with 64 images and ViT-Ti/4 with 512"
 Views = Callable[[Image.Image], list[Tensor]]

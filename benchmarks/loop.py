@@ -22,7 +22,6 @@ from unittest.mock import patch
 import torch
 
 import dino_vit.training.loop
-import dino_vit.training.step
 from benchmarks.measure import Table, arguments, report
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
@@ -96,7 +95,7 @@ def parts(state: TrainingState) -> Iterator[tuple[str, Any, str]]:
     yield "forward", Objective, "__call__"
     yield "backward", torch.autograd, "backward"
     for function in ("set_rates", "clip_gradients", "freeze", "reduce_loss", "step_if_finite", "ema_update"):
-        yield "optimiser", dino_vit.training.step, function
+        yield "optimiser", dino_vit.training.loop, function
     yield "optimiser", state.optimizer, "zero_grad"
 
 

@@ -27,7 +27,7 @@ from benchmarks.rehearsal import Kernels, rehearsed_run
 from benchmarks.step import FIXED, Ours, usual_cases
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.step import take_step
+from dino_vit.training.loop import take_step
 
 ON_CUDA = "ViT-S/16 and ViT-B/16 with 64 images"
 STEPS, SHOWN, NAMED = 3, 12, 60  # profiled steps, rows, characters of a name

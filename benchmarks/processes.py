@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import dino_vit.training.step
+import dino_vit.training.loop
 from benchmarks.loop import DEMO, REST, Stopwatch
 from benchmarks.measure import Row, Table, arguments, report
 from dino_vit.config.loading import load, replace
@@ -75,7 +75,7 @@ def round_of(state: TrainingState, batches: Iterator[Any]) -> float:
     state.accelerator.wait_for_everyone()
     began = time.perf_counter()
     for _ in range(STEPS):
-        dino_vit.training.step.take_step(state, batches)
+        dino_vit.training.loop.take_step(state, batches)
     return float(all_reduce_mean(torch.tensor(time.perf_counter() - began)))
 
 
@@ -96,14 +96,14 @@ def taken_apart(state: TrainingState, batches: Iterator[Any]) -> Found:
     watch = Stopwatch()
     with ExitStack() as stack:
         for name, owner, attribute in (
-            ("average", dino_vit.training.step, "ema_update"),
+            ("average", dino_vit.training.loop, "ema_update"),
             ("centre", state.objective.center, "update"),
             *(("collectives", dist, one) for one in COLLECTIVES),
         ):
             stack.enter_context(watch.wrap(name, owner, attribute))
         with watch.part(REST):
             for _ in range(STEPS):
-                dino_vit.training.step.take_step(state, batches)
+                dino_vit.training.loop.take_step(state, batches)
     whole = sum(watch.seconds.values())
     return {name: watch.seconds[name] / whole for name in ("average", "centre", "collectives")}
 

@@ -24,8 +24,8 @@ from benchmarks.processes import launch
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import start_processes
+from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
-from dino_vit.training.step import take_step
 
 STEPS = 5
 SETTINGS = (

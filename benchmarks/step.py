@@ -30,10 +30,10 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
 from dino_vit.core.runtime import Precision, start_processes
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.training.loop import take_step
 from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.setup import set_up
 from dino_vit.training.state import TrainingState
-from dino_vit.training.step import take_step
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_masking
 from dino_vit.views.loader import Batch

@@ -14,9 +14,8 @@ from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
-from dino_vit.method.distillation import cosine_loss, gram_loss, imitation_loss, resize_patches
-from dino_vit.method.loss import dino_loss, loss_statistics
-from dino_vit.method.patches import patch_loss
+from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
+from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.masks import Masks
 from dino_vit.models.student_teacher import Network, Output
@@ -124,8 +123,6 @@ class Objective:
             loss = loss + self.patch_weight * patch
         if self.koleo_weight:
             global_cls = torch.split(out.cls, images)[: self.global_views]
-            from dino_vit.method.koleo import koleo_loss
-
             koleo = torch.stack([koleo_loss(features) for features in global_cls]).sum()
             loss = loss + self.koleo_weight * koleo
         if self.gram_teacher is not None and out.tokens is not None:

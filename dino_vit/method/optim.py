@@ -196,12 +196,6 @@ def reduce_loss(loss: Tensor, gradient_norm: Tensor) -> tuple[Tensor, Tensor]:
     return mean, share == 1
 
 
-def freeze_last_layer(last_layer: nn.Module) -> None:
-    """Drop the gradients of the prototypes, so that the optimiser skips them."""
-    for parameter in last_layer.parameters():
-        parameter.grad = None
-
-
 @torch.no_grad()
 def ema_update(teacher: nn.Module, student: nn.Module, momentum: float, *, statistics: bool = False) -> None:
     """Update the teacher's parameters: momentum * teacher + (1 - momentum) * student.

@@ -14,7 +14,7 @@ from dino_vit.core.distributed import (
     world_size,
 )
 from dino_vit.method.centering import Center, sinkhorn_center
-from dino_vit.method.koleo import koleo_loss
+from dino_vit.method.features import koleo_loss
 from dino_vit.method.loss import loss_statistics
 from dino_vit.method.optim import reduce_loss
 from dino_vit.models.head import BatchNorm

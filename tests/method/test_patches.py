@@ -4,8 +4,7 @@ import torch.nn.functional as F
 
 from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.cross_entropy import LazyLogits, logits_of
-from dino_vit.method.loss import loss_statistics
-from dino_vit.method.patches import patch_loss
+from dino_vit.method.loss import loss_statistics, patch_loss
 
 TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
 OF_VIEW = torch.tensor([0, 0, 0, 1, 2, 2])  # the view of each masked patch; a fourth view has none

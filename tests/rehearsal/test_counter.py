@@ -18,8 +18,8 @@ from benchmarks.rehearsal import (
     OnGpu,
     Rehearsal,
 )
+from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
-from dino_vit.training.step import take_step
 from tests.support.training import configured, moved, opened, tensors_of
 
 SETTINGS = {"data.augment_on": "worker", "run.log_every": 1000, "optim.clip_mode": "global"}

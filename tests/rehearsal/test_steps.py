@@ -7,7 +7,7 @@ from benchmarks.rehearsal import HostWaits, rehearsed_run
 from benchmarks.step import FIXED
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.step import take_step
+from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
 from tests.support.training import configured, trained
 

@@ -163,9 +163,9 @@ def _run(argv: list[str], log: Path, environ: dict[str, str], before: Callable[[
 
 def within_step(step, action):
     """Have the loop act while it takes a step, for which all images are there."""
-    import dino_vit.training.step
+    import dino_vit.training.loop
 
-    clip = dino_vit.training.step.clip_gradients
+    clip = dino_vit.training.loop.clip_gradients
     taken = 0
 
     def clip_gradients(*arguments, **keywords):
@@ -175,7 +175,7 @@ def within_step(step, action):
         taken += 1
         return clip(*arguments, **keywords)
 
-    dino_vit.training.step.clip_gradients = clip_gradients
+    dino_vit.training.loop.clip_gradients = clip_gradients
 
 
 def signal_within_step(step, *numbers):

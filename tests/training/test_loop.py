@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import dino_vit.method.objective
+import dino_vit.training.loop
 import dino_vit.training.setup
-import dino_vit.training.step
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
@@ -51,7 +51,7 @@ def lose(monkeypatch):
 
     def lose(first, last, times):
         left = {step: times for step in range(first, last + 1)}
-        take, loss = dino_vit.training.step.forward_backward, dino_vit.method.objective.dino_loss
+        take, loss = dino_vit.training.loop.forward_backward, dino_vit.method.objective.dino_loss
         now = None
 
         def forward_backward(state, *arguments, **keywords):
@@ -66,7 +66,7 @@ def lose(monkeypatch):
             left[now] -= 1
             return value * math.nan
 
-        monkeypatch.setattr(dino_vit.training.step, "forward_backward", forward_backward)
+        monkeypatch.setattr(dino_vit.training.loop, "forward_backward", forward_backward)
         monkeypatch.setattr(dino_vit.method.objective, "dino_loss", dino_loss)
 
     return lose
@@ -243,6 +243,6 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
     def spoil(teacher, *_, **__):
         teacher.backbone.cls_token.fill_(math.inf)
 
-    monkeypatch.setattr(dino_vit.training.step, "ema_update", torch.no_grad()(spoil))
+    monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
     with pytest.raises(NotFinite, match=r"not be written: .*not finite; the first is teacher.*start again"):
         trained(tmp_path / "run", {"budget.steps": 5, **SHORT})

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from dino_vit.models.student_teacher import Network
-from dino_vit.training.step import take_step
+from dino_vit.training.loop import take_step
 from dino_vit.weights import load_backbone
 from tests.support.processes import finish, pair, srun_environs
 from tests.support.runs import history, run, steps, tensors

@@ -16,9 +16,9 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.training.loop import take_step
 from dino_vit.training.metrics import BASELINE, METRICS, Baseline
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.step import take_step
 from dino_vit.training.verdict import PATIENCE, STATES, WAITING, begins_to_wait, collapse, diagnose, summarise
 from tests.support.history import HEALTHY
 from tests.support.training import opened

@@ -1,4 +1,4 @@
-"""Losses on the features of another backbone: cosines (distillation), and the patch Gram matrix (DINOv3).
+"""Losses on features: KoLeo, and how they differ from those of another backbone (distillation, Gram).
 
 v views (global ones first), g global views, b images, n patches, d channels of the backbone
 """
@@ -9,6 +9,31 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core import Size
+from dino_vit.core.distributed import all_gather_equal, rank, world_size
+
+EPSILON = 1e-8  # as in DINOv2
+
+
+def koleo_loss(features: Tensor) -> Tensor:
+    """Return minus the mean logarithm of the distance of features (n, d) to the nearest others (KoLeo).
+
+    It pushes images away from their nearest neighbours. The features are L2-normalised first. Neighbours are
+    searched among the rows of all processes, and all processes return the same value.
+    DistributedDataParallel averages gradients, so those of the rows here are multiplied by the number of
+    processes, which gives the gradient of a single process.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        mine = F.normalize(features.float(), dim=1, eps=EPSILON)
+        rows = mine
+        if world_size() > 1:
+            rows, start = all_gather_equal(mine), rank() * len(mine)
+            mine = mine.detach() + world_size() * (mine - mine.detach())
+            rows = torch.cat([rows[:start], mine, rows[start + len(mine) :]])
+        with torch.no_grad():
+            cosines = rows @ rows.T
+            nearest = cosines.fill_diagonal_(-1).argmax(dim=1)
+        distances = F.pairwise_distance(rows, rows[nearest], eps=EPSILON)
+        return -(distances + EPSILON).log().mean()
 
 
 def imitation_loss(student: Tensor, teacher: Tensor, *, global_views: int) -> Tensor:

@@ -1,11 +1,13 @@
-"""Cosines and Gram matrices of features, as plain loops."""
+"""KoLeo, cosines and Gram matrices of features, as plain loops."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from dino_vit.method.distillation import cosine_loss, gram_loss, imitation_loss, resize_patches
+from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
 
 
 def cosine(a, b):
@@ -47,9 +49,9 @@ def test_the_gram_loss_is_that_of_a_loop_over_pairs_of_patches():
                 total = total + (ours - theirs) ** 2
     expected = total / (3 * 5 * 5)
     loss = gram_loss(student, teacher)
-    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-5)
+    assert_close(loss.double(), expected, atol=1e-6, rtol=1e-5)
     ours, exact = (torch.autograd.grad(value, student, retain_graph=True)[0] for value in (loss, expected))
-    torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-4)
+    assert_close(ours, exact, atol=1e-6, rtol=1e-4)
 
 
 def test_patches_are_resized_as_maps():
@@ -61,4 +63,21 @@ def test_patches_are_resized_as_maps():
     )
     for y in range(2):
         for x in range(3):
-            torch.testing.assert_close(smaller[:, 3 * y + x], maps[:, :, y, x])
+            assert_close(smaller[:, 3 * y + x], maps[:, :, y, x])
+
+
+def by_points(rows):
+    units = [[x / math.sqrt(sum(y * y for y in row)) for x in row] for row in rows]
+    nearest = [min(math.dist(a, b) for j, b in enumerate(units) if j != i) for i, a in enumerate(units)]
+    return -sum(math.log(distance) for distance in nearest) / len(nearest)
+
+
+def test_koleo_is_the_mean_over_points_of_the_logarithm_of_the_least_distance():
+    features = torch.randn(9, 4)
+    assert koleo_loss(features).item() == pytest.approx(by_points(features.tolist()), rel=1e-5)
+
+
+def test_equal_features_give_finite_gradients():
+    features = torch.ones(4, 3, requires_grad=True)
+    koleo_loss(features).backward()
+    assert features.grad.isfinite().all()
