@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -40,25 +41,35 @@ def signalled(*numbers):
     return partial(signal_within_step, 13, *numbers)
 
 
-@pytest.mark.parametrize(
-    ("number", "workers", "code", "last"),
-    [
-        (signal.SIGKILL, 2, -signal.SIGKILL, 10),
-        (signal.SIGTERM, 0, 75, 14),
-        (signal.SIGINT, 0, 130, 14),
-    ],
-)
-def test_interrupted_in_an_epoch_and_resumed_is_bit_for_bit_the_same(
-    tmp_path, whole, number, workers, code, last
-):
-    """A kill loses the steps since a checkpoint; the other signals save after the step."""
-    output, settings = tmp_path / "run", {"data.workers": workers}
-    said = run(output, settings, code=code, before=signalled(number))
-    assert ("saved at step 14" in said) == (last == 14)
-    assert steps(output)[-1] == last
-    assert len(steps(output)) == 2
-    assert [metrics["step"] for metrics in history(output)] == list(range(1, max(13, last) + 1))
-    assert f"resuming after step {last}" in run(output, settings)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The same run, stopped by SIGTERM at step 14."""
+    output = tmp_path_factory.mktemp("stopped") / "run"
+    said = run(output, code=75, before=signalled(signal.SIGTERM))
+    assert "saved at step 14" in said
+    assert steps(output) == [10, 14]
+    assert [metrics["step"] for metrics in history(output)] == list(range(1, 15))
+    return output
+
+
+@pytest.fixture
+def output(stopped, tmp_path):
+    """A copy of the stopped run, under its own name."""
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+def test_stopped_in_an_epoch_and_resumed_is_bit_for_bit_the_same(output, whole):
+    assert "resuming after step 14" in run(output)
+    assert_same_end(output, whole, 20)
+
+
+def test_killed_and_resumed_is_bit_for_bit_the_same(tmp_path, whole):
+    """A kill loses the steps since a checkpoint."""
+    output, settings = tmp_path / "run", {"data.workers": 2}
+    run(output, settings, code=-signal.SIGKILL, before=signalled(signal.SIGKILL))
+    assert steps(output) == [5, 10]
+    assert [metrics["step"] for metrics in history(output)] == list(range(1, 14))
+    assert "resuming after step 10" in run(output, settings)
     assert_same_end(output, whole, 20)
 
 
@@ -73,23 +84,21 @@ def test_a_run_goes_on_after_a_worker_was_killed(tmp_path, whole):
     assert_same_end(output, whole, 20)
 
 
-@pytest.mark.parametrize("place", ["build_networks"])
-def test_a_signal_before_the_first_step_asks_for_another_start_too(tmp_path, place):
-    said = run(tmp_path / "run", code=75, before=partial(signal_at, place))
+def test_a_signal_before_the_first_step_asks_for_another_start_too(tmp_path):
+    said = run(tmp_path / "run", code=75, before=signal_while_building)
     assert said.endswith("dino-vit pretrain: stopped; run the same command again\n")
-    run(tmp_path / "run")
 
 
-def signal_at(place):
+def signal_while_building():
     import dino_vit.training.setup
 
-    take = getattr(dino_vit.training.setup, place)
+    build = dino_vit.training.setup.build_networks
 
     def signalled(*arguments, **keywords):
         os.kill(os.getpid(), signal.SIGTERM)
-        return take(*arguments, **keywords)
+        return build(*arguments, **keywords)
 
-    setattr(dino_vit.training.setup, place, signalled)
+    dino_vit.training.setup.build_networks = signalled
 
 
 def test_a_resumed_run_adds_its_start_and_keeps_what_was_before_the_first_step(tmp_path):
@@ -160,32 +169,24 @@ def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, cod
     assert shared_memory() <= before
 
 
-def test_lines_that_are_no_records_are_left_out_by_a_resume(tmp_path, whole):
-    output = tmp_path / "run"
-    run(output, code=75, before=signalled(signal.SIGTERM))
+SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}
+
+
+def test_damaged_files_are_said_and_the_checkpoint_before_is_taken(output, whole):
+    newest = output / "checkpoints" / "step-00000014.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    (output / "config.yaml").write_bytes(b"\xff")  # a damaged one is replaced
     with (output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3}\n{"step": 14, "loss": "low"}\n{"step": 14, "lo')
     with (output / "starts.jsonl").open("a") as file:
         file.write('{"step": 14, "beg')
-    assert run(output).count("damaged lines are left out") == 1
-    assert_same_end(output, whole, 20)
-    assert [start.step for start in read_records(output / "starts.jsonl", START)] == [0, 14]
-
-
-SHORT = {"optim.warmup_epochs": 0, "run.keep_every": 5}
-
-
-def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, whole):
-    output = tmp_path / "run"
-    run(output, code=75, before=signalled(signal.SIGTERM))
-    newest = output / "checkpoints" / "step-00000014.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    (output / "config.yaml").write_bytes(b"\xff")  # a damaged one is replaced
     said = run(output)
-    assert load(PretrainConfig, output / "config.yaml", []).output == str(output)
+    assert said.count("damaged lines are left out") == 1
     assert "skipped a checkpoint" in said
     assert "step-00000014.safetensors is" in said
     assert "resuming after step 10" in said
+    assert load(PretrainConfig, output / "config.yaml", []).output == str(output)
+    assert [start.step for start in read_records(output / "starts.jsonl", START)] == [0, 10]
     assert steps(output) == [15, 20]
     assert_same_end(output, whole, 20)
 
