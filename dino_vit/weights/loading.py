@@ -3,34 +3,73 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dino_vit.core import VIT_SIZES, height_width, log
-from dino_vit.core.text import plural
-from dino_vit.models.backbone import Provenance
+from dino_vit.core import height_width, log
+from dino_vit.core.text import brief
+from dino_vit.models.backbone import Backbone, Provenance
 from dino_vit.models.positions import Grid, interpolate_pos_embs
-from dino_vit.models.stems import REDUCTION
+from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights.backbone import LoadedBackbone, LoadedTransformer
-from dino_vit.weights.layouts import HYBRID_ROOT, OURS, TIMM, Layout, merge
+from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
 from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.of_timm import is_timm, load_timm
 from dino_vit.weights.reading import RawWeights, check_finite, read_weights
-from dino_vit.weights.recognition import recognise, stated_normalisation
+from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise, stated_normalisation
 
-HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
+if TYPE_CHECKING:
+    from dino_vit.views.eval_transform import Transform
 
-HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
-TRAINED_SIDE = 224  # pixels, of weights that show no size
-ROTARY_RESCALE = 2.0  # in DINOv3's training
+
+class LoadedBackbone(Backbone):
+    """A backbone from a file or a run."""
+
+    @cached_property
+    def transform(self) -> "Transform":
+        """What evaluations do with an image before this backbone: resize, crop, normalise."""
+        from dino_vit.views.eval_transform import Transform, eval_transform_of  # imports torchvision
+
+        return Transform(eval_transform_of(self))
+
+    @torch.no_grad()
+    def embed(self, images: object, *, batch_size: int = 64) -> Tensor:
+        """Return the CLS token (D,) of an image, or (n, D) of several, on the CPU.
+
+        An image is what `transform` takes; several are an iterable of them, a tensor (n, C, H, W) or an array
+        (n, H, W, C). They are read and sent through the backbone `batch_size` at a time.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
+        if single or not isinstance(images, Iterable):
+            return self.embed([images])[0]
+        training, weight, remaining = self.training, next(self.parameters()), iter(images)
+        self.eval()
+        try:
+            features = [torch.empty(0, self.width)]
+            while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
+                inputs = torch.stack(batch).to(weight.device, weight.dtype)
+                features.append(self.forward_cls(inputs).float().cpu())
+        finally:
+            self.train(training)
+        return torch.cat(features)
+
+
+class LoadedTransformer(LoadedBackbone, VisionTransformer):
+    """A vision transformer from a file or a run."""
+
+
+class LoadedTimmBackbone(LoadedBackbone, TimmBackbone):
+    """A model of timm from a file or a run."""
 
 
 def load_backbone(
@@ -55,25 +94,26 @@ def load_backbone(
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(parameters)}")
     raw = read_weights(source, network)
-    if is_timm(raw):
-        timm = load_timm(raw, overrides)
+    if _is_timm(raw):
+        timm = _load_timm(raw, overrides)
         layout = OURS if raw.metadata else replace(TIMM, normalisation=stated_normalisation(raw))
         timm.provenance = _provenance(raw, layout, timm)
         if verbose:
             log.info("%s: loaded %s of timm (%s)", raw.source, timm.name, _facts(timm.provenance))
         return timm.eval()
     layout = recognise(raw, format)
-    keep_classifier = bool(overrides.get("num_classes"))
     asked = {"num_classes": "classifier", "mask_token": "mask token"}
     tensors, notes = _translate(raw, layout, {part for key, part in asked.items() if overrides.get(key)})
-    stored = _infer_architecture(tensors, layout, raw, trained_size, overrides)
-    wanted = {**stored, **overrides}
-    if not keep_classifier:
-        wanted["num_classes"] = 0
     try:
+        stored = infer_architecture(tensors, layout, raw, trained_size, overrides)
+        wanted = {**stored, "num_classes": 0, **overrides}  # no classifier unless it is asked for
         with torch.device("meta"):
             model = LoadedTransformer(**wanted)
-    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+    except WeightsError:
+        raise
+    except KeyError as error:
+        raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     tensors = _adapt(tensors, stored, wanted, raw.source, notes)
     try:
@@ -110,7 +150,7 @@ def _adapt(
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     check_finite(adapted, source)
     patch = height_width(stored["patch_size"])
-    old, new = (_patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
+    old, new = (patch_grid(architecture["image_size"], patch) for architecture in (stored, wanted))
     positions = adapted.get("pos_embed")
     if positions is not None and positions.shape[1] == math.prod(old):
         adapted["pos_embed"] = torch.cat([torch.zeros_like(positions[:, :1]), positions], dim=1)
@@ -140,9 +180,8 @@ def _adapt(
 
 def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
     mean, std = layout.normalisation or (None, None)
-    facts = raw.metadata or {"mean": mean, "std": std} | {
-        k: v for k, v in raw.export.items() if v is not None
-    }
+    exported = {key: value for key, value in raw.export.items() if value is not None}
+    facts = raw.metadata or {"mean": mean, "std": std, **exported}
     mean, std, range = (tuple(facts[key]) if facts.get(key) else None for key in ("mean", "std", "range"))
     if mean is not None and len(mean) != model.channels:
         mean = std = None  # the statistics are those of other channels
@@ -183,141 +222,67 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
     return ours, notes
 
 
-def _infer_architecture(
-    tensors: Mapping[str, Tensor],
-    layout: Layout,
-    raw: RawWeights,
-    trained_size: int | Grid | None,
-    overrides: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Infer the model's arguments from the shapes, and from what else is known if no shape shows them."""
-    # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
-    depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
+def _is_timm(raw: RawWeights) -> bool:
+    """Tell whether weights are of a model that timm builds and we do not."""
     if raw.metadata:
-        defaults = {
-            name: parameter.default for name, parameter in signature(VisionTransformer).parameters.items()
-        }
-        stated: dict[str, Any] = {**defaults, "depth": depth, **raw.metadata["architecture"]}
-        if stated["depth"] != depth:
-            raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {stated['depth']}")
-        return stated
+        return "name" in raw.metadata["architecture"]
+    from_hub = "architecture" in raw.hub_config and "cls_token" not in raw.tensors
+    return from_hub or bool(raw.export.get("name"))
+
+
+def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
+    """Return a model of timm with its weights; overrides are arguments of `TimmBackbone`."""
+    arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
+    if unknown := [name for name in overrides if name not in arguments]:
+        masked = unknown[0] == "mask_token"
+        advice = "set loss.patch_weight=0" if masked else f"there are {', '.join(arguments)}"
+        text = f"{raw.source} is a model of timm, which has no {unknown[0].replace('_', ' ')}"
+        raise WeightsError(f"{text}; {advice}")
+    floats = {name: tensor for name, tensor in raw.tensors.items() if tensor.is_floating_point()}
+    check_finite(floats, raw.source)
     try:
-        width = tensors["cls_token"].shape[-1]
-        stem = _infer_stem(tensors, overrides)
-        hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
-        gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
-        positions = 0 if layout.rotary else tensors["pos_embed"].shape[1]
-    except KeyError as error:
-        raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
-    except (IndexError, ValueError, ZeroDivisionError) as error:
-        raise WeightsError(f"{raw.source} has a tensor of an impossible shape: {error}") from error
-    patch = height_width(stem["patch_size"])
-    if 0 in (width, hidden, *patch, stem["channels"]):
-        raise WeightsError(f"{raw.source} has an empty tensor in its first block or its patch embedding")
-    if layout.rotary:
-        size = trained_size or _stated_size(raw) or TRAINED_SIDE
-        grid = _patch_grid(size, patch)
-    else:
-        grid = _infer_grid(positions, patch, raw, layout, trained_size)
-    rescale = raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE) if layout.rotary else None
-    return {
-        "positions": "rotary" if layout.rotary else "learned",
-        "rotary_rescale": rescale,
-        **stem,
-        "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
-        "width": width,
-        "depth": depth,
-        "heads": _infer_heads(width, raw, layout, overrides),
-        "mlp": "swiglu" if gated else "gelu",
-        "mlp_ratio": hidden / width,
-        "num_classes": len(tensors["head.weight"]) if "head.weight" in tensors else 0,
-        "position_mode": layout.position_mode,
-        "registers": tensors["register_tokens"].shape[1] if "register_tokens" in tensors else 0,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
-        "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
-        "norm_eps": layout.norm_eps,
-    }
+        # A model that is built draws its weights, which the caller's random numbers must not notice.
+        with torch.random.fork_rng(devices=[]):
+            return _from_ours(raw, overrides) if raw.metadata or raw.export else _from_timm(raw, overrides)
+    except (TypeError, RuntimeError) as error:  # of the arguments, and of load_state_dict
+        faults = brief(" ".join(str(error).split()), 300)
+        raise WeightsError(f"{raw.source} does not fit the model that it names: {faults}") from error
 
 
-def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    kernel = tensors["patch_embed.proj.weight"]
-    if HYBRID_ROOT in tensors:
-        root = tensors[HYBRID_ROOT]
-        matches = [
-            re.match(r"patch_embed\.backbone\.stages\.(\d)\.blocks\.(\d+)\.", name) for name in tensors
-        ]
-        layers = [max(int(m[2]) for m in matches if m and int(m[1]) == stage) + 1 for stage in range(3)]
-        patch = (kernel.shape[2] * REDUCTION, kernel.shape[3] * REDUCTION)
-        resnet = {"resnet_layers": tuple(layers), "resnet_width": root.shape[0]}
-        return {"stem": "hybrid", "channels": root.shape[1], "patch_size": patch, **resnet}
-    if kernel.ndim == 4:
-        return {"stem": "conv", "channels": kernel.shape[1], "patch_size": tuple(kernel.shape[2:])}
-    channels = overrides.get("channels", 3)
-    side = math.isqrt(kernel.shape[1] // channels)
-    return {"stem": "unfold", "channels": channels, "patch_size": overrides.get("patch_size", (side, side))}
+def _from_ours(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
+    """Load a file of ours, or an export."""
+    tensors, architecture = dict(raw.tensors), raw.metadata.get("architecture")
+    if architecture is None:
+        architecture = {name: raw.export[name] for name in ("name", "image_size", "channels")}
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    model = LoadedTimmBackbone(**{**architecture, "num_classes": 0, **overrides})
+    if not model.architecture["num_classes"]:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+    model.load_state_dict(tensors)
+    return model
 
 
-def _infer_grid(
-    positions: int, patch: Grid, raw: RawWeights, layout: Layout, trained_size: int | Grid | None
-) -> Grid:
-    """Return the grid of the positions: the one of the training images if known and if it fits, or a square.
-
-    In timm's files the CLS token may have no position.
-    """
-    size = trained_size if trained_size is not None else _stated_size(raw)
-    known = _patch_grid(size, patch) if size is not None else None
-    cells = positions - 1
-    fits = known is not None and math.prod(known) == cells
-    if layout.format == "timm" and not fits and _find_grid(positions, known):
-        cells = positions
-    grid = _find_grid(cells, known)
-    if trained_size is not None and known is not None and grid != known:
-        raise WeightsError(
-            f"{raw.source} has {cells} positions, but trained_size={trained_size} means "
-            f"{known[0]} × {known[1]} patches"
-        )
-    if grid is None:
-        raise WeightsError(
-            f"{raw.source} has {cells} positions, which do not form a square; give "
-            "trained_size=(height, width) of the training images"
-        )
-    return grid
-
-
-def _find_grid(count: int, known: Grid | None) -> Grid | None:
-    if known and math.prod(known) == count:
-        return known
-    side = math.isqrt(max(count, 0))
-    return (side, side) if side * side == count > 0 else None
-
-
-def _patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
-    """Return the rows and columns of patches in an image."""
-    height, width = height_width(size)
-    return height // patch[0], width // patch[1]
-
-
-def _stated_size(raw: RawWeights) -> Grid | None:
-    """Return the image size that an export or a config.json states, or None if it is missing or malformed."""
-    timm = raw.hub_config.get("pretrained_cfg") or {}
-    size = (
-        raw.export.get("image_size") or raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
+def _from_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
+    """Load a file of a folder of timm, without its classifier; other channels get timm's first kernels."""
+    if arguments := raw.hub_config.get("model_args"):
+        text = f"{raw.source}: config.json has model_args ({', '.join(arguments)})"
+        raise WeightsError(f"{text}, which are not supported")
+    stated = raw.hub_config.get("pretrained_cfg") or {}
+    channels, *size = stated.get("input_size") or (3, 224, 224)
+    model = LoadedTimmBackbone(
+        **{"name": raw.hub_config["architecture"], "image_size": size, "channels": channels, **overrides}
     )
-    try:
-        height, width = map(int, height_width(size))
-    except (TypeError, ValueError):
-        return None
-    return height, width
+    pretrained = model.model.pretrained_cfg
+    classifiers = tuple(f"{name}." for name in _names(pretrained.get("classifier")))
+    tensors = {name: tensor for name, tensor in raw.tensors.items() if not name.startswith(classifiers)}
+    if model.channels != channels:
+        from timm.models import adapt_input_conv
+
+        for name in (f"{conv}.weight" for conv in _names(pretrained.get("first_conv"))):
+            tensors[name] = adapt_input_conv(model.channels, tensors[name].float())
+    model.load_state_dict({f"model.{name}": tensor for name, tensor in tensors.items()})
+    return model
 
 
-def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]) -> int:
-    config, usual = raw.hub_config, HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
-    stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
-    stated = raw.export.get("heads") or stated
-    heads = overrides.get("heads") or stated or usual.get(width)
-    if heads is None:
-        raise WeightsError(
-            f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N (to pretrain: "
-            "init.heads=N). `dino-vit export FILE NEW.pth --format reference --heads N` writes it into a file"
-        )
-    return int(heads)
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())

@@ -1,8 +1,9 @@
-"""Metadata of weight files: ours, our exports', and config.json."""
+"""What files say of their weights: ours, which are written here, our exports, and config.json."""
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from pydantic import (
     ValidationError,
 )
 
+from dino_vit.core.storage import write_tensors
 from dino_vit.core.text import brief
 from dino_vit.models.backbone import Backbone
 
@@ -157,9 +159,36 @@ def checked(kind: type[BaseModel], metadata: Mapping[str, Any], where: str) -> d
         first = error.errors()[0]
         key = ".".join(part for part in map(str, first["loc"]) if not _UNION.fullmatch(part))
         reason = first["msg"][:1].lower() + first["msg"][1:]
-        fault = (
-            "is missing"
-            if first["type"] == "missing"
-            else f"= {brief(repr(first['input']), 40)}, but {reason}"
-        )
+        fault = f"= {brief(repr(first['input']), 40)}, but {reason}"
+        fault = "is missing" if first["type"] == "missing" else fault
         raise WeightsError(f"{where} cannot be used: {brief(key)} {fault}") from error
+
+
+def save_backbone(
+    model: Backbone,
+    path: str | Path,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    bits: Literal[8, 16] | None = None,
+    range: tuple[float, float] | None = None,
+    network: str | None = None,
+    step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a safetensors file with all that loading needs; arguments default to the model's provenance."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise WeightsError(f"{path} must end in .safetensors")
+    pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
+    given = {**pixels, "network": network, "step": step, "config": config}
+    provenance = asdict(model.provenance) if model.provenance else {}
+    metadata: dict[str, Any] = {
+        k: provenance.get(k) if value is None else value for k, value in given.items()
+    }
+    for name in ("mean", "std"):
+        values, channels = metadata[name], model.channels
+        if values is not None and len(values) != channels:
+            raise WeightsError(f"{name} needs one value per channel ({channels}), not {len(values)}")
+    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
+    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))

@@ -48,7 +48,6 @@ class RawWeights:
     export: Mapping[str, Any] = field(default_factory=dict)  # what an export of ours says about itself
     hub_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a hub folder
     network: str | None = None
-    path: str | None = None  # of the file that was read
     trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
 
 
@@ -65,7 +64,7 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
         raise WeightsError(str(error)) from error
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    raw = RawWeights({}, str(source if named else path), sha256, path=str(path), **about)
+    raw = RawWeights({}, str(source if named else path), sha256, **about)
     return _unwrap(content, raw, network)
 
 
@@ -81,7 +80,7 @@ def _fetch(name: str) -> Path:
 
     repository = name.removeprefix("hf:") if name.startswith("hf:") else _of_timm(name)
     try:
-        for file in ("model.safetensors", *HUB_FILES):
+        for file in HUB_FILES:
             try:
                 path = Path(hf_hub_download(repository, file))
                 break
@@ -156,9 +155,7 @@ def _read_pickle(path: Path) -> Any:
     """Read a PyTorch file as plain data; one that would run code is refused before any of it runs."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch warns about old pickle formats; only their author can act on it
+            warnings.simplefilter("ignore")  # about old pickle formats, which only their author can change
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no error class of its own: a bad file raises nearly anything
         unsafe = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|class)[: ]+(?!GLOBAL)(\S+)", str(error))

@@ -1,15 +1,27 @@
-"""Recognise whose weights some tensors are, and refuse those that our backbone would compute differently."""
+"""Recognise whose weights some tensors are, and infer the architecture that they belong to.
 
+Weights that our backbone would compute differently are refused.
+"""
+
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from dino_vit.core.text import brief
-from dino_vit.models.positions import ROTARY_BASE
+from dino_vit.core import VIT_SIZES, height_width
+from dino_vit.core.text import brief, plural
+from dino_vit.models.positions import ROTARY_BASE, Grid
+from dino_vit.models.stems import REDUCTION
+from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.layouts import (
     DINOV2_REGISTERS,
     HF_DINOV3_GATED,
+    HYBRID_ROOT,
     LAYOUTS,
     LOOK_ALIKES,
     OURS,
@@ -32,6 +44,10 @@ UNSUPPORTED = {
     r"(.*\.)?fc_norm\..*": "features that are averaged before they are normalised",
     r"attn_pool\..*": "features that are pooled by attention (SigLIP)",
 }
+HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
+HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
+TRAINED_SIDE = 224  # pixels, of weights that show no size
+ROTARY_RESCALE = 2.0  # in DINOv3's training
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
 KNOWN_MODEL_ARGS = {  # of timm folders: shown by the tensors too, or without effect on the features
     "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio",
@@ -127,3 +143,132 @@ def _refuse_unsupported(raw: RawWeights, layout: Layout | None) -> None:
             f"{raw.source}: config.json has unsupported model_args ({', '.join(sorted(unknown))}), which may "
             "change the features"
         )
+
+
+def infer_architecture(
+    tensors: Mapping[str, Tensor],
+    layout: Layout,
+    raw: RawWeights,
+    trained_size: int | Grid | None,
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Infer the model's arguments from the shapes, and from what else is known if no shape shows them."""
+    # Count the blocks instead of taking the highest number: strict loading then names a gap, however large.
+    depth = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
+    if raw.metadata:
+        parameters = signature(VisionTransformer).parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        stated: dict[str, Any] = {**defaults, "depth": depth, **raw.metadata["architecture"]}
+        if stated["depth"] != depth:
+            raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {stated['depth']}")
+        return stated
+    width = tensors["cls_token"].shape[-1]
+    stem = _infer_stem(tensors, overrides)
+    hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
+    gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
+    patch = height_width(stem["patch_size"])
+    if layout.rotary:
+        size = trained_size or _stated_size(raw) or TRAINED_SIDE
+        grid = patch_grid(size, patch)
+    else:
+        grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
+    return {
+        "positions": "rotary" if layout.rotary else "learned",
+        "rotary_rescale": raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE) if layout.rotary else None,
+        **stem,
+        "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
+        "width": width,
+        "depth": depth,
+        "heads": _infer_heads(width, raw, layout, overrides),
+        "mlp": "swiglu" if gated else "gelu",
+        "mlp_ratio": hidden / width,
+        "num_classes": len(tensors["head.weight"]) if "head.weight" in tensors else 0,
+        "position_mode": layout.position_mode,
+        "registers": tensors["register_tokens"].shape[1] if "register_tokens" in tensors else 0,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
+        "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
+        "norm_eps": layout.norm_eps,
+    }
+
+
+def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    kernel = tensors["patch_embed.proj.weight"]
+    if HYBRID_ROOT in tensors:
+        root = tensors[HYBRID_ROOT]
+        pattern = r"patch_embed\.backbone\.stages\.(\d)\.blocks\.(\d+)\."
+        matches = [re.match(pattern, name) for name in tensors]
+        layers = [max(int(m[2]) for m in matches if m and int(m[1]) == stage) + 1 for stage in range(3)]
+        patch = (kernel.shape[2] * REDUCTION, kernel.shape[3] * REDUCTION)
+        resnet = {"resnet_layers": tuple(layers), "resnet_width": root.shape[0]}
+        return {"stem": "hybrid", "channels": root.shape[1], "patch_size": patch, **resnet}
+    if kernel.ndim == 4:
+        return {"stem": "conv", "channels": kernel.shape[1], "patch_size": tuple(kernel.shape[2:])}
+    channels = overrides.get("channels", 3)
+    side = math.isqrt(kernel.shape[1] // channels)
+    return {"stem": "unfold", "channels": channels, "patch_size": overrides.get("patch_size", (side, side))}
+
+
+def _infer_grid(
+    positions: int, patch: Grid, raw: RawWeights, layout: Layout, trained_size: int | Grid | None
+) -> Grid:
+    """Return the grid of the positions: the one of the training images if known and if it fits, or a square.
+
+    In timm's files the CLS token may have no position.
+    """
+    size = trained_size if trained_size is not None else _stated_size(raw)
+    known = patch_grid(size, patch) if size is not None else None
+    cells = positions - 1
+    fits = known is not None and math.prod(known) == cells
+    if layout.format == "timm" and not fits and _find_grid(positions, known):
+        cells = positions
+    grid = _find_grid(cells, known)
+    if trained_size is not None and known is not None and grid != known:
+        raise WeightsError(
+            f"{raw.source} has {cells} positions, but trained_size={trained_size} means "
+            f"{known[0]} × {known[1]} patches"
+        )
+    if grid is None:
+        raise WeightsError(
+            f"{raw.source} has {cells} positions, which do not form a square; give "
+            "trained_size=(height, width) of the training images"
+        )
+    return grid
+
+
+def _find_grid(count: int, known: Grid | None) -> Grid | None:
+    if known and math.prod(known) == count:
+        return known
+    side = math.isqrt(max(count, 0))
+    return (side, side) if side * side == count > 0 else None
+
+
+def patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
+    """Return the rows and columns of patches in an image."""
+    height, width = height_width(size)
+    return height // patch[0], width // patch[1]
+
+
+def _stated_size(raw: RawWeights) -> Grid | None:
+    """Return the image size that an export or a config.json states, or None if it is missing or malformed."""
+    timm = raw.hub_config.get("pretrained_cfg") or {}
+    size = (
+        raw.export.get("image_size") or raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
+    )
+    try:
+        height, width = map(int, height_width(size))
+    except (TypeError, ValueError):
+        return None
+    return height, width
+
+
+def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]) -> int:
+    config, usual = raw.hub_config, HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
+    stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
+    stated = raw.export.get("heads") or stated
+    heads = overrides.get("heads") or stated or usual.get(width)
+    if heads is None:
+        raise WeightsError(
+            f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N (to pretrain: "
+            "init.heads=N). `dino-vit export FILE NEW.pth --format reference --heads N` writes it into a file"
+        )
+    return int(heads)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights import WeightsError
-from dino_vit.weights.backbone import LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.loading import LoadedTimmBackbone, LoadedTransformer
 from tests.support.images import smooth
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
