@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.models.masks import Masks
+from dino_vit.models.student_teacher import Masks
 
 
 def build_timm(config: PretrainConfig, drop_path: float = 0) -> timm.models.VisionTransformer:

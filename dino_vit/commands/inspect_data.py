@@ -27,8 +27,7 @@ from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.splits import splits_of
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.eval.maps.pictures import as_picture, write_sheet
-from dino_vit.views.build import build_pixels, build_views, make_views
-from dino_vit.views.costs import advice_on_size
+from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
 
@@ -66,9 +65,7 @@ def run(config: InspectConfig) -> SourceFacts:
         raise ValueError(f"none of the {len(indices):,} inspected images can be read:\n  {reasons}")
     training = training_config(config.pretrain, source, summary)
     sizes = [(image.height, image.width) for image in summary.images]
-    scaled = training.data.scaled_decoding
-    advice = advice_on_size(sizes, build_views(training), name, scaled_decoding=scaled)
-    facts = describe(name, source, summary, advice)
+    facts = describe(name, source, summary, advice_on_size(training, sizes, name))
     if config.sheet and config.rows:
         draw_views(Path(config.sheet), source, summary, training, rows=config.rows)
         log.info("%s: the views that training would use", config.sheet)

@@ -17,8 +17,7 @@ from dino_vit.method.cross_entropy import LazyLogits, logits_of
 from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
 from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.masks import Masks
-from dino_vit.models.student_teacher import Network, Output
+from dino_vit.models.student_teacher import Masks, Network, Output
 
 PATCH_STATISTICS = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.core import Size
-from dino_vit.models.onednn import Linear
+from dino_vit.models.onednn import Linear, init_linear
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,5 @@ class Backbone(nn.Module):
     def add_classifier(self, classes: int) -> None:
         """Replace the head by a new classifier."""
         self.head = Linear(self.width, classes)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+        init_linear(self.head)
         self.architecture["num_classes"] = classes

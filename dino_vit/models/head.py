@@ -1,6 +1,7 @@
 """The projection head: an MLP, L2 normalisation, and a weight-normalised linear layer (the prototypes).
 
-Parameters are named as in the 2021 DINO code, so that its checkpoints load by name.
+Parameters are named as in the 2021 DINO code, so that its checkpoints load by name. BatchNorm, in the head or
+in a backbone, has the statistics of all processes, on CPUs too, unlike nn.SyncBatchNorm.
 """
 
 from itertools import pairwise
@@ -8,8 +9,10 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from dino_vit.models.batch_norm import BatchNorm
+from dino_vit.core.distributed import all_reduce_sum, world_size
+from dino_vit.models.onednn import init_linear
 
 
 class Prototypes(nn.Module):
@@ -57,8 +60,7 @@ class DINOHead(nn.Module):
         self.last_layer = Prototypes(dim=bottleneck_dim, prototypes=prototypes, learn_gain=learn_gain)
         for module in self.mlp.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+                init_linear(module)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the L2-normalised bottleneck features (rows, bottleneck), at least in float32."""
@@ -79,8 +81,7 @@ class FeatureHead(nn.Module):
     def __init__(self, *, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.linear = nn.Linear(in_dim, out_dim)
-        nn.init.trunc_normal_(self.linear.weight, std=0.02)
-        nn.init.zeros_(self.linear.bias)
+        init_linear(self.linear)
 
     def project(self, x: Tensor) -> Tensor:
         """Return L2-normalised features (..., out_dim), at least in float32."""
@@ -94,3 +95,44 @@ class FeatureHead(nn.Module):
 def _unit(x: Tensor) -> Tensor:
     # In float16 the square of a small entry underflows; in bfloat16 a unit vector is off by 0.4 %.
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
+
+
+class AcrossProcesses(_BatchNorm):
+    """What a BatchNorm of any number of dimensions adds to its class: the values of all processes count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or world_size() == 1:
+            return super().forward(x)
+        values = x.float()
+        over = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        count = values.new_full((1,), values.numel() / values.shape[1])
+        sums = all_reduce_sum(torch.cat([values.sum(over), count]))
+        rows = sums[-1].clamp(min=1)  # a pass may have no masked patch
+        mean = sums[:-1] / rows
+        centred = values - mean.view(shape)
+        variance = all_reduce_sum(centred.square().sum(over)) / rows
+        share = (self.momentum or 0.0) * (rows > 1)
+        unbiased = variance.detach() * rows / (rows - 1).clamp(min=1)
+        self.get_buffer("running_mean").lerp_(mean.detach(), share)
+        self.get_buffer("running_var").lerp_(unbiased, share)
+        self.get_buffer("num_batches_tracked").add_(1)
+        scale = (variance + self.eps).rsqrt() * self.weight
+        normalised = (centred * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
+        # timm's BatchNormAct2d holds the activation that follows.
+        for part in ("drop", "act"):
+            if following := getattr(self, part, None):
+                normalised = following(normalised)
+        return normalised
+
+
+class BatchNorm(AcrossProcesses, nn.BatchNorm1d):
+    """The BatchNorm of the projection head."""
+
+
+def convert_sync_batchnorm(network: nn.Module) -> None:
+    """Let every BatchNorm of a network take its statistics over all processes."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, AcrossProcesses):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (AcrossProcesses, kind), {})

@@ -25,6 +25,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return OneDnnLinear.apply(x, weight, bias) if _use_onednn(x, weight) else F.linear(x, weight, bias)
 
 
+def init_linear(layer: nn.Linear) -> None:
+    """Initialise a linear layer as ViT and DINO do."""
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
     # The compiler and the tracer do not know the operator.
     traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None

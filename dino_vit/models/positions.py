@@ -28,18 +28,12 @@ def interpolate_pos_embs(
     pos_embs: Tensor, grid: Grid, *, trained_grid: Grid, mode: PositionMode = "hf"
 ) -> Tensor:
     """Resample positions (1, 1 + h·w, d), CLS first, from the trained grid to another (h, w) grid."""
-    by_scale = mode in ("dino", "dinov2")
     dynamic = any(isinstance(cells, SymInt) for cells in grid)  # torch.export with a dynamic size
-    if dynamic and by_scale:
-        raise ValueError(
-            f"position_mode={mode!r} cannot be exported with a dynamic size, because its scale factors are "
-            "constants: export a fixed size, or use position_mode='hf', which is equal at the trained size"
-        )
     if not dynamic and grid == trained_grid:
         return pos_embs
     cls, patches = pos_embs[:, :1], pos_embs[:, 1:]
     field = rearrange(patches, "1 (h w) d -> 1 d h w", h=trained_grid[0], w=trained_grid[1]).float()
-    if by_scale:
+    if mode in ("dino", "dinov2"):
         scale = [(cells + DINO_OFFSET) / trained for cells, trained in zip(grid, trained_grid, strict=True)]
         field = F.interpolate(field, scale_factor=scale, mode="bicubic")
     else:

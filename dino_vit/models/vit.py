@@ -12,7 +12,7 @@ B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import ALL, MLP, Attention, Block
-from dino_vit.models.onednn import Linear
+from dino_vit.models.onednn import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
     PositionMode,
@@ -134,9 +134,7 @@ class VisionTransformer(Backbone):
                 nn.init.trunc_normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                init_linear(module)
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
@@ -260,26 +258,15 @@ class VisionTransformer(Backbone):
 
 def _validate(arguments: dict[str, Any]) -> None:
     """Validate the arguments of a VisionTransformer."""
-    for name, allowed in CHOICES.items():
-        if arguments[name] not in allowed:
-            raise ValueError(f"{name}={arguments[name]!r} must be one of {', '.join(allowed)}")
+    for name, hint in get_type_hints(VisionTransformer.__init__).items():
+        if get_origin(hint) is Literal and arguments[name] not in get_args(hint):
+            raise ValueError(f"{name}={arguments[name]!r} must be one of {', '.join(get_args(hint))}")
     channels = arguments["width"] // arguments["heads"]
     if arguments["positions"] == "rotary" and channels % 4:
         raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")
-    if (arguments["rotary_rescale"] or 1.0) < 1:
-        raise ValueError(f"rotary_rescale={arguments['rotary_rescale']} must be at least 1, or None")
     for name in ("dropout", "attention_dropout", "drop_path"):
         if not 0.0 <= arguments[name] < 1.0:
             raise ValueError(f"{name}={arguments[name]} must be at least 0 and below 1")
-
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "mlp": ("gelu", "swiglu"),
-    "stem": ("conv", "unfold", "hybrid"),
-    "positions": ("learned", "sinusoidal", "rotary"),
-    "position_mode": get_args(PositionMode),
-    "drop_path_schedule": ("linear", "uniform"),
-}
 
 
 def vit_tiny(**changes: Any) -> VisionTransformer:

@@ -34,7 +34,7 @@ from dino_vit.training.metrics import (
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import PATIENCE, begins_to_wait, diagnose, summarise
-from dino_vit.views.costs import advice_on_waiting
+from dino_vit.views.build import advice_on_waiting
 
 NAMES = {
     "knn": "k-NN",

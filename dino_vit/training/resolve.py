@@ -30,8 +30,7 @@ from dino_vit.data.statistics import (
     sample,
 )
 from dino_vit.models.backbone import Backbone
-from dino_vit.views.build import build_pixels, build_views
-from dino_vit.views.costs import advice_on_size
+from dino_vit.views.build import advice_on_size, build_pixels
 from dino_vit.views.eval_transform import eval_transform_of
 
 if TYPE_CHECKING:
@@ -106,8 +105,7 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
         config = _keep_global_batch(config, context, resumed)
     notes.insert(0, images.describe(build_pixels(config)))
     sizes = [(image.height, image.width) for image in images.images]
-    name, scaled = printable(config.data.source), config.data.scaled_decoding
-    if advice := advice_on_size(sizes, build_views(config), name, scaled_decoding=scaled):
+    if advice := advice_on_size(config, sizes, printable(config.data.source)):
         notes.append(advice)
     return Resolved(config, list(made.values()), notes, sizes)
 

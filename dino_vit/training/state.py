@@ -22,8 +22,7 @@ from dino_vit.data.sampling_weights import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
-from dino_vit.models.masks import Masks
-from dino_vit.models.student_teacher import Network
+from dino_vit.models.student_teacher import Masks, Network
 from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
 from dino_vit.views.loader import Batch, Loader, LoadTimes

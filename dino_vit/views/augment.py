@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
-from dino_vit.views.noise import noise_like
 
 Operation = Callable[[Tensor, Tensor], object]
 
@@ -32,6 +31,18 @@ _ORDERS = list(permutations(range(4)))
 _NEGLIGIBLE = 1e-3  # taps of the Gaussian below this weight are left out; the centre has weight 1
 _REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
 _LUMA = (0.2989, 0.587, 0.114)
+# The constants of SplitMix64 as signed integers, for the noise.
+_GAMMA, _FIRST, _SECOND, _STREAM = (
+    (word + 2**63) % 2**64 - 2**63
+    for word in (
+        0x9E3779B97F4A7C15,
+        0xBF58476D1CE4E5B9,
+        0x94D049BB133111EB,
+        (RngPurpose.NOISE + 1) * 0x9E3779B97F4A7C15,
+    )
+)
+# Mean and standard deviation of the sum of four uniform bytes.
+_BYTES_MEAN, _BYTES_STD = 4 * 255 / 2, math.sqrt(4 * (256**2 - 1) / 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,3 +300,44 @@ def _noise_(x: Tensor, rows: Tensor) -> None:
     keys = rows[:, Column.KEY_HIGH].long() * 2**24 + rows[:, Column.KEY_LOW].long()
     noise = noise_like(x, keys).mul_(255 * _factor(rows, Column.NOISE))
     x.add_(noise).clamp_(0, 255)  # a fused multiply-add would round differently on some processors
+
+
+def noise_like(x: Tensor, keys: Tensor) -> Tensor:
+    """Return noise of mean 0 and variance 1 for images (n, c, h, w), by their keys (n,).
+
+    A value is a function of the key and the pixel, with the same bits on every device: the sum of four random
+    bytes, which is close to normal and never beyond 3.5.
+    """
+    size = x[0].numel()
+    sums = _sums_of_bytes(random_words(keys, (size + 1) // 2))
+    # Each word of 64 bits gives two values, from its low and its high half.
+    total = torch.cat([(sums & 0xFFFFFFFF).float(), (sums >> 32).float()], dim=1)[:, :size]
+    return total.sub_(_BYTES_MEAN).mul_(1 / _BYTES_STD).reshape(x.shape)
+
+
+def random_words(keys: Tensor, count: int) -> Tensor:
+    """Return `random_bits(key, RngPurpose.NOISE, np.arange(count))` for each key, as int64 (n, count).
+
+    torch has no arithmetic on unsigned integers; products and sums of signed ones wrap around alike.
+    """
+    state = _mix_(_mix_(keys.clone()) + _STREAM)
+    steps = torch.arange(1, count + 1, device=keys.device) * _GAMMA
+    return _mix_(rearrange(state, "n -> n 1") + steps)
+
+
+def _mix_(state: Tensor) -> Tensor:
+    state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
+    state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
+    return state.bitwise_xor_(_shifted(state, 31))
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill with zeros; >> alone would fill with the sign."""
+    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _sums_of_bytes(words: Tensor) -> Tensor:
+    """Add the four bytes of each half of a word, all halves at once: two sums per word."""
+    # First neighbouring bytes, then neighbouring pairs; the masks leave room for the carry.
+    pairs = (words & 0x00FF00FF00FF00FF).add_((words >> 8).bitwise_and_(0x00FF00FF00FF00FF))
+    return (pairs & 0x0000FFFF0000FFFF).add_((pairs >> 16).bitwise_and_(0x0000FFFF0000FFFF))

@@ -1,9 +1,10 @@
-"""Build the input from a configuration: views, augmentation, loader, evaluation transform."""
+"""Build the input from a configuration: views, augmentation, loader, and advice on what these cost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod, sqrt
 from shutil import disk_usage
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.core import Size
 from dino_vit.core.runtime import cores_of_a_process, local_rank
+from dino_vit.core.text import plural, printable
 from dino_vit.data.images.pixels import Pixels
+from dino_vit.data.images.reducing import reduced_size
 from dino_vit.data.shards import (
     LocalCopies,
     Prefetch,
@@ -23,17 +27,21 @@ from dino_vit.data.shards import (
     shard_cache_folder,
     shards_of,
 )
+from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.source import Source
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import PREFETCH, Loader
+from dino_vit.views.loader import PREFETCH, Loader, LoadTimes
 from dino_vit.views.masks import Masking
 from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
 MOST_WORKERS = 16  # more rarely help, but cost memory
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
+# An image costs as much as decoding so many pixels besides its own, which cost this share where it is decoded
+# at a smaller scale; advice must save this factor.
+OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
 
 
 def build_views(config: PretrainConfig) -> tuple[View, ...]:
@@ -230,3 +238,53 @@ def make_views(
             for of_sample, view in zip(views, of_samples, strict=True):
                 of_sample.append(view)
     return views
+
+
+def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], source: str) -> str | None:
+    """Return what to do if images of these heights and widths are far larger than the views."""
+    # The smallest box of a view, if it is square, then still has a pixel for each of the view's own.
+    needed = max(max(view.size) / sqrt(view.scale[0]) for view in build_views(config))
+    side = ceil(needed / 64) * 64
+    original = median(height * width for height, width in sizes)
+    packed = median(prod(reduced_size(*size, side)) for size in sizes)
+    scaled = config.data.scaled_decoding
+    faster = (OVERHEAD + (SCALED * original if scaled else original)) / (OVERHEAD + packed)
+    if faster < LARGE:
+        return None
+    height, width = (median(lengths) for lengths in zip(*sizes, strict=True))
+    text = (
+        f"images of {height:g} × {width:g} pixels (median) are larger than their views need: "
+        f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"
+    )
+    return text if scaled else f"{text}, data.scaled_decoding=true about {1 / SCALED:.0f} times"
+
+
+def advice_on_waiting(
+    config: PretrainConfig, times: LoadTimes, sizes: Sequence[Size], *, workers: int, cores: int
+) -> str:
+    """Return what a run that waits for images takes for one, and what to do about the longest part.
+
+    `sizes` are heights and widths of some images, `cores` those of this process and its workers.
+    """
+    seconds = {name: getattr(times, name) / times.images for name in ("read", "decode", "crop", "augment")}
+    longest = max(seconds, key=lambda name: seconds[name])
+    source = printable(config.data.source)
+    remedies = {
+        "read": f"a faster disk, or shards instead of many files (`dino-vit pack {source} packed`)",
+        "decode": "more cores",
+        "crop": "more cores, or a lower views.local_count",
+        "augment": "data.augment_on=device",
+    }
+    if is_url(config.data.source):
+        remedies["read"] = "a copy of the images on a local disk, as data.cache_gb makes of shards"
+    remedy, large = remedies[longest], None
+    if longest in ("decode", "crop"):
+        large = advice_on_size(config, sizes, source)
+    # Processes that wait for a disk or a network leave their cores to others.
+    more = min(2 * cores if longest == "read" else cores - 1, MOST_WORKERS)
+    if more > workers:
+        remedy = f"data.workers={more}, or {remedy}"
+    parts = ", ".join(f"{1000 * value:.3g} ms to {name}" for name, value in seconds.items() if value)
+    who = plural(workers, "DataLoader worker") if workers else "this process alone"
+    text = f"an image takes {parts}, by {who} on {plural(cores, 'core')}. Try {remedy}."
+    return f"{text} {large[0].upper()}{large[1:]}." if large else text

@@ -15,13 +15,12 @@ from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, uni
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 
-MAX_SIDE = 65_536
 Fit = Literal["crop", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTransform:
-    """The size, crop, pixel format and normalisation that a backbone expects."""
+    """The size, crop, pixels and normalisation of a backbone's images: `backbone(transform(image)[None])`."""
 
     size: Size
     mean: tuple[float, ...]
@@ -36,8 +35,15 @@ class EvalTransform:
                 f"mean and std need one value per channel ({channels}), those of std above 0; "
                 f"got {self.mean} and {self.std}"
             )
-        if not all(1 <= side <= MAX_SIDE for side in self.size):
-            raise ValueError(f"size={self.size} must be from 1 to {MAX_SIDE:,} pixels")
+
+    def __call__(self, image: object) -> Tensor:
+        """Return a path, Pillow image, array or tensor, prepared (C, height, width) for the backbone.
+
+        Tensors are (channels, height, width); of an array the shorter of first and last axis has the
+        channels. Values are those of the type, from 0 to 1 in floating point.
+        """
+        resized = self.resize(read_given(image, self.pixels))
+        return self.normaliser(resized.device)(resized)
 
     def empty(self, images: int, *, pin: bool = False) -> Tensor:
         """Return an uninitialised batch for images as `read` returns them."""
@@ -64,25 +70,6 @@ class EvalTransform:
         mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
         shift, scale = rearrange(mean, "c -> c 1 1"), rearrange(std, "c -> c 1 1")
         return lambda images: (unit_scale(images.to(device, non_blocking=True)) - shift) / scale
-
-
-class Transform:
-    """What evaluations do with an image, for one from anywhere: `backbone(transform(image)[None])`."""
-
-    def __init__(self, transform: EvalTransform) -> None:
-        self.transform = transform
-
-    def __call__(self, image: object) -> Tensor:
-        """Return a path, Pillow image, array or tensor, prepared (C, height, width) for the backbone.
-
-        Tensors are (channels, height, width); of an array the shorter of first and last axis has the
-        channels. Values are those of the type, from 0 to 1 in floating point.
-        """
-        resized = self.transform.resize(read_given(image, self.transform.pixels))
-        return self.transform.normaliser(resized.device)(resized)
-
-    def __repr__(self) -> str:
-        return f"Transform({self.transform})"
 
 
 def eval_transform_of(model: Backbone, *, size: Size | None = None, fit: Fit = "crop") -> EvalTransform:

@@ -35,10 +35,6 @@ class View:
     augment: ViewAugment = field(default_factory=ViewAugment)
     interpolation: Interpolation = "bicubic"
 
-    def __post_init__(self) -> None:
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ValueError(f"scale must satisfy 0 < low <= high <= 1, but is {self.scale}.")
-
 
 def draw_tries(
     views: Sequence[View], *, seed: int, epoch: int, samples: NDArray[np.int64]

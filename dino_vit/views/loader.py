@@ -28,7 +28,7 @@ from dino_vit.data.shards import Prefetch
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import SourceLost
 from dino_vit.data.sources.open import Source
-from dino_vit.models.masks import Masks
+from dino_vit.models.student_teacher import Masks
 from dino_vit.views.augment import draw_augment
 from dino_vit.views.geometry import View, ViewBoxes, crop_views, draw_tries, interleave
 from dino_vit.views.masks import Masking
@@ -85,49 +85,38 @@ class Batch:
         )
 
 
-class Loader:
+@dataclass(kw_only=True, eq=False)
+class Loader(Dataset[Batch | Exception]):
     """Read, decode and crop the images of each step, in `workers` DataLoader workers that last for the run.
 
     With `augment` they apply the augmentation too, and return float32 views: four times the memory. With
     `scaled_decoding` a JPEG is decoded no larger than its views need it.
     """
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        views: Sequence[View],
-        sampler: Sampler,
-        pixels: Pixels = RGB,
-        augment: nn.Module | None = None,
-        masking: Masking | None = None,
-        scaled_decoding: bool = False,
-        prefetch: Prefetch | None = None,
-        workers: int = 0,
-        pin: bool = False,
-    ) -> None:
-        assert len(source) == sampler.length, (len(source), sampler.length)
-        self.dataset = _Steps(
-            source=source,
-            views=views,
-            sampler=sampler,
-            pixels=pixels,
-            augment=augment,
-            masking=masking,
-            scaled_decoding=scaled_decoding,
-        )
-        self.sampler, self.masking = sampler, masking
-        self.prefetch, self.workers, self.pin = prefetch, workers, pin
+    source: Source
+    views: Sequence[View]
+    sampler: Sampler
+    pixels: Pixels = RGB
+    augment: nn.Module | None = None
+    masking: Masking | None = None
+    scaled_decoding: bool = False
+    prefetch: Prefetch | None = None
+    workers: int = 0
+    pin: bool = False
 
-    def make(self, spec: BatchSpec) -> Batch:
-        """Make one batch in this process."""
-        return _batch_or_raise(self.dataset[spec])
+    def __post_init__(self) -> None:
+        assert len(self.source) == self.sampler.length, (len(self.source), self.sampler.length)
+        self.by_size: dict[Size, list[int]] = {}
+        for index, view in enumerate(self.views):
+            self.by_size.setdefault(view.size, []).append(index)
+        methods = {(view.size, view.interpolation) for view in self.views}
+        assert len(methods) == len(self.by_size), "views of one size must have the same interpolation"
 
     def batches(self, position: int = 0) -> Generator[Batch]:
         """Yield the batches from a step on, without end; closing the iterator ends the workers."""
         stops = multiprocessing.Event()
         loader: DataLoader[Batch | Exception] = DataLoader(
-            self.dataset,
+            replace(self, prefetch=None),  # whose thread stays in this process
             batch_size=None,
             sampler=self.sampler.batch_specs(position),
             num_workers=self.workers,
@@ -142,79 +131,30 @@ class Loader:
         shards = self.prefetch.running(position) if self.prefetch else nullcontext()
         try:
             with shards:
-                for taken, batch in enumerate(_received(batches)):
+                for taken, batch in enumerate(batches):
                     if self.prefetch:
                         self.prefetch.position = position + taken // self.sampler.accumulate
                         if self.prefetch.failure:
                             raise self.prefetch.failure
-                    yield _batch_or_raise(batch)
+                    if isinstance(batch, Exception):
+                        raise batch
+                    yield batch
+        except (EOFError, ConnectionError) as error:  # it was about to hand over the memory of a batch
+            raise RuntimeError("DataLoader worker exited unexpectedly") from error
         finally:
             stops.set()
             if self.workers:  # not left to garbage collection: a traceback may keep the iterator alive
                 batches._shutdown_workers()
 
-
-def _received(batches: Iterator[Batch | Exception]) -> Iterator[Batch | Exception]:
-    """Yield the batches of a DataLoader; a worker that was killed is a RuntimeError however it is noticed."""
-    try:
-        yield from batches
-    except (EOFError, ConnectionError) as error:  # it was about to hand over the memory of a batch
-        raise RuntimeError("DataLoader worker exited unexpectedly") from error
-
-
-def _batch_or_raise(batch: Batch | Exception) -> Batch:
-    if isinstance(batch, Exception):
-        raise batch
-    return batch
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Hold signals back while workers start: they inherit this, and must not die before they ignore them."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _init_worker(stops: Event, number: int) -> None:
-    """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
-    files.process_stops = stops  # no worker goes on waiting for a server
-    if number:
-        log.setLevel(logging.ERROR)  # one says that a server does not answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-@dataclass(kw_only=True)
-class _Steps(Dataset[Batch | Exception]):
-    """Make the batch of a spec; return errors, which the DataLoader would wrap in a traceback."""
-
-    source: Source
-    views: Sequence[View]
-    sampler: Sampler
-    pixels: Pixels
-    augment: nn.Module | None
-    masking: Masking | None
-    scaled_decoding: bool
-
-    def __post_init__(self) -> None:
-        self.by_size: dict[Size, list[int]] = {}
-        for index, view in enumerate(self.views):
-            self.by_size.setdefault(view.size, []).append(index)
-        methods = {(view.size, view.interpolation) for view in self.views}
-        assert len(methods) == len(self.by_size), "views of one size must have the same interpolation"
-
     def __getitem__(self, spec: BatchSpec) -> Batch | Exception:
+        """Make a batch in a worker; return errors, which the DataLoader would wrap in a traceback."""
         try:
-            return self._batch(spec)
+            return self.make(spec)
         except (ValueError, SourceLost) as error:
             return error
 
-    def _batch(self, spec: BatchSpec) -> Batch:
+    def make(self, spec: BatchSpec) -> Batch:
+        """Make one batch in this process."""
         unreadable: list[UnreadableImage] = []
         times = LoadTimes(images=len(spec.samples))
         channels, dtype = self.pixels.channels, self.pixels.dtype
@@ -242,9 +182,7 @@ class _Steps(Dataset[Batch | Exception]):
         if self.augment is not None:
             with times.measure("augment"):
                 flat, augment = {s: self.augment(flat[s], augment[s]) for s in flat}, {}
-        masks = None
-        if self.masking is not None:
-            masks = self.masking.draw(spec.epoch, spec.step, spec.first, len(spec.samples))
+        place = spec.epoch, spec.step, spec.first, len(spec.samples)
         return Batch(
             epoch=spec.epoch,
             step=spec.step,
@@ -253,7 +191,7 @@ class _Steps(Dataset[Batch | Exception]):
             views=flat,
             augment=augment,
             unreadable=tuple(unreadable),
-            masks=masks,
+            masks=self.masking.draw(*place) if self.masking else None,
             times=times,
         )
 
@@ -280,3 +218,24 @@ class _Steps(Dataset[Batch | Exception]):
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
         )
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold signals back while workers start: they inherit this, and must not die before they ignore them."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _init_worker(stops: Event, number: int) -> None:
+    """Ignore signals sent to all processes of a run, which needs its workers to finish the step."""
+    files.process_stops = stops  # no worker goes on waiting for a server
+    if number:
+        log.setLevel(logging.ERROR)  # one says that a server does not answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if stops.is_set() else None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

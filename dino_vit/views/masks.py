@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.models.masks import Masks
+from dino_vit.models.student_teacher import Masks
 
 TRIES = 10  # rectangles in a row that add nothing, before a view is left as it is
 SMALLEST = 4  # patches of a rectangle
@@ -31,17 +31,10 @@ class Masking:
     probability: float
     ratio: tuple[float, float]
 
-    def __post_init__(self) -> None:
-        if not self.masked:
-            raise ValueError(
-                f"a share of {self.probability} masks none of the {self.views * self.batch} global views "
-                "of a step; use larger batches"
-            )
-
     @property
     def masked(self) -> int:
-        """Return how many views of a batch are masked."""
-        return round(self.probability * self.views * self.batch)
+        """Return how many views of a batch are masked, at least one."""
+        return max(round(self.probability * self.views * self.batch), 1)
 
     def draw(self, epoch: int, step: int, first: int, images: int) -> Masks:
         """Draw the masks of so many images, from a position in the global batch on."""

@@ -27,18 +27,18 @@ from dino_vit.weights.reading import RawWeights, check_finite, read_weights
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise, stated_normalisation
 
 if TYPE_CHECKING:
-    from dino_vit.views.eval_transform import Transform
+    from dino_vit.views.eval_transform import EvalTransform
 
 
 class LoadedBackbone(Backbone):
     """A backbone from a file or a run."""
 
     @cached_property
-    def transform(self) -> "Transform":
+    def transform(self) -> "EvalTransform":
         """What evaluations do with an image before this backbone: resize, crop, normalise."""
-        from dino_vit.views.eval_transform import Transform, eval_transform_of  # imports torchvision
+        from dino_vit.views.eval_transform import eval_transform_of  # imports Pillow, and more
 
-        return Transform(eval_transform_of(self))
+        return eval_transform_of(self)
 
     @torch.no_grad()
     def embed(self, images: object, *, batch_size: int = 64) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dino_vit.models.masks import Masks
+from dino_vit.models.student_teacher import Masks
 from dino_vit.models.vit import VisionTransformer
 from tests.support.backbones import KEYWORDS as TINY
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing import assert_close
 
-from dino_vit.models.batch_norm import AcrossProcesses, convert_sync_batchnorm
+from dino_vit.models.head import AcrossProcesses, convert_sync_batchnorm
 from dino_vit.models.timm_backbone import TimmBackbone
 
 IMAGES = [

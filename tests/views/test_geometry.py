@@ -102,8 +102,3 @@ def test_a_view_is_a_function_of_seed_epoch_sample_and_view():
     for seed, epoch, sample in ((4, 5, 77), (3, 6, 77), (3, 5, 78)):
         assert (boxes != draw_boxes(views, seed=seed, epoch=epoch, sample=sample, **size)).any()
         assert (row != draw_rows(views, seed=seed, epoch=epoch, samples=[sample])[0]).any()
-
-
-def test_a_scale_out_of_order_is_rejected():
-    with pytest.raises(ValueError, match="0 < low <= high <= 1"):
-        View(size=(4, 4), scale=(0.5, 0.2))

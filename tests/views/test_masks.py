@@ -73,8 +73,3 @@ def test_half_of_the_views_are_masked_on_the_tiniest_grids(grid):
         hidden = drawn(masking(grid=grid, ratio=(0.3, 0.9)), step)
         assert hidden.any((2, 3)).sum() == 32
         assert not hidden.all((2, 3)).any()
-
-
-def test_a_step_without_a_mask_is_refused():
-    with pytest.raises(ValueError, match=r"a share of 0\.05 masks none of the 8 global views of a step"):
-        masking(batch=4, probability=0.05)

@@ -51,7 +51,7 @@ from dino_vit.method.optim import (
 )
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.batch_norm import convert_sync_batchnorm
+from dino_vit.models.head import convert_sync_batchnorm
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.eval_transform import eval_transform_of
