@@ -2,10 +2,9 @@
 
 - `.parquet`: columns name, label, index, embedding; the metadata in the schema's metadata
 - `.npy`: the array; name, label and index of each row in a `.csv` beside it, the metadata in a `.json`
-- `.safetensors`: tensors embedding, index, label, and the names as UTF-8 bytes, joined, with the end of each
 
-A label is the name of a class; an index is the image's index in the source. Parquet and npy are written block
-by block, so that embeddings may be larger than memory. npy and safetensors are memory-mapped when read.
+A label is the name of a class; an index is the image's index in the source. Files are written block by
+block, so that embeddings may be larger than memory; npy is memory-mapped when read.
 """
 
 import csv
@@ -20,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
-from safetensors import safe_open
 
 from dino_vit.core import log
-from dino_vit.core.storage import OWN_KEY, replacing, save_plain, utf8_path, write_bytes
+from dino_vit.core.storage import OWN_KEY, replacing, utf8_path, write_bytes
 from dino_vit.core.text import brief
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
@@ -187,40 +185,7 @@ def _read_npy(path: Path) -> Embeddings:
     )
 
 
-def _write_safetensors(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], normalise: bool) -> None:
-    values = np.concatenate([block for _, block in blocks_of(embeddings.values, dtype, normalise)])
-    names = [name.encode() for name in embeddings.names]
-    classes = sorted({label for label in embeddings.labels if label is not None})
-    numbers = {label: number for number, label in enumerate(classes)}
-    tensors = {
-        "embedding": torch.from_numpy(values),
-        "index": torch.tensor(embeddings.indices),
-        "label": torch.tensor([-1 if label is None else numbers[label] for label in embeddings.labels]),
-        "name_ends": torch.tensor([len(name) for name in names]).cumsum(0),
-        "names": torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8),
-    }
-    with replacing(path) as partial:
-        save_plain(tensors, partial, {OWN_KEY: json.dumps({**embeddings.metadata, "classes": classes})})
-
-
-def _read_safetensors(path: Path) -> Embeddings:
-    # framework="pt" maps the tensors, where "np" would copy them.
-    with utf8_path(path) as opened, safe_open(opened, framework="pt") as file:
-        metadata = json.loads(file.metadata()[OWN_KEY])
-        tensors = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - not a mapping
-    classes = [*metadata.pop("classes"), None]  # label -1 is the last one
-    names = np.split(tensors["names"], tensors["name_ends"][:-1])
-    return Embeddings(
-        values=tensors["embedding"],
-        names=[name.tobytes().decode() for name in names],
-        labels=[classes[label] for label in tensors["label"].tolist()],
-        indices=tensors["index"],
-        metadata=metadata,
-    )
-
-
 _FORMATS = {
     ".parquet": (_write_parquet, _read_parquet),
     ".npy": (_write_npy, _read_npy),
-    ".safetensors": (_write_safetensors, _read_safetensors),
 }

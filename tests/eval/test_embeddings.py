@@ -12,7 +12,7 @@ from tests.support.embeddings import METADATA, write
 DAMAGED = "damaged or not an embedding file of `dino-vit embed`"
 
 
-@pytest.mark.parametrize("suffix", ["npy", "parquet", "safetensors"])
+@pytest.mark.parametrize("suffix", ["npy", "parquet"])
 def test_files_of_a_later_format_and_of_others_are_named(tmp_path, suffix):
     path = tmp_path / f"e.{suffix}"
     write(path, metadata={**METADATA, "format": 2})

@@ -110,7 +110,7 @@ def runs(rng: Random, folder: Path) -> Callable[[], object]:
 
 def embeddings(rng: Random, folder: Path) -> Callable[[], object]:
     """A damaged embedding file, of which duplicates are looked for."""
-    path = folder / f"e.{rng.choice(['npy', 'parquet', 'safetensors'])}"
+    path = folder / f"e.{rng.choice(['npy', 'parquet'])}"
     sample.write(path)
     hit = rng.choice(sorted(folder.iterdir()))
     hit.write_bytes(damage.damaged(rng, hit.read_bytes()))

@@ -29,7 +29,7 @@ from dino_vit.eval.frozen import EvaluationConfig, FrozenBackbone, StoredFeature
 class EmbedConfig(EvaluationConfig):
     """Write the embeddings of images to a file."""
 
-    output: str = setting("embeddings.parquet", "file to write: .parquet, .npy or .safetensors")
+    output: str = setting("embeddings.parquet", "file to write: .parquet or .npy")
     tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
