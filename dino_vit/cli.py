@@ -15,7 +15,7 @@ from typing import Any
 import dino_vit
 from dino_vit.commands import COMMANDS, Result
 from dino_vit.config import arguments
-from dino_vit.config.display import to_yaml
+from dino_vit.config.loading import to_yaml
 from dino_vit.config.settings import Settings
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines

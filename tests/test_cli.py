@@ -114,14 +114,24 @@ def test_config_prints_a_json_schema(capsys):
 
 def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
     code = "import sys; from dino_vit.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    settings = ["loss.teacher_temp=0.3", "optim.learning_rate=0.05", "model.patch_size=15"]
-    command = [sys.executable, "-c", code, "pretrain", f"output={tmp_path / 'run'}", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "2 False"
-    assert "4 settings are wrong" in done.stderr
-    assert "loss.teacher_temp=0.3 is not below the student's 0.1" in done.stderr
-    assert "optim.learning_rate is not a setting (command line); did you mean optim.lr?" in done.stderr
-    assert "views.global_size=224 is not divisible by model.patch_size=15; use 210 or 225" in done.stderr
+    for settings, messages in (
+        (
+            ["optim.learning_rate=0.05", "model.patch_size=0"],
+            ["2 settings are wrong", "did you mean optim.lr?", "must be greater than or equal to 1"],
+        ),
+        (
+            ["loss.teacher_temp=0.3", "model.patch_size=15"],
+            [
+                "3 settings are wrong",
+                "loss.teacher_temp=0.3 is not below the student's 0.1",
+                "use 210 or 225",
+            ],
+        ),
+    ):
+        command = [sys.executable, "-c", code, "pretrain", f"output={tmp_path / 'run'}", *settings]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "2 False"
+        assert [message for message in messages if message not in done.stderr] == []
     assert not (tmp_path / "run").exists()
 
 

@@ -1,13 +1,12 @@
 """The arguments of a command: added to a parser with a help text, parsed, and turned into settings."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from dino_vit.config import yaml
-from dino_vit.config.display import list_settings
-from dino_vit.config.loading import load
+from dino_vit.config.loading import COLUMN, load, write_yaml
 from dino_vit.config.settings import C, Settings, settings_of
+from dino_vit.core.text import brief
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
@@ -30,6 +29,16 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
     parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
     if lines := list_settings(cls, leave_out={*cls.options, *cls.switches.values()}):
         parser.epilog = f"settings and their defaults:\n{lines}".replace("%", "%%")
+
+
+def list_settings(cls: type[Settings], leave_out: Collection[str] = ()) -> str:
+    """Return a line for each setting: its name, default and meaning."""
+    lines = []
+    for key, info in settings_of(cls).items():
+        if key not in leave_out:
+            default = "..." if info.required else brief(write_yaml(info.default))
+            lines.append(f"  {f'{key}={default}':<{COLUMN}}  {info.meaning}")
+    return "\n".join(lines)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,5 +75,5 @@ def config_from(args: argparse.Namespace, cls: type[C]) -> C:
         else:
             positional.append(f"{unset.pop(0)}={text}")
     if listed:
-        positional.append(f"{unset[0]}={yaml.write(listed)}")
+        positional.append(f"{unset[0]}={write_yaml(listed)}")
     return load(cls, args.config, [*positional, *named])

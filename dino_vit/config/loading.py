@@ -1,31 +1,29 @@
 """Load settings: defaults, then a YAML file of differences, then `section.name=value` on the command line.
 
-pydantic checks the values; all mistakes are reported together, each with its origin.
+YAML is of version 1.2, in which `no` is text and `1e-3` a number. pydantic checks the values. All wrong names
+and values are reported together, each with its origin; contradictions between settings once these are right.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dino_vit.config import yaml
 from dino_vit.config.settings import (
     C,
     ConfigError,
-    Problem,
     Settings,
     as_tuples,
+    section_of,
     sections,
     settings_of,
     values,
 )
-from dino_vit.config.yaml import Entry
-from dino_vit.core import log
 from dino_vit.core.text import brief
 
 # Keys of an earlier version, which are understood for one more.
@@ -78,13 +76,24 @@ OTHER_NAMES = {
 }
 
 
+COLUMN = 34  # where the meaning of a setting begins
+
+
+class Entry(NamedTuple):
+    """A value under a dotted key, and where it was given."""
+
+    key: str
+    value: object
+    origin: str
+
+
 _Layer = dict[str, Entry]  # by dotted key
 
 
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
-    problems: list[Problem] = []
-    below = _layer(cls, yaml.read(file.read_bytes(), str(file)) if file else [], problems)
+    problems: list[str] = []
+    below = _layer(cls, read_yaml(file.read_bytes(), str(file)) if file else [], problems)
     if isinstance(overrides, Mapping):
         return _build(cls, below, _layer(cls, _flat(overrides), problems), problems)
     above: _Layer = {}
@@ -96,7 +105,7 @@ def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapp
 
 def replace(config: C, changes: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
-    cls, problems = type(config), list[Problem]()
+    cls, problems = type(config), list[str]()
     below = {key: Entry(key, value, "unchanged") for key, value in values(config, given=True).items()}
     return _build(cls, below, _layer(cls, _flat(changes), problems), problems)
 
@@ -110,32 +119,31 @@ def _flat(nested: Mapping[str, object], prefix: str = "") -> list[Entry]:
     return entries
 
 
-def _read_override(cls: type[Settings], text: str, problems: list[Problem]) -> list[Entry]:
+def _read_override(cls: type[Settings], text: str, problems: list[str]) -> list[Entry]:
     key, equals, value = text.partition("=")
     if not equals:
         guesses = [f"write {key}=..." for key in nearest(text, cls) if key in settings_of(cls)]
         hint = [*guesses, "write settings as name=value"][0]
-        problems.append(Problem(f"{brief(text)!r} on the command line is not key=value; {hint}", ()))
+        problems.append(f"{brief(text)!r} on the command line is not key=value; {hint}")
         return []
     info = settings_of(cls).get(key)
     if info and info.takes_text and value != "null":
         return [Entry(key, value, "command line")]
     try:
-        return yaml.read(value, "command line", key)
+        return read_yaml(value, "command line", key)
     except ValueError as error:
-        problems.append(Problem(f"{brief(text)} ({error})", (key,)))
+        problems.append(f"{brief(text)} ({error})")
         return []
 
 
-def _layer(cls: type[Settings], entries: Iterable[Entry], problems: list[Problem]) -> _Layer:
+def _layer(cls: type[Settings], entries: Iterable[Entry], problems: list[str]) -> _Layer:
     """Return the entries that are settings, and report the others."""
     layer: _Layer = {}
     for given, value, origin in entries:
         key = _current_name(cls, given)
         is_empty = value in (None, {}) and key in ("", *sections(cls))  # a file or section without settings
         if key in layer:
-            text = f"{key} is given twice ({layer[key].origin} and {origin}); keep one"
-            problems.append(Problem(text, (key,)))
+            problems.append(f"{key} is given twice ({layer[key].origin} and {origin}); keep one")
         elif key in settings_of(cls):
             layer[key] = Entry(key, value, origin)
         elif not is_empty and not (key in FIXED and as_tuples(value) == FIXED[key]):
@@ -144,17 +152,9 @@ def _layer(cls: type[Settings], entries: Iterable[Entry], problems: list[Problem
 
 
 def _current_name(cls: type[Settings], key: str) -> str:
-    section, _, name = key.partition(".")
-    current = RENAMED.get(key) or (f"{RENAMED[section]}.{name}" if section in RENAMED else key)
-    if current not in settings_of(cls) or current == key:
-        return key
-    _say_renamed(section if section in RENAMED else key)
-    return current
-
-
-@cache
-def _say_renamed(old: str) -> None:
-    log.warning("%s is called %s now; the next version will refuse the old name", old, RENAMED[old])
+    section, dot, name = key.partition(".")
+    current = RENAMED.get(key) or f"{RENAMED.get(section, section)}{dot}{name}"
+    return current if current in settings_of(cls) else key
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
@@ -166,22 +166,20 @@ def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     }
 
 
-def _unknown(cls: type[Settings], key: str, origin: str) -> Problem:
+def _unknown(cls: type[Settings], key: str, origin: str) -> str:
     if not key:
-        return Problem(f"{origin}: write settings as `name: value`", ())
-    guesses = [] if key in sections(cls) else nearest(key, cls)
-    section = key.partition(".")[0]
+        return f"{origin}: write settings as `name: value`"
     if key in FIXED:
-        text = f"{key} is no longer a setting ({origin}); its value is fixed at {yaml.write(FIXED[key])}"
-        return Problem(text, (key,))
-    if guesses:
+        return f"{key} is no longer a setting ({origin}); its value is fixed at {write_yaml(FIXED[key])}"
+    section = key.partition(".")[0]
+    if key not in sections(cls) and (guesses := nearest(key, cls)):
         hint = f"did you mean {' or '.join(guesses)}?"
     elif section in sections(cls):
         inside = [name for name in settings_of(cls) if name.startswith(f"{section}.")]
         hint = f"the section {section} has {', '.join(inside)}"
     else:
         hint = f"there are {', '.join(cls.model_fields)}"
-    return Problem(f"{brief(key)} is not a setting ({origin}); {hint}", (key, *guesses))
+    return f"{brief(key)} is not a setting ({origin}); {hint}"
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
@@ -198,68 +196,133 @@ def nearest(typed: str, cls: type[Settings]) -> list[str]:
     return []
 
 
-def _build(cls: type[C], below: _Layer, above: _Layer, problems: list[Problem]) -> C:
+def _build(cls: type[C], below: _Layer, above: _Layer, problems: list[str]) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
     rivals = {rival for key, entry in above.items() if entry.value is not None for rival in infos[key].rivals}
     layer = _without(below, {*above, *rivals}) | above
-    config, invalid = _validate(cls, layer)
-    problems += invalid
-    # Check for contradictions without the wrong settings, to report everything at once and nothing twice.
-    wrong = {key for problem in problems for key in problem.keys}
-    wrong |= {rival for key in wrong & infos.keys() for rival in infos[key].rivals}
-    if wrong:
-        config, _ = _validate(cls, _without(layer, wrong))
-    for text, keys in config.contradictions() if config else ():
-        if not wrong & set(keys):
-            origins = ", ".join(f"{key}: {layer[key].origin}" for key in keys if key in layer)
-            problems.append(Problem(f"{text} ({origins})" if origins else text, keys))
-    if config is None or problems:
-        raise ConfigError(problems)
-    return config
-
-
-def _validate(cls: type[C], layer: _Layer) -> tuple[C | None, list[Problem]]:
     nested: dict[str, Any] = {}
     for key, entry in layer.items():
         section, _, name = key.rpartition(".")
         inside = nested.setdefault(section, {}) if section else nested
         inside[name] = entry.value
     try:
-        return cls.model_validate(nested), []
+        config = cls.model_validate(nested)
     except ValidationError as error:
-        details: dict[str, list[ErrorDetails]] = {}  # a union has one for each type, a list for each item
-        for detail in error.errors(include_url=False):
-            details.setdefault(_key_of(cls, detail), []).append(detail)
-    return None, [_explain(cls, layer.get(key), key, details[key]) for key in details]
+        raise ConfigError([*problems, *_explained(cls, layer, error)]) from None
+    for text, keys in () if problems else config.contradictions():
+        origins = ", ".join(f"{key}: {layer[key].origin}" for key in keys if key in layer)
+        problems.append(f"{text} ({origins})" if origins else text)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
-def _key_of(cls: type[Settings], detail: ErrorDetails) -> str:
-    """Return the dotted key of the setting that an error is about; its last names are of types and items."""
-    section, *names = map(str, detail["loc"])
-    key = f"{section}.{names[0]}" if names else section
-    return key if key in settings_of(cls) else section
-
-
-def _explain(cls: type[Settings], entry: Entry | None, key: str, details: list[ErrorDetails]) -> Problem:
-    """Return an error of pydantic as a sentence: what was given, and what is allowed."""
-    if entry is None:
-        needed = settings_of(cls)[key]
-        choices = f", one of {', '.join(needed.choices)}" if needed.choices else ""
-        return Problem(f"{key} is needed: {needed.doc}{choices}", (key, key.partition(".")[0]))
-    allowed = " or ".join(dict.fromkeys(map(_allowed, details)))
-    info, value = settings_of(cls).get(key), entry.value
-    if info and isinstance(value, str) and (similar := get_close_matches(value, info.choices, n=1)):
-        allowed = f"did you mean {similar[0]}?"
-    return Problem(f"{key} = {brief(yaml.write(entry.value))} ({entry.origin}): {allowed}", (key,))
+def _explained(cls: type[Settings], layer: _Layer, error: ValidationError) -> Iterator[str]:
+    """Yield a sentence for each wrong setting: what was given, and what is allowed."""
+    details: dict[str, list[ErrorDetails]] = {}  # a union has one for each type, a list for each item
+    for detail in error.errors(include_url=False):
+        section, *names = map(str, detail["loc"])
+        key = f"{section}.{names[0]}" if names else section
+        details.setdefault(key if key in settings_of(cls) else section, []).append(detail)
+    for key, of_key in details.items():
+        info, entry = settings_of(cls).get(key), layer.get(key)
+        if entry is None:
+            assert info is not None
+            yield f"{key} is needed: {info.meaning}"
+            continue
+        allowed = " or ".join(dict.fromkeys(map(_allowed, of_key)))
+        if info and info.choices and isinstance(entry.value, str):
+            similar = get_close_matches(entry.value, info.choices, n=1)
+            allowed = (
+                f"did you mean {similar[0]}?" if similar else f"must be one of {', '.join(info.choices)}"
+            )
+        yield f"{key} = {brief(write_yaml(entry.value))} ({entry.origin}): {allowed}"
 
 
 def _allowed(detail: ErrorDetails) -> str:
     """Return pydantic's message, such as "Input should be a valid integer", as what a setting must be."""
     items = [part for part in detail["loc"] if isinstance(part, int)]
     message = "must be given" if detail["type"] == "missing" else detail["msg"]
-    message = re.sub(r"^\w+ should ", "must ", message).replace("valid tuple", "list")
-    message = message.replace("valid dictionary or instance of", "section of").replace(
-        " after validation", ""
-    )
+    message = re.sub(r"^\w+ should ", "must ", message).replace(" after validation", "")
+    message = message.replace("valid tuple", "list").replace("valid dictionary or instance of", "section of")
     return f"item {items[-1] + 1} {message}" if items else message
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's way)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?$|[-+]?[0-9]+[eE][-+]?[0-9]+$|[-+]?\.inf$|\.nan$"
+)
+for _name, _pattern, _first in (
+    ("null", re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _first)
+# Quote text that either version of YAML would read as a number.
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def read_yaml(text: str | bytes, name: str, key: str = "") -> list[Entry]:
+    """Return the values in the file `name` by dotted key, or, with `key`, those of that one argument."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return list(_walk(loader, node, key, name, 0 if key else 1)) if node else [Entry(key, None, name)]
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark and not key else ""
+        raise ValueError(f"{name}{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ValueError(f"{name}: cannot be read as YAML") from None
+
+
+def _walk(loader: _Loader, node: yaml.Node, key: str, name: str, line: int) -> Iterator[Entry]:
+    """Yield the values inside a node; `line` is 0 in an argument."""
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for name_node, inner in node.value:
+            inner_key = f"{key}.{loader.construct_object(name_node, deep=True)}".removeprefix(".")
+            yield from _walk(loader, inner, inner_key, name, line and name_node.start_mark.line + 1)
+    else:
+        yield Entry(key, loader.construct_object(node, deep=True), f"{name}:{line}" if line else name)
+
+
+def write_yaml(value: object) -> str:
+    """Return `value` on one line of YAML, numbers without a needless fraction."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**30, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _represent_float(dumper: _Dumper, value: float) -> yaml.Node:
+    is_whole = value.is_integer() and abs(value) < 1e15
+    return dumper.represent_int(int(value)) if is_whole else dumper.represent_float(value)
+
+
+_Dumper.add_representer(float, _represent_float)
+_Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))
+
+
+def to_yaml(config: Settings) -> str:
+    """Return every setting as YAML that loads back to an equal config, each with its meaning."""
+    cls = type(config)
+    lines: list[str] = []
+    section = ""
+    for key, value in values(config).items():
+        prefix, _, name = key.rpartition(".")
+        if prefix != section:
+            lines.append("")
+        if prefix and prefix != section:
+            inner = section_of(cls.model_fields[prefix].annotation)
+            lines += [f"# {inner.__doc__}" if inner else "", f"{prefix}:"]
+        section = prefix
+        line = f"{'  ' if prefix else ''}{name}: {write_yaml(value)}"
+        lines.append(f"{line:<{COLUMN - 2}}  # {settings_of(cls)[key].meaning}")
+    return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ class Model(Settings):
     """The backbone: a named size, its own width, depth and heads, or a model of timm."""
 
     one_of: ClassVar = (("arch",), ("width", "depth", "heads"))
-    arch: Arch | TimmName | None = setting("vit_small", "named size or timm:NAME; null: see width, depth")
+    arch: Arch | TimmName | None = setting("vit_small", "named size; null: see width, depth")
     width: Dimension | None = setting(None, "embedding dimension")
     depth: Few | None = setting(None, "number of blocks")
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")

@@ -55,9 +55,8 @@ class Problem(NamedTuple):
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        texts = [problem.text for problem in self.problems]
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = texts = tuple(problems)
         many = f"{len(texts)} settings are wrong:\n  - " + "\n  - ".join(texts)
         super().__init__(texts[0] if len(texts) == 1 else many)
 
@@ -131,6 +130,11 @@ class SettingInfo(NamedTuple):
     is_list: bool  # of any length, and nothing else but null
     rivals: frozenset[str]  # the keys of the groups that exclude this setting
 
+    @property
+    def meaning(self) -> str:
+        """The meaning and the choices, for a help and beside a value."""
+        return f"{self.doc} [{'|'.join(self.choices)}]" if self.choices else self.doc
+
 
 def section_of(annotation: object) -> type[Settings] | None:
     """Return the class of a field that is a section or an optional section."""
@@ -157,7 +161,9 @@ def settings_of(cls: type[Settings], prefix: str = "") -> dict[str, SettingInfo]
                 default=field.default,
                 required=field.is_required(),
                 resumable=schema.get("resumable", False),
-                choices=tuple(str(choice) for kind in types for choice in kind.get("enum", ())),
+                choices=tuple(
+                    str(choice) for kind in types for choice in kind.get("enum", kind.get("examples", ()))
+                ),
                 takes_text=any(kind.get("type") == "string" and "enum" not in kind for kind in types),
                 takes_list=any(kind.get("type") == "array" for kind in types),
                 is_list=all(kind.get("type") == "null" or "items" in kind for kind in types),

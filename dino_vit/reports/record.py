@@ -6,8 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from dino_vit.config import yaml
-from dino_vit.config.loading import load
+from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.text import plural
@@ -67,7 +66,7 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
     now, default = values(record.config), values(PretrainConfig())
     reasons = {key: reason for start in record.starts for key, reason in start.reasons.items()}
     return [
-        (key, yaml.write(now[key]), yaml.write(default.get(key)), reasons.get(key, ""))
+        (key, write_yaml(now[key]), write_yaml(default.get(key)), reasons.get(key, ""))
         for key in settings_of(PretrainConfig)
         if key in now and now[key] != default.get(key)
     ]

@@ -100,7 +100,7 @@ def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int |
         text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"
         problems.append(Problem(f"{text}; lower it", ("optim.min_lr", "optim.lr")))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problem.text for problem in problems)
     return Plan(
         config=config,
         global_batch=batch,

@@ -13,8 +13,7 @@ from typing import Self
 import torch
 
 from dino_vit import __version__
-from dino_vit.config import yaml
-from dino_vit.config.display import to_yaml
+from dino_vit.config.loading import to_yaml, write_yaml
 from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import cores_of_a_process, device_name
@@ -228,6 +227,6 @@ def describe_start(run: ReadyRun) -> Iterator[str]:
     if state.sharded:
         yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
     for choice in run.choices:
-        yield f"  {choice.key}={yaml.write(choice.value)}: {choice.reason}"
+        yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
     if run.resumed:
         yield f"resuming after step {state.step:,} from {run.resumed}"

@@ -11,8 +11,7 @@ from typing import Any
 from jinja2 import Template
 
 from dino_vit import __version__
-from dino_vit.config import yaml
-from dino_vit.config.loading import load
+from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, result_changes
 from dino_vit.core.text import printable, printable_lines
@@ -252,7 +251,7 @@ def model_card(model: Backbone, *, name: str = ".", license: str | None = None, 
     facts, run = describe(model), _pretraining(model)
     facts["file"] = facts["file"] and Path(facts["file"]).name
     card = Template(_CARD, trim_blocks=True, keep_trailing_newline=True).render(
-        license=yaml.write(license or "other"),
+        license=write_yaml(license or "other"),
         mark=CARD_MARK,
         facts=facts,
         names=[key for key in CARD_FACTS if facts.get(key) is not None],
@@ -266,7 +265,7 @@ def model_card(model: Backbone, *, name: str = ".", license: str | None = None, 
         evaluation=evaluation,
         changes=result_changes(run, PretrainConfig(method=run.method)) if run else {},
         public=_public,
-        write=yaml.write,
+        write=write_yaml,
     )
     return printable_lines(card)
 

@@ -6,9 +6,16 @@ import pytest
 import yaml as pyyaml
 
 from dino_vit.commands import COMMANDS
-from dino_vit.config import yaml
-from dino_vit.config.display import to_yaml
-from dino_vit.config.loading import OTHER_NAMES, RENAMED, load, nearest, replace
+from dino_vit.config.loading import (
+    OTHER_NAMES,
+    RENAMED,
+    load,
+    nearest,
+    read_yaml,
+    replace,
+    to_yaml,
+    write_yaml,
+)
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import Gram
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
@@ -18,8 +25,8 @@ from tests.support.cake import Cake, Icing
 def refused(*overrides: str, file: Path | None = None) -> list[str]:
     with pytest.raises(ConfigError) as error:
         load(Cake, file, overrides)
-    assert all(problem.text in str(error.value) for problem in error.value.problems)
-    return [problem.text for problem in error.value.problems]
+    assert all(problem in str(error.value) for problem in error.value.problems)
+    return list(error.value.problems)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -52,7 +59,7 @@ def test_defaults_then_file_then_command_line(tmp_path: Path) -> None:
         ("tiers=[a, 1]", "item 2 must be a valid string"),
         ("name=null", "must be a valid string"),
         ("name=", "must be non-empty text"),
-        ("oven.fan=maybe", "must be 'on' or 'off'"),
+        ("oven.fan=maybe", "must be one of on, off"),
         ("oven.degrees=hot", "must be a valid number"),
         ("icing=3", "must be a section of Icing"),
     ],
@@ -153,9 +160,8 @@ def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) ->
     assert refused("tiers=[1]", "icing.layers=2", file=file) == [
         f"egs is not a setting ({file}:1); did you mean eggs?",
         "tiers = [1] (command line): item 1 must be a valid string",
-        f"oven.fan = maybe ({file}:3): must be 'on' or 'off'",
+        f"oven.fan = maybe ({file}:3): must be one of on, off",
         "icing.colour is needed: its colour",
-        f"sizes run backwards (sizes: {file}:4)",
     ]
 
 
@@ -240,7 +246,7 @@ def test_replace_checks_and_marks_as_given() -> None:
     ],
 )
 def test_yaml_is_read_by_version_1_2(text: str, value: object) -> None:
-    ((_, read, _),) = yaml.read(text, "here")
+    ((_, read, _),) = read_yaml(text, "here")
     assert read == value
     assert type(read) is type(value)
 
@@ -250,11 +256,11 @@ def test_yaml_is_read_by_version_1_2(text: str, value: object) -> None:
     [None, True, 3, 0.1, 1e-6, 5e-4, 1e22, "no", "1e-3", "null", "a: b", "", "é", [1, 0.5], ["x", None]],
 )
 def test_what_is_written_reads_back_in_either_version(value: object) -> None:
-    text = yaml.write(value)
+    text = write_yaml(value)
     assert "\n" not in text
-    assert yaml.read(text, "written") == [("", value, "written:1")]
+    assert read_yaml(text, "written") == [("", value, "written:1")]
     assert pyyaml.safe_load(text) == value or value == 1e22
-    assert yaml.write((3.0, (0.5, -1e6))) == "[3, [0.5, -1000000]]"
+    assert write_yaml((3.0, (0.5, -1e6))) == "[3, [0.5, -1000000]]"
 
 
 @pytest.mark.parametrize(

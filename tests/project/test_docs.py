@@ -14,9 +14,8 @@ from torch.distributed.run import get_args_parser
 import dino_vit
 from dino_vit.cli import build_parser
 from dino_vit.commands import COMMANDS as commands_table
-from dino_vit.config import yaml
 from dino_vit.config.arguments import config_from, parse_arguments
-from dino_vit.config.loading import load
+from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_metadata, read_tensors
@@ -119,7 +118,7 @@ def test_files_and_links_exist(page):
 def test_the_recipe_has_our_defaults():
     table = [row for row in rows(PAGES["recipe"]) if len(row) == 5]
     shown = {setting.strip("`"): default.strip("`") for _, _, setting, default, _ in table}
-    assert shown == {key: yaml.write(SETTINGS[key].default) for key in shown}
+    assert shown == {key: write_yaml(SETTINGS[key].default) for key in shown}
     assert all(note for *_, note in table)
     own = ("model.width", "model.depth", "model.heads", "model.grad_checkpointing")
     parts = ("model", "head", "views", "augment", "loss", "optim", "teacher")

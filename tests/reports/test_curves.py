@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dino_vit.config.display import to_yaml
-from dino_vit.config.loading import load
+from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.reports.curves import charts, figures, thin
 from dino_vit.reports.page import Pictures, render
