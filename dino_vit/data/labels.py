@@ -175,23 +175,32 @@ class LabelledSource(Subset):
 
 def join_labels(source: Source, path: str | Path) -> LabelledSource:
     """Label items by name from a file, and warn about names without a match."""
-    table = read_table(str(path))
+    values = values_by_name(source, str(path), LABEL_COLUMNS)
+    missing = values.count(None)
+    if missing:
+        example = source.name(values.index(None))
+        log.warning("%s: no label for %d of %d images, such as '%.200s'", path, missing, len(values), example)
+    return LabelledSource(source, number_labels(values))
+
+
+def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[object]:
+    """Return the value of each item in a file, None without one; warn about names that are not in the source.
+
+    `columns` are possible names of the column of values.
+    """
+    table = read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
-    values = [table.get(name) for name in names]
     surplus = set(table).difference(names)
     if len(surplus) == len(table):
         raise ValueError(
-            f"{path} has labels for none of the images: its names are like '{next(iter(table), ''):.200}', "
-            f"those of the source like '{names[0]}'. Names must be equal, including the suffix."
+            f"{path} has {columns[0]}s for none of the images: its names are like "
+            f"'{next(iter(table), ''):.200}', those of the source like '{names[0]}'. Names must be equal, "
+            "including the suffix."
         )
-    missing = values.count(None)
-    if missing:
-        example = names[values.index(None)]
-        log.warning("%s: no label for %d of %d images, such as '%.200s'", path, missing, len(names), example)
     if surplus:
-        extra = plural(len(surplus), "label")
+        extra = plural(len(surplus), columns[0])
         log.warning("%s: %s for names not in the source, such as '%.200s'", path, extra, min(surplus))
-    return LabelledSource(source, number_labels(values))
+    return [table.get(name) for name in names]
 
 
 def parse_json(text: str | bytes, name: str) -> object:

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dino_vit.core import log
-from dino_vit.core.text import plural
-from dino_vit.data.labels import read_table
+from dino_vit.data.labels import values_by_name
 from dino_vit.data.sources.source import Source
 
 WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
@@ -17,17 +15,13 @@ WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
 def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
     """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
-    table = read_table(str(path), WEIGHT_COLUMNS)
-    names = [source.name(index) for index in range(len(source))]
-    missing = [name for name in names if table.get(name) in (None, "")]
+    values = values_by_name(source, str(path), WEIGHT_COLUMNS)
+    missing = [index for index, value in enumerate(values) if value in (None, "")]
     if missing:
-        count = f"{len(missing)} of {len(names)} images"
-        raise ValueError(f"{path} has no weight for {count}, such as '{missing[0]:.200}'; 0 is for never")
-    surplus = table.keys() - set(names)
-    if surplus:
-        extra = plural(len(surplus), "weight")
-        log.warning("%s: %s for names not in the source, such as '%.200s'", path, extra, min(surplus))
-    weights = np.array([_weight(str(path), name, table[name]) for name in names])
+        count = f"{len(missing)} of {len(values)} images"
+        example = source.name(missing[0])
+        raise ValueError(f"{path} has no weight for {count}, such as '{example:.200}'; 0 is for never")
+    weights = np.array([_weight(str(path), source.name(row), value) for row, value in enumerate(values)])
     total = sum(weights.tolist())
     if not 1e-300 < total < math.inf:  # smaller numbers lose precision
         raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")

@@ -66,12 +66,8 @@ def choose_splits(source: Source) -> Splits | None:
     return Splits(train[0], held_out[0], train[1], held_out[1])
 
 
-def describe_splits(source: Source) -> str:
-    """Return the splits and their numbers of images as a text."""
-    return ", ".join(f"{name} ({plural(len(images), 'image')})" for name, images in splits_of(source).items())
-
-
 def describe_use(source: Source, splits: Splits, name: str) -> str:
     """Return what a source is split into and how that is used, as a sentence."""
+    sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in splits_of(source).items())
     used = f"{splits.held_out} is classified from {splits.train}"
-    return f"{name} has the splits {describe_splits(source)}: {used}"
+    return f"{name} has the splits {', '.join(sizes)}: {used}"

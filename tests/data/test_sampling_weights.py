@@ -94,8 +94,7 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     killed = partial(signal_within_step, 8, signal.SIGKILL)
     run(tmp_path / "run", settings, code=-signal.SIGKILL, before=killed)
     wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
-    for other in (wrong, SHORT):
-        assert "the sampling weights have changed" in run(tmp_path / "run", other, code=2)
+    assert "the sampling weights have changed" in run(tmp_path / "run", wrong, code=2)
     moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
     assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
     assert_same_end(tmp_path / "run", tmp_path / "whole", 10)

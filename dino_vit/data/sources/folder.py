@@ -4,7 +4,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,21 +134,16 @@ def _join(root: str, name: str) -> str:
 _Signature = tuple[int, int, int]  # as of `file_signatures`
 
 
-class _Folder(NamedTuple):
-    name: str  # below the root
-    parents: frozenset[tuple[int, int]]  # device and inode numbers of the folders that contain it
-
-
 def _list_local(root: str) -> tuple[list[str], list[str], list[_Signature]]:
     """Return the files below a folder, and the paths and signatures of the folders.
 
     They are listed level by level, the folders of each level in parallel.
     """
-    files, paths, signatures, level = [], [], [], [_Folder("", frozenset())]
+    files, paths, signatures, level = [], [], [], [""]
     with progress(f"Listing {root}") as advance:
         while level:
             listed = in_threads(lambda folder: _list_folder(root, folder), level)
-            paths += [os.path.join(root, folder.name) for folder in level]
+            paths += [os.path.join(root, folder) for folder in level]
             level = []
             for names, folders, signature in listed:
                 files += names
@@ -159,26 +153,29 @@ def _list_local(root: str) -> tuple[list[str], list[str], list[_Signature]]:
     return files, paths, signatures
 
 
-def _list_folder(root: str, folder: _Folder) -> tuple[list[str], list[_Folder], _Signature]:
-    path = os.path.join(root, folder.name)
+def _list_folder(root: str, folder: str) -> tuple[list[str], list[str], _Signature]:
+    """Return the files and the folders in one below the root, and its signature."""
+    path = os.path.join(root, folder)
     status = os.stat(path)  # before the listing, so that a change during it is noticed next time
-    identity = (status.st_dev, status.st_ino)
     signature = (status.st_size, status.st_mtime_ns, status.st_mtime_ns)
     files: list[str] = []
-    folders: list[_Folder] = []
-    if identity in folder.parents:  # a link back to a folder that contains it
-        return files, folders, signature
-    parents = folder.parents | {identity}
+    folders: list[str] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            name = f"{folder.name}/{entry.name}" if folder.name else entry.name
+            name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
-                folders.append(_Folder(name, parents))
-            else:
+            if not entry.is_dir():
                 files.append(name)
+            elif not (entry.is_symlink() and _leads_back(entry.path)):
+                folders.append(name)
     return files, folders, signature
+
+
+def _leads_back(link: str) -> bool:
+    """Tell whether a link is to a folder that contains it."""
+    target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
+    return os.path.commonpath([target, folder]) == target
 
 
 def _file_sizes(paths: Sequence[str]) -> NDArray[np.int64]:
