@@ -39,7 +39,6 @@ from dino_vit.eval.labelled import (
     hold_out,
     labelled_features,
     open_subset,
-    renumber,
 )
 from dino_vit.eval.linear import count_correct, grid_steps, top_classes, train_heads
 
@@ -119,9 +118,7 @@ def make_classifier(
 
 def error_of(frozen: FrozenBackbone, spec: str, train: LabelledSubset, classify: Classifier) -> float:
     """Return the share in per cent of the images of a source that are classified wrongly."""
-    images = open_subset(spec, None)
-    targets = renumber(images.targets, images.source.classes, train.source.classes, name=spec)
-    features = labelled_features(frozen, LabelledSubset(images.source, images.indices, targets), title=spec)
+    features = labelled_features(frozen, open_subset(spec, None).with_classes_of(train), title=spec)
     wrong = classify(features).cpu() != features.targets.cpu()
     return 100 * float(wrong.double().mean())
 
@@ -137,7 +134,7 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
     path = results_path(f"imagenet-c-{config.classifier}", weights=config.weights, output=config.output)
     train = open_subset(config.train, None, "train_labels")
     features = labelled_features(frozen, train, title="features of the training images")
-    classify = make_classifier(config, features, len(train.source.classes), frozen.device)
+    classify = make_classifier(config, features, len(train.classes), frozen.device)
     clean = error_of(frozen, config.val, train, classify) if config.val else None
     errors = {
         kind: {folder.name: error_of(frozen, str(folder), train, classify) for folder in severities}

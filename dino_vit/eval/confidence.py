@@ -1,6 +1,5 @@
 """How sure a figure is, whether two backbones differ on the same images, and which of several is best."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributions import Binomial
 
 RESAMPLES = 1000  # of the images
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
@@ -127,11 +127,10 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
     McNemar's test in its exact form: if both were as good, each such image would fall to either with 1/2.
     """
-    count, fewer = only_first + only_second, min(only_first, only_second)
-    k = torch.arange(fewer + 1, dtype=torch.double)
-    total = torch.tensor(float(count), dtype=torch.double)
-    logs = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
-    return min(1.0, 2 * float((logs - count * math.log(2)).exp().sum()))
+    splits = Binomial(only_first + only_second, torch.tensor(0.5, dtype=torch.double), validate_args=False)
+    fewer = torch.arange(min(only_first, only_second) + 1, dtype=torch.double)
+    logs: Tensor = splits.log_prob(fewer)  # type: ignore[no-untyped-call]
+    return min(1.0, 2 * float(logs.exp().sum()))
 
 
 class Pair(NamedTuple):

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from einops import rearrange, repeat
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core.distributed import all_gather, rank_slice
@@ -149,7 +148,6 @@ class LogisticFit(NamedTuple):
 
     c: float
     head: LinearHeads
-    iterations: int
     gradient: float  # largest entry of the objective's gradient, divided by n·C; 0 at the optimum
 
 
@@ -191,40 +189,13 @@ def sweep(
         slope = max(float(part.grad.abs().max()) for part in scaled if part.grad is not None)
         weight, bias = scaled[0].detach() * unit, scaled[1].detach()
         head = LinearHeads(weight[None], (bias - weight @ mean)[None])
-        yield LogisticFit(c, head, optimizer.state[scaled[0]]["n_iter"], slope)
+        yield LogisticFit(c, head, slope)
 
 
-def join_heads(fits: Sequence[LogisticFit], columns: slice = slice(None)) -> LinearHeads:
-    """Return the classifiers of all fits, which read some columns of the features."""
+def join_heads(fits: Sequence[LogisticFit]) -> LinearHeads:
+    """Return the classifiers of all fits side by side."""
     weight, bias = (torch.cat(parts) for parts in zip(*(fit.head[:2] for fit in fits), strict=True))
-    return LinearHeads(weight, bias, columns)
-
-
-def sweep_each(
-    train: tuple[Tensor, Tensor],
-    parts: Sequence[NDArray[np.int64]],
-    judged: Sequence[tuple[Tensor, Tensor]],
-    *,
-    cs: Sequence[float],
-    classes: int,
-    max_iterations: int,
-    device: torch.device,
-    title: str,
-) -> Tensor:
-    """Fit every C to each of some parts of a set, and return how many images are right: (parts, judged, C).
-
-    Sets are pairs of features and targets, a part is rows of one. The processes share the parts.
-    """
-    local = rank_slice(parts)
-    counts = [torch.zeros(0, len(judged), len(cs), dtype=torch.long, device=device)]
-    with progress(title, len(local)) as advance:
-        for rows in local:
-            features, targets = train[0][rows].to(device, torch.float32), train[1][rows].to(device)
-            fits = list(sweep(features, targets, cs=cs, classes=classes, max_iterations=max_iterations))
-            heads = join_heads(fits)
-            counts.append(torch.stack([count_correct(heads, *each) for each in judged])[None])
-            advance(1)
-    return all_gather(torch.cat(counts))
+    return LinearHeads(weight, bias)
 
 
 def _objective(

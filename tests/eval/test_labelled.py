@@ -10,7 +10,8 @@ from PIL import Image
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.labelled import SupervisedConfig, SupervisedLoader, few_shot_rows, open_sets
+from dino_vit.eval.labelled import SupervisedConfig, few_shot_rows, open_sets
+from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from tests.support.images import write_classes
@@ -30,25 +31,25 @@ def folder(tmp_path):
 
 def test_one_set_is_split_by_the_seed():
     whole = SyntheticSource(length=103)
-    sets = sets_of("synthetic:103:32", seed=1)
-    assert sets.classes == tuple(whole.classes)
-    assert (len(sets.train), len(sets.val)) == (83, 20)
-    assert sorted([*sets.train.indices, *sets.val.indices]) == list(range(103))
-    for part in (sets.train, sets.val):
+    train, val = sets_of("synthetic:103:32", seed=1)
+    assert train.classes == val.classes == tuple(whole.classes)
+    assert (len(train), len(val)) == (83, 20)
+    assert sorted([*train.indices, *val.indices]) == list(range(103))
+    for part in (train, val):
         assert list(part.indices) == sorted(part.indices)
         assert part.targets.tolist() == [index % 10 for index in part.indices]
-    assert len(set(sets.val.targets.tolist())) > 5, "not a run of a sorted set"
-    again, other = (sets_of("synthetic:103:32", seed=seed) for seed in (1, 2))
-    assert again.val.indices.tolist() == sets.val.indices.tolist() != other.val.indices.tolist()
+    assert len(set(val.targets.tolist())) > 5, "not a run of a sorted set"
+    again, other = (sets_of("synthetic:103:32", seed=seed)[1] for seed in (1, 2))
+    assert again.indices.tolist() == val.indices.tolist() != other.indices.tolist()
 
 
 def test_splits_are_the_sets(folder, tmp_path, caplog):
     for split in ("train", "test"):
         folder(f"photos/{split}", "ab")
     with caplog.at_level("INFO"):
-        sets = sets_of(str(tmp_path / "photos"))
-    assert (len(sets.train), len(sets.val), sets.classes) == (6, 6, ("a", "b"))
-    for subset, split in ((sets.train, "train"), (sets.val, "test")):
+        train, val = sets_of(str(tmp_path / "photos"))
+    assert (len(train), len(val), val.classes) == (6, 6, ("a", "b"))
+    for subset, split in ((train, "train"), (val, "test")):
         assert {subset.source.name(index)[: len(split)] for index in subset.indices} == {split}
         assert subset.targets.tolist() == [0, 0, 0, 1, 1, 1]
     assert "has the splits test (6 images), train (6 images): test is classified from train" in caplog.text
@@ -58,17 +59,17 @@ def test_splits_are_the_sets(folder, tmp_path, caplog):
 
 
 def test_a_part_is_a_source_of_its_images_alone():
-    sets = sets_of("synthetic:50:32")
-    images = sets.val.images
+    train, val = sets_of("synthetic:50:32")
+    images = val.images
     assert isinstance(images, Subset)
     assert len(images) == 10
-    for place, index in enumerate(sets.val.indices.tolist()):
-        assert images.name(place) == sets.val.source.name(index)
-        assert images.label(place) == sets.val.targets[place]
-        assert (read_image(images, place) == read_image(sets.val.source, index)).all()
-    assert images.classes == sets.val.source.classes
-    relabelled = replace(sets.val, targets=sets.val.targets[::-1].copy())
-    prints = {each.fingerprint for each in (sets.val, sets.train, sets.val.source, relabelled)}
+    for place, index in enumerate(val.indices.tolist()):
+        assert images.name(place) == val.source.name(index)
+        assert images.label(place) == val.targets[place]
+        assert (read_image(images, place) == read_image(val.source, index)).all()
+    assert images.classes == val.source.classes
+    relabelled = replace(val, targets=val.targets[::-1].copy())
+    prints = {each.fingerprint for each in (val, train, val.source, relabelled)}
     assert len(prints) == 4
 
 
@@ -95,9 +96,9 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
             Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
     for label in range(3):
         (tmp_path / str(label) / "0.png").write_bytes(b"no image")
-    sets = sets_of(str(tmp_path), train=str(tmp_path))
+    train, _ = sets_of(str(tmp_path), train=str(tmp_path))
     feed = SupervisedLoader(
-        sets.train,
+        train,
         view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
         transform=EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
         batch_size=50,

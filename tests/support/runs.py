@@ -1,6 +1,8 @@
 """Runs of the command in real processes, which start fast: forked from one that has imported torch."""
 
+import io
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -10,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,24 @@ def command(log: Path, *argv: object, code: int = 0, **options: Any) -> str:
     started = Command([str(argument) for argument in argv], log, **options)
     assert started.wait() == code, started.said
     return started.said
+
+
+def command_here(*argv: object, code: int = 0) -> str:
+    """Run a command in this process, check the exit code and return what it said."""
+    from dino_vit.cli import main
+
+    said, root = io.StringIO(), logging.getLogger()
+    handler, level = logging.StreamHandler(said), root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            found = main([str(argument) for argument in argv])
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    assert found == code, said.getvalue()
+    return said.getvalue()
 
 
 def run(output: Path, settings: Mapping[str, object] = {}, *, code: int = 0, **options: object) -> str:

@@ -4,10 +4,7 @@ AdamW with a learning rate that decays from the classifier to the patch embeddin
 label smoothing, and optionally mixup. The state is saved after every epoch, and training resumes from there.
 """
 
-import math
 from collections.abc import Iterator
-from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,18 +26,18 @@ from dino_vit.config.settings import (
     Probability,
     Problem,
     setting,
-    settings_of,
 )
 from dino_vit.core import VIT_SIZES, height_width
-from dino_vit.core.distributed import all_gather, any_process, is_main_process, rank, rank_slice, world_size
-from dino_vit.core.process import Interruption, locked
+from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
+from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
-from dino_vit.core.text import Advance, plural, progress
+from dino_vit.core.text import plural
 from dino_vit.eval.accuracy import summary, top_k_accuracy, trivial_baselines, write_results
 from dino_vit.eval.features import extract_features
-from dino_vit.eval.labelled import Epochs, SupervisedConfig, SupervisedLoader, open_sets
+from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.eval.linear import TOP_K
+from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.optim import (
     build_optimizer,
     clip_gradients,
@@ -58,6 +55,8 @@ from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
 
+MIN_LR = 1e-6  # at the end
+
 
 class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
@@ -72,12 +71,11 @@ class FinetuneConfig(SupervisedConfig):
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
     patch_size: Dimension | None = setting(None, "of a randomly initialised network; null: that of arch")
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
-    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
+    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes")
     batch_size: Dimension = setting(64, "images per process and step")
-    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores")
     epochs: Count = setting(100, "passes over the images")
     lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
-    min_lr: NonNegative = setting(1e-6, "learning rate at the end")
     warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
     layer_decay: PositiveShare = setting(0.75, "factor on lr per block towards the input; 1: none")
     weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
@@ -87,7 +85,6 @@ class FinetuneConfig(SupervisedConfig):
     mixup: NonNegative = setting(0.0, "alpha of the Beta distribution for mixing pairs of images; 0: none")
     crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
     flip: Probability = setting(0.5, "probability of a horizontal flip")
-    jitter: Probability = setting(0.0, "probability of brightness, contrast, saturation and hue jitter")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
     def contradictions(self) -> Iterator[Problem]:
@@ -104,26 +101,26 @@ class FinetuneConfig(SupervisedConfig):
 
 def run(config: FinetuneConfig) -> Classification:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
-    with Interruption() as interruption:
-        accelerator = start_processes()
-        with locked(Path(config.output)):
-            tuning = Finetuning(config, accelerator)
-            if not tuning.train(interruption):
-                interruption.leave()
+    accelerator = start_processes()
+    with locked(Path(config.output)):
+        tuning = Finetuning(config, accelerator)
+        tuning.training.run(
+            tuning.loader, config.epochs, take_step=tuning.take_step, evaluate=tuning.evaluate
+        )
     result = _result(tuning)
     accelerator.wait_for_everyone()
     return result
 
 
 class Finetuning:
-    """A fine-tuning run: all that a step needs, and the results of every epoch so far."""
+    """A fine-tuning run: all that a step needs."""
 
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
         self.device: torch.device = accelerator.device
-        self.sets = open_sets(config)
+        self.train, self.val = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-        self.model = build_model(config, len(self.sets.classes)).to(self.device)
+        self.model = build_model(config, len(self.train.classes)).to(self.device)
         self.transform = eval_transform_of(self.model)
         # What the steps call: in several processes the model inside DistributedDataParallel.
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
@@ -131,68 +128,23 @@ class Finetuning:
         self.optimizer = build_optimizer("adamw", groups)
         bf16 = choose_precision(config.precision, self.device) == "bf16"
         self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
-        augment = ViewAugment(
-            flip=config.flip, jitter=config.jitter, brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1
-        )
         self.loader = SupervisedLoader(
-            self.sets.train,
-            view=View(size=self.transform.size, scale=config.crop, augment=augment),
+            self.train,
+            view=View(size=self.transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip)),
             transform=self.transform,
             batch_size=config.batch_size,
             seed=config.seed,
             workers=config.workers,
             device=self.device,
         )
-        self.epochs = Epochs(Path(config.output) / "state", self.model, self.optimizer, self._facts())
-
-    @property
-    def step(self) -> int:
-        return self.epochs.finished * self.loader.steps_per_epoch
-
-    def _facts(self) -> dict[str, Any]:
-        """Return all that the training depends on, for JSON."""
-        fixed = {key for key, info in settings_of(FinetuneConfig).items() if not info.resumable}
-        return {
-            "config": self.config.model_dump(mode="json", include=fixed),
-            "sets": [part.fingerprint for part in (self.sets.train, self.sets.val)],
-            "classes": list(self.sets.classes),
+        facts = {
+            "config": config.model_dump(mode="json", exclude={"output", "workers"}),
+            "sets": [subset.fingerprint for subset in (self.train, self.val)],
+            "classes": self.train.classes,
             "global_batch": self.loader.global_batch,
             "precision": str(self.autocast),
         }
-
-    def train(self, interruption: Interruption) -> bool:
-        """Train to the last epoch, and evaluate and save after each; return False if interrupted."""
-        steps = self.config.epochs * self.loader.steps_per_epoch - self.step
-        interruption.in_steps = True
-        with (
-            closing(self.loader.batches(self.step)) as batches,
-            progress("Fine-tuning, steps", steps) as advance,
-        ):
-            while self.epochs.finished < self.config.epochs:
-                loss = self._train_epoch(batches, advance, interruption)
-                if loss is None:
-                    return False
-                self.epochs.finish(loss=loss, **self._evaluate())
-        return True
-
-    def _train_epoch(
-        self, batches: Iterator[tuple[Tensor, Tensor]], advance: Advance, interruption: Interruption
-    ) -> float | None:
-        """Take the steps of an epoch and return their mean loss, or None if interrupted."""
-        steps, epoch = self.loader.steps_per_epoch, self.epochs.finished + 1
-        losses = torch.zeros((), device=self.device)
-        best = max((figures["top1"]["percent"] for figures in self.epochs.history), default=None)
-        note = f"epoch {epoch}" + ("" if best is None else f", best top-1 {best:.1f} %")
-        self.wrapped.train()
-        for index, (images, targets) in enumerate(islice(batches, steps)):
-            losses += self.take_step(images, targets, self.step + index)
-            advance(1, note)
-            if any_process(interruption.asked):
-                return None
-        loss = float(losses) / steps
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss of epoch {epoch} is not finite: lower lr or use precision=no")
-        return loss
+        self.training = EpochTraining(Path(config.output) / "state", self.model, self.optimizer, facts)
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
         """Take one optimiser step; return its loss over all processes, without waiting for the device."""
@@ -202,13 +154,13 @@ class Finetuning:
         rate = warmup_cosine(
             step,
             base=config.lr * self.loader.global_batch / 256,
-            final=config.min_lr,
+            final=MIN_LR,
             total=config.epochs * steps,
             warmup=round(config.warmup_epochs * steps),
         )
         set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
         seed = derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1)
-        images, shares = mix(images, targets, classes=len(self.sets.classes), alpha=config.mixup, seed=seed)
+        images, shares = mix(images, targets, classes=len(self.train.classes), alpha=config.mixup, seed=seed)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             logits = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)
@@ -219,23 +171,23 @@ class Finetuning:
         self.optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def _evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> dict[str, Any]:
         """Return top-1 and top-5 on the evaluation images, which the processes share."""
-        val = self.sets.val
+        classes = self.val.classes
         features = extract_features(
             self.model,
-            val.images,
-            rank_slice(range(len(val))),
+            self.val.images,
+            rank_slice(range(len(self.val))),
             transform=self.transform,
             batch_size=self.config.batch_size,
             autocast=self.autocast,
         )
         with torch.no_grad():
-            ranked = self.model.head(features.values).topk(min(TOP_K, len(self.sets.classes))).indices
+            ranked = self.model.head(features.values).topk(min(TOP_K, len(classes))).indices
         ranked, indices = all_gather(ranked), all_gather(features.indices)
-        targets = torch.from_numpy(val.targets).to(self.device)[indices]
+        targets = torch.from_numpy(self.val.targets).to(self.device)[indices]
         accuracies = {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
-        return {**accuracies, **trivial_baselines(targets, self.sets.classes)}
+        return {**accuracies, **trivial_baselines(targets, classes)}
 
 
 def build_model(config: FinetuneConfig, classes: int) -> Backbone:
@@ -265,7 +217,7 @@ def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: in
 
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
-    folder, facts, history = Path(tuning.config.output), tuning.epochs.facts, tuning.epochs.history
+    folder, facts, history = Path(tuning.config.output), tuning.training.facts, tuning.training.history
     weights, last, transform = folder / "backbone.safetensors", history[-1], tuning.transform
     path, details = folder / "eval" / "finetune.json", {**facts, "history": history, "last": last}
     if is_main_process():
@@ -277,7 +229,7 @@ def _result(tuning: Finetuning) -> Classification:
             bits=transform.pixels.bits,
             range=transform.pixels.range,
             network="classifier",
-            step=tuning.step,
+            step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
         write_results(path, details)

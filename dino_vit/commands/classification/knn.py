@@ -29,10 +29,9 @@ from dino_vit.eval.knn import rank_all, weighted_knn
 from dino_vit.eval.labelled import (
     FewShotConfig,
     LabelledFeatures,
-    LabelledSubset,
     few_shot_banks,
+    given_sets,
     labelled_features,
-    sets_or_images,
 )
 
 _CLASSES_SHOWN = 20
@@ -56,16 +55,15 @@ class KnnConfig(FewShotConfig, EvaluationConfig):
 def run(config: KnnConfig) -> Classification:
     """Classify and write the JSON; the result's own figures are those of the first k."""
     frozen = frozen_backbone(config)
-    sets = sets_or_images(config)
-    if isinstance(sets, LabelledSubset):  # each image is classified by the others
-        name, bank_name, queries_name = "knn-leave-one-out", "", config.source
-        bank = queries = labelled_features(frozen, sets)
-        classes = tuple(sets.source.classes)
+    train, val = given_sets(config)
+    if train is None:  # each image is classified by the others
+        name, among = "knn-leave-one-out", "the others"
+        bank = queries = labelled_features(frozen, val)
     else:
-        name, bank_name, queries_name = "knn", sets.train_name, sets.val_name
-        bank = labelled_features(frozen, sets.train, title="features of the bank")
-        queries = labelled_features(frozen, sets.val, title="features of the query images")
-        classes = sets.classes
+        bank = labelled_features(frozen, train, title="features of the bank")
+        queries = labelled_features(frozen, val, title="features of the query images")
+        name, among = "knn", f"{len(bank):,} of {train.name}"
+    classes = val.classes
     path = results_path(name, weights=config.weights, output=config.output)
     ranked = _classify(config, bank, queries, config.k, frozen.device)
     results: dict[str, Any] = {
@@ -82,8 +80,7 @@ def run(config: KnnConfig) -> Classification:
     }
     if is_main_process():
         write_results(path, results)
-    others = "the others" if queries is bank else f"{len(bank):,} of {bank_name}"
-    title = f"{len(queries):,} images of {queries_name} by their neighbours among {others}"
+    title = f"{len(queries):,} images of {val.name} by their neighbours among {among}"
     text = "\n\n".join([title, *_tables(config, results), str(path)])
     predicted = ranked[config.k[0]][:, 0].cpu().numpy()
     predictions = Predictions(queries.indices, predicted, queries.targets.cpu().numpy(), classes)

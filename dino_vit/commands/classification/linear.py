@@ -13,9 +13,9 @@ import torch
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, few_shot_result, few_shot_table
+from dino_vit.commands.classification.dino2021 import Dino2021, probe_features, read_probe, train_probe
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
-from dino_vit.core import log
-from dino_vit.core.distributed import is_main_process
+from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import (
     Accuracy,
@@ -26,8 +26,7 @@ from dino_vit.eval.accuracy import (
     summary,
     write_results,
 )
-from dino_vit.eval.dino2021 import Dino2021, probe_features, read_probe, train_probe
-from dino_vit.eval.features import FeatureSpec
+from dino_vit.eval.features import CLS, FeatureSpec
 from dino_vit.eval.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
 from dino_vit.eval.labelled import (
     FewShotConfig,
@@ -46,7 +45,6 @@ from dino_vit.eval.linear import (
     grid_steps,
     join_heads,
     sweep,
-    sweep_each,
     top_classes,
     train_heads,
 )
@@ -69,12 +67,9 @@ class ProbeGrid(Settings):
 
 
 class Logistic(Settings):
-    """method=logistic: the optimum for each strength of the penalty."""
+    """method=logistic: the optimum for each strength of the penalty, on the CLS token."""
 
     cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
-    blocks: Few = setting(1, "read the CLS tokens of this many last blocks")
-    mean: bool = setting(False, "also read the mean patch token")
-    iterations: Count = setting(1000, "maximum iterations of L-BFGS for each C")
 
 
 class LinearConfig(FewShotConfig, EvaluationConfig):
@@ -96,7 +91,6 @@ class LinearConfig(FewShotConfig, EvaluationConfig):
     dino2021: Dino2021 = Dino2021()
 
     def contradictions(self) -> Iterator[Problem]:
-        yield from super().contradictions()
         if self.method != "logistic" and self.shots:
             text = "few images are classified by logistic regression: set method=logistic for shots"
             yield Problem(text, ("method", "shots"))
@@ -130,20 +124,22 @@ def run(config: LinearConfig) -> Classification:
 
 def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
     """Train heads on cached features, evaluate all of them and choose the best."""
-    sets, inputs, device = open_sets(config), _inputs(config, frozen.model), frozen.device
+    train_set, val_set = open_sets(config)
+    inputs, device = _inputs(config, frozen.model), frozen.device
     with_mean, blocks = any(spec.with_mean for spec in inputs), max(spec.blocks for spec in inputs)
     cached = FeatureSpec(tokens="cls+mean" if with_mean else "cls", blocks=blocks)
-    train = labelled_features(frozen, sets.train, cached, "training features")
-    val = labelled_features(frozen, sets.val, cached, "evaluation features")
+    train = labelled_features(frozen, train_set, cached, "training features")
+    val = labelled_features(frozen, val_set, cached, "evaluation features")
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
-    columns, classes = [spec.columns_in(cached, frozen.model.width) for spec in inputs], len(sets.classes)
+    columns = [spec.columns_in(cached, frozen.model.width) for spec in inputs]
+    classes = len(train_set.classes)
     values: Sequence[float]
     if config.method == "grid":
         setting, values = "rate", config.grid.rates
         heads, notes = _train_grid(config, train, columns, classes, device)
     else:
         setting, values = "C", sorted(config.logistic.cs)
-        heads, notes = _fit_logistic(config, train, columns[0], classes, device)
+        heads, notes = _fit_logistic(config, train, classes, device)
     top1 = _top1(heads, val)
     chosen_by = top1 if config.select == "source" else _top1(heads, chosen_on)
     cells: list[dict[str, Any]] = []
@@ -155,7 +151,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
             cells[-1]["held_out"] = on_held_out._asdict()
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
     row, column = divmod(best, len(inputs))
-    accuracies, predictions = _evaluate_head(heads[column], val, sets.classes, head=row)
+    accuracies, predictions = _evaluate_head(heads[column], val, train_set.classes, head=row)
     results: dict[str, Any] = {
         "images": {"train": len(train), "val": len(val)},
         "chosen_on": config.select,
@@ -165,7 +161,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         "notes": notes,
     }
     if config.method == "logistic":
-        results["few_shot"] = list(_few_shot(config, train, [chosen_on, val], classes, columns[0], device))
+        results["few_shot"] = list(_few_shot(config, train, [chosen_on, val], classes, device))
     how_chosen = (
         "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
         "select=train chooses on a tenth of the training images"
@@ -185,20 +181,13 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
 
 def _inputs(config: LinearConfig, model: Backbone) -> list[FeatureSpec]:
     """Return what the heads read; a backbone with fewer blocks, or without patches, gives all it has."""
-    depth = model.depth
-    if config.method == "grid":
-        blocks, means = config.grid.blocks, config.grid.mean
-    else:
-        blocks, means = (config.logistic.blocks,), (config.logistic.mean,)
-    if beyond := [count for count in blocks if count > depth]:
-        log.warning("the backbone has only %d blocks: all of them are read for blocks=%s", depth, beyond)
-    if not model.has_patches and any(means):
-        log.warning("the backbone has no patches whose mean could be read: CLS is read alone")
-        means = (False,)
-    counts = dict.fromkeys(min(count, depth) for count in blocks)
+    if config.method == "logistic":
+        return [CLS]
+    counts = dict.fromkeys(min(count, model.depth) for count in config.grid.blocks)
+    means = dict.fromkeys(mean and model.has_patches for mean in config.grid.mean)
     return [
         FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=count)
-        for count, mean in product(counts, dict.fromkeys(means))
+        for count, mean in product(counts, means)
     ]
 
 
@@ -226,20 +215,19 @@ def _train_grid(
 
 
 def _fit_logistic(
-    config: LinearConfig, train: LabelledFeatures, columns: slice, classes: int, device: torch.device
+    config: LinearConfig, train: LabelledFeatures, classes: int, device: torch.device
 ) -> tuple[list[LinearHeads], list[str]]:
     """Fit every C in every process: each fit starts from the previous one, so they cannot be shared."""
-    iterations = config.logistic.iterations
-    features, targets = train.features[:, columns].to(device, torch.float32), train.targets.to(device)
+    features, targets = train.features.to(device, torch.float32), train.targets.to(device)
     fits = []
     with progress("Fitting logistic regressions", len(config.logistic.cs)) as advance:
-        cs = config.logistic.cs
-        for fit in sweep(features, targets, cs=cs, classes=classes, max_iterations=iterations):
+        for fit in sweep(features, targets, cs=config.logistic.cs, classes=classes):
             fits.append(fit)
-            advance(1, f"C = {fit.c:.1e}: {fit.iterations} iterations")
+            advance(1, f"C = {fit.c:.1e}")
     unfinished = ", ".join(f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED)
-    notes = [f"not at the optimum after {iterations:,} iterations: C = {unfinished}"] if unfinished else []
-    return [join_heads(fits, columns)], notes
+    return [join_heads(fits)], [
+        f"L-BFGS did not reach the optimum for C = {unfinished}"
+    ] if unfinished else []
 
 
 def _few_shot(
@@ -247,23 +235,28 @@ def _few_shot(
     train: LabelledFeatures,
     evaluated: Sequence[LabelledFeatures],
     classes: int,
-    columns: slice,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the accuracies on the second set, for the C that is best on the first on average."""
+    """Yield the accuracies on the second set, for the C that is best on the first on average.
+
+    The processes share the repeats.
+    """
     cs = sorted(config.logistic.cs)
-    fit_on, *sets = [(each.features[:, columns], each.targets) for each in (train, *evaluated)]
     for shots, banks in few_shot_banks(config, train):
-        correct = sweep_each(
-            fit_on,
-            banks,
-            sets,
-            cs=cs,
-            classes=classes,
-            max_iterations=config.logistic.iterations,
-            device=device,
-            title=f"Fitting logistic regressions, {plural(shots, 'image')} per class",
-        )
+        mine = rank_slice(banks)
+        counts = [torch.zeros(0, len(evaluated), len(cs), dtype=torch.long, device=device)]
+        with progress(f"Fitting to {plural(shots, 'image')} per class", len(mine)) as advance:
+            for rows in mine:
+                part = train[rows]
+                features, targets = part.features.to(device, torch.float32), part.targets.to(device)
+                heads = join_heads(list(sweep(features, targets, cs=cs, classes=classes)))
+                counts.append(
+                    torch.stack([count_correct(heads, each.features, each.targets) for each in evaluated])[
+                        None
+                    ]
+                )
+                advance(1)
+        correct = all_gather(torch.cat(counts))  # (repeats, sets, C)
         best = int(correct[:, 0].sum(dim=0).argmax())
         top1 = [accuracy(count, len(evaluated[1])) for count in correct[:, 1, best].tolist()]
         yield few_shot_result(shots, len(banks[0]), "C", cs[best], top1)
@@ -301,23 +294,24 @@ def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> E
     settings, text = config.dino2021, ""
     training: dict[str, Any] = {"probe": settings.probe or str(path)}
     if settings.probe:
-        subset = open_subset(config.source, config.labels)
-        head, classes = read_probe(settings.probe, frozen, settings), tuple(subset.source.classes)
-        if (of_head := head.bias.shape[1]) != len(classes):
+        val_set = open_subset(config.source, config.labels)
+        head = read_probe(settings.probe, frozen, settings)
+        if (of_head := head.bias.shape[1]) != len(val_set.classes):
             raise ValueError(
-                f"{settings.probe} has {of_head} classes, but {config.source} has {len(classes)}; give "
-                "images with the classes that it was trained on, one folder for each"
+                f"{settings.probe} has {of_head} classes, but {val_set.name} has {len(val_set.classes)}; "
+                "give images with the classes that it was trained on, one folder for each"
             )
-        val = probe_features(frozen, subset, settings)
+        val = probe_features(frozen, val_set, settings)
     else:
-        sets = open_sets(config)
-        classes, val = sets.classes, probe_features(frozen, sets.val, settings)
-        head, percents = train_probe(sets, val, frozen, settings, seed=config.seed, path=path)
+        train_set, val_set = open_sets(config)
+        val = probe_features(frozen, val_set, settings)
+        head, percents = train_probe(train_set, val_set, val, frozen, settings, seed=config.seed, path=path)
         training["percents"], best = percents, max(percents)
         text = (
-            f"\ntrained on {len(sets.train):,} images for {plural(settings.epochs, 'epoch')}; best after "
+            f"\ntrained on {len(train_set):,} images for {plural(settings.epochs, 'epoch')}; best after "
             f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
         )
-    accuracies, predictions = _evaluate_head(head, val, classes)
-    results = {"images": len(val), "classes": len(classes), **accuracies, **training}
-    return results, summary(accuracies, len(classes)) + text, predictions
+    accuracies, predictions = _evaluate_head(head, val, val_set.classes)
+    classes = len(val_set.classes)
+    results = {"images": len(val), "classes": classes, **accuracies, **training}
+    return results, summary(accuracies, classes) + text, predictions

@@ -17,7 +17,7 @@ from dino_vit.eval.features import extract_features
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.processes import command_in_two
-from tests.support.runs import command, tensors
+from tests.support.runs import command, command_here, tensors
 
 FAST = ["epochs=3", "warmup_epochs=1", "batch_size=16", "workers=0", "precision=no", "lr=0.01"]
 
@@ -26,10 +26,9 @@ def arguments(output, *more, source="synthetic:100:16"):
     return ["finetune", source, f"output={output}", *FAST, *(str(one) for one in more)]
 
 
-def tune(output, *more, **options):
-    said = command(output.with_suffix(".log"), *arguments(output, *more), **options)
-    path = output / "eval" / "finetune.json"
-    return (json.loads(path.read_text()) if path.exists() else None), said
+def tune(output, *more):
+    said = command_here(*arguments(output, *more))
+    return json.loads((output / "eval" / "finetune.json").read_text()), said
 
 
 def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
@@ -42,32 +41,33 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert [epoch["epoch"] for epoch in found["history"]] == list(range(1, 13))
     assert "after 12 epochs: top-1" in said
 
-    model, sets = (
+    model, (_, val) = (
         load_backbone(output, num_classes=10),
         open_sets(SupervisedConfig(source="synthetic:100:16")),
     )
     assert model.provenance.mean == (0.5, 0.5, 0.5)
-    assert model.provenance.config["classes"] == list(sets.classes)
+    assert model.provenance.config["classes"] == list(val.classes)
     features = extract_features(
-        model, sets.val.images, range(20), transform=eval_transform_of(model), batch_size=16
+        model, val.images, range(20), transform=eval_transform_of(model), batch_size=16
     ).values
-    right = int((model.head(features).argmax(1) == torch.from_numpy(sets.val.targets)).sum())
+    right = int((model.head(features).argmax(1) == torch.from_numpy(val.targets)).sum())
     assert found["last"]["top1"]["correct"] == right
     assert found["last"]["top1"]["images"] == 20
     assert load_backbone(output).architecture["num_classes"] == 0, "it serves as a backbone too"
 
 
 def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
-    more = (f"weights={weights}", "mixup=0.5", "jitter=0.8")
+    more = (f"weights={weights}", "mixup=0.5")
     whole, _ = tune(tmp_path / "whole", *more)
-    nothing, _ = tune(tmp_path / "killed", *more, code=75, before=terminate_in_the_second_epoch)
-    assert nothing is None
-    assert "resuming after epoch 1" in (said := tune(tmp_path / "killed", *more))[1]
-    assert said[0]["history"] == whole["history"]
+    killed = arguments(tmp_path / "killed", *more)
+    command(tmp_path / "log", *killed, code=75, before=terminate_in_the_second_epoch)
+    assert not (tmp_path / "killed" / "eval").exists()
+    again, said = tune(tmp_path / "killed", *more)
+    assert "resuming after epoch 1" in said
+    assert again["history"] == whole["history"]
     for name, tensor in tensors(tmp_path / "whole" / "state", 3).items():
         assert torch.equal(tensors(tmp_path / "killed" / "state", 3)[name], tensor), name
-    _, said = tune(tmp_path / "whole", *more, "smoothing=0", code=2)
-    assert "a run with another config" in said
+    assert "a run with another config" in command_here(*killed, "smoothing=0", code=2)
 
 
 def terminate_in_the_second_epoch():
@@ -103,11 +103,11 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
     after = tensors(tmp_path / "run" / "state", 1)
 
     torch.manual_seed(derive_seed(0, RngPurpose.NETWORK))
-    model, sets = load_backbone(weights), open_sets(SupervisedConfig(source="synthetic:100:16"))
+    model, (train, _) = load_backbone(weights), open_sets(SupervisedConfig(source="synthetic:100:16"))
     model.add_classifier(10)
-    images = torch.stack([sets.train.images.read(place) for place in range(80)])
+    images = torch.stack([train.images.read(place) for place in range(80)])
     images = (images / 255 - 0.5) / 0.5
-    targets = torch.from_numpy(sets.train.targets)
+    targets = torch.from_numpy(train.targets)
     truth = 0.7 * F.one_hot(targets, 10) + 0.03
     loss = -(model(images).log_softmax(1) * truth).sum(1).mean()
     assert found["history"][0]["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -120,12 +120,6 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
         scale = 0.5 ** (4 - layer) if layer < 3 else 1
         moved = (after[f"model.{name}"] - before[name]).abs()
         torch.testing.assert_close(moved, torch.full_like(moved, rate * scale), rtol=0.02, atol=0)
-
-
-def test_it_trains_a_randomly_initialised_network(tmp_path):
-    tune(tmp_path / "run", "arch=vit_tiny", "patch_size=8", "size=16", "epochs=1", "warmup_epochs=0")
-    model = load_backbone(tmp_path / "run", num_classes=10)
-    assert (model.width, model.patch_size) == (192, (8, 8))
 
 
 def test_mistakes_are_reported(tmp_path, weights, capsys):
@@ -142,13 +136,12 @@ def test_mistakes_are_reported(tmp_path, weights, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("arch", "given", "size"), [("vit_huge", None, 14), ("vit_base", None, 16), ("vit_base", 8, 8)]
-)
-def test_patch_size_is_that_of_the_arch_unless_given(arch, given, size):
-    config = FinetuneConfig(source="photos", arch=arch, patch_size=given)
-    with torch.device("meta"):
-        assert build_model(config, classes=2).patch_size == (size, size)
+def test_a_randomly_initialised_network_has_the_patches_of_its_arch_unless_given():
+    for arch, given, size in (("vit_huge", None, 14), ("vit_base", None, 16), ("vit_base", 8, 8)):
+        config = FinetuneConfig(source="photos", arch=arch, patch_size=given)
+        with torch.device("meta"):
+            model = build_model(config, classes=2)
+        assert (model.patch_size, model.head.out_features) == ((size, size), 2)
 
 
 def test_mixup_blends_pairs_by_one_share():

@@ -19,7 +19,7 @@ from dino_vit.weights import load_backbone
 from tests.support.images import write_classes
 from tests.support.naive import ranked_classes
 from tests.support.processes import command_in_two
-from tests.support.runs import command
+from tests.support.runs import command_here
 
 
 def arguments(weights, source, output, *more):
@@ -29,7 +29,7 @@ def arguments(weights, source, output, *more):
 
 def evaluate(weights, source, *more):
     output = weights.parent / "found.json"
-    said = command(weights.parent / "log", *arguments(weights, source, output, *more))
+    said = command_here(*arguments(weights, source, output, *more))
     return json.loads(output.read_text()), said
 
 

@@ -1,14 +1,11 @@
 """The linear evaluation of 2021: one head on augmented views, the frozen backbone run at every step.
 
 SGD with momentum, a learning rate that follows a cosine from epoch to epoch, random resized crops and flips.
-After every epoch the state is saved, from which training resumes, and the head in the reference's format.
+After every epoch the state is saved, from which training resumes; the head at the end, as the reference does.
 """
 
-from contextlib import closing
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +15,11 @@ from torch import Tensor, nn
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Settings, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.storage import pickled, write_bytes
-from dino_vit.core.text import progress
 from dino_vit.eval.features import FeatureSpec, eval_mode
 from dino_vit.eval.frozen import FrozenBackbone
-from dino_vit.eval.labelled import (
-    Epochs,
-    LabelledFeatures,
-    LabelledSets,
-    LabelledSubset,
-    SupervisedLoader,
-    labelled_features,
-)
+from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
+from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
@@ -44,7 +34,7 @@ class Dino2021(Settings):
     mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
-    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores")
     probe: str | None = setting(None, "evaluate the head in this file instead, ours or the reference's")
 
     @property
@@ -79,8 +69,9 @@ def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearH
 
 
 def train_probe(
-    sets: LabelledSets,
-    val: LabelledFeatures,
+    train: LabelledSubset,
+    val: LabelledSubset,
+    on_val: LabelledFeatures,
     frozen: FrozenBackbone,
     settings: Dino2021,
     *,
@@ -92,10 +83,9 @@ def train_probe(
     The head is written to `path`, and the state to the folder beside it whose name ends in `.state`.
     """
     device = frozen.device
-    autocast = torch.autocast(device.type, frozen.autocast, enabled=frozen.autocast is not None)
     flip = ViewAugment(flip=0.5)
     loader = SupervisedLoader(
-        sets.train,
+        train,
         view=View(size=frozen.transform.size, scale=(0.08, 1.0), augment=flip, interpolation="bilinear"),
         transform=frozen.transform,
         batch_size=frozen.config.batch_size,
@@ -103,63 +93,53 @@ def train_probe(
         workers=settings.workers,
         device=device,
     )
-    inputs, classes, steps = val.features.shape[1], len(sets.classes), loader.steps_per_epoch
+    inputs, classes = on_val.features.shape[1], len(train.classes)
     probe = nn.Linear(inputs, classes, device=device)
     probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
     parameters = tuple(probe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
     for parameter in parameters:  # from the start: a checkpoint has the same tensors after every epoch
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    facts = _facts(sets, frozen, settings, global_batch=loader.global_batch, seed=seed)
-    epochs = Epochs(path.with_suffix(".state"), probe, optimizer, facts)
-    head = LinearHeads(probe.weight.detach()[None], probe.bias.detach()[None])  # a view of the probe
-    done = epochs.finished
-    with (
-        progress("Training a head, steps", (settings.epochs - done) * steps) as advance,
-        closing(loader.batches(done * steps)) as batches,
-    ):
-        for epoch in range(done, settings.epochs):
-            # The published code changes the rate once per epoch.
-            rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
-            optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
-            for images, targets in islice(batches, steps):
-                with eval_mode(frozen.model), autocast:
-                    features = settings.arrange(settings.spec.of(frozen.model, images).float())
-                loss = F.cross_entropy(probe(features), targets)
-                gradients = torch.autograd.grad(loss, parameters)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = all_reduce_mean(gradient)
-                optimizer.step()
-                advance(1, f"epoch {epoch + 1}")
-            correct = int(count_correct(head, val.features, val.targets))
-            epochs.finish(percent=100 * correct / len(val))
-            if is_main_process():
-                _write_reference(path, probe, optimizer, epochs)
-    return head, [figures["percent"] for figures in epochs.history]
-
-
-def _facts(
-    sets: LabelledSets, frozen: FrozenBackbone, settings: Dino2021, *, global_batch: int, seed: int
-) -> dict[str, Any]:
-    """Return all that the training depends on, for JSON."""
     weights = frozen.describe_weights()
-    return {
+    facts = {
         "weights": [weights["sha256"], weights["network"]],
-        "sets": [subset.fingerprint for subset in (sets.train, sets.val)],
-        "classes": sets.classes,
+        "sets": [subset.fingerprint for subset in (train, val)],
+        "classes": train.classes,
         "settings": settings.model_dump(exclude={"workers", "probe"}),
         "transform": asdict(frozen.transform),
-        "global_batch": global_batch,
+        "global_batch": loader.global_batch,
         "seed": seed,
     }
+    training = EpochTraining(path.with_suffix(".state"), probe, optimizer, facts)
+    head = LinearHeads(probe.weight.detach()[None], probe.bias.detach()[None])  # a view of the probe
 
+    def take_step(images: Tensor, targets: Tensor, step: int) -> Tensor:
+        # The published code changes the rate once per epoch.
+        epoch = step // loader.steps_per_epoch
+        rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
+        optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
+        enabled = frozen.autocast is not None
+        with eval_mode(frozen.model), torch.autocast(device.type, frozen.autocast, enabled=enabled):
+            features = settings.arrange(settings.spec.of(frozen.model, images).float())
+        loss = F.cross_entropy(probe(features), targets)
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = all_reduce_mean(gradient)
+        optimizer.step()
+        return all_reduce_mean(loss.detach())
 
-def _write_reference(path: Path, probe: nn.Linear, optimizer: torch.optim.SGD, epochs: Epochs) -> None:
-    """Write a head in the reference's format, from which the reference can resume."""
-    content = {
-        "epoch": epochs.finished,
-        "state_dict": {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()},
-        "optimizer": optimizer.state_dict(),
-        "best_acc": max(figures["percent"] for figures in epochs.history),
-    }
-    write_bytes(path, pickled(content))
+    def evaluate() -> dict[str, float]:
+        correct = int(count_correct(head, on_val.features, on_val.targets))
+        return {"percent": 100 * correct / len(on_val)}
+
+    training.run(loader, settings.epochs, take_step=take_step, evaluate=evaluate)
+    percents = [figures["percent"] for figures in training.history]
+    if is_main_process():  # in the reference's format, from which the reference can resume
+        content = {
+            "epoch": settings.epochs,
+            "state_dict": {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+            "best_acc": max(percents),
+        }
+        write_bytes(path, pickled(content))
+    return head, percents

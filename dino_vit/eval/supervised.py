@@ -1,0 +1,131 @@
+"""Training on augmented batches of labelled images, epoch by epoch; an unfinished training resumes."""
+
+import json
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dino_vit.core import log
+from dino_vit.core.checkpoint import Checkpoints, collect, restore
+from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
+from dino_vit.core.runtime import cores_of_a_process
+from dino_vit.core.text import progress
+from dino_vit.eval.labelled import LabelledSubset
+from dino_vit.views.augment import Augment
+from dino_vit.views.eval_transform import EvalTransform
+from dino_vit.views.geometry import View
+from dino_vit.views.loader import Loader
+from dino_vit.views.sampler import Sampler
+
+
+class SupervisedLoader:
+    """This process's share of every batch of augmented, normalised images and their classes, on the device.
+
+    A global batch larger than the subset becomes the subset, rounded down to what processes share evenly.
+    """
+
+    def __init__(
+        self,
+        subset: LabelledSubset,
+        *,
+        view: View,
+        transform: EvalTransform,
+        batch_size: int,
+        seed: int,
+        workers: int | None,
+        device: torch.device,
+    ) -> None:
+        processes = world_size()
+        self.global_batch = processes * min(batch_size, len(subset) // processes)
+        if not self.global_batch:
+            raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
+        sampler = Sampler(
+            length=len(subset), batch_size=self.global_batch, seed=seed, rank=rank(), world_size=processes
+        )
+        self.steps_per_epoch = sampler.steps_per_epoch
+        self.loader = Loader(
+            source=subset.images,
+            views=(view,),
+            sampler=sampler,
+            pixels=transform.pixels,
+            workers=min(cores_of_a_process(processes) - 1, 16) if workers is None else workers,
+            pin=device.type == "cuda",
+        )
+        self.size, self.device = view.size, device
+        self.augment = Augment(
+            mean=transform.mean, std=transform.std, sigma_max=view.augment.blur_sigma[1]
+        ).to(device)
+        self.targets = torch.from_numpy(subset.targets)
+
+    def batches(self, step: int = 0) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield batches from a step on, without end; closing the iterator ends the loader's processes."""
+        with closing(self.loader.batches(step)) as batches:
+            for batch in batches:
+                views = batch.views[self.size].to(self.device, non_blocking=True)
+                targets = self.targets[batch.read].to(self.device, non_blocking=True)
+                yield self.augment(views, batch.augment[self.size]), targets
+
+
+class EpochTraining:
+    """Train a module epoch by epoch; resume after the last epoch in the folder.
+
+    `facts` are all that the training depends on, for JSON; a folder with other facts is refused.
+    """
+
+    def __init__(
+        self, folder: Path, module: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any]
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.facts = json.loads(json.dumps(facts))
+        self.checkpoints = Checkpoints(folder)
+        self.history: list[dict[str, Any]] = []  # the figures of every finished epoch
+        if checkpoint := self.checkpoints.newest():
+            saved = checkpoint.metadata.get("facts") or {}
+            changed = sorted(key for key, value in self.facts.items() if value != saved.get(key))
+            if changed:
+                raise ValueError(
+                    f"{folder} holds a run with another {' and '.join(changed)}; give another output, or "
+                    "move that folder away"
+                )
+            restore(checkpoint, {"model": module}, optimizer)
+            self.history = checkpoint.metadata["history"]
+            log.info("%s: resuming after epoch %d", folder, len(self.history))
+        if not all_equal(len(self.history)):
+            raise ValueError(
+                f"the processes found {folder} at different epochs: all nodes must share one folder"
+            )
+
+    def run(
+        self,
+        loader: SupervisedLoader,
+        epochs: int,
+        *,
+        take_step: Callable[[Tensor, Tensor, int], Tensor],
+        evaluate: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Take the remaining steps, each of which returns its loss; evaluate and save after every epoch."""
+        steps, done = loader.steps_per_epoch, len(self.history)
+        with (
+            closing(loader.batches(done * steps)) as batches,
+            progress("Training, steps", (epochs - done) * steps) as advance,
+        ):
+            for epoch in range(done, epochs):
+                total = torch.zeros((), device=loader.device)
+                for step, (images, targets) in enumerate(islice(batches, steps), epoch * steps):
+                    total += take_step(images, targets, step)
+                    advance(1, f"epoch {epoch + 1}")
+                loss = float(total) / steps
+                if not math.isfinite(loss):
+                    advice = "lower the learning rate or use precision=no"
+                    raise ValueError(f"the loss of epoch {epoch + 1} is not finite: {advice}")
+                self.history.append({"epoch": epoch + 1, "loss": loss, **evaluate()})
+                if is_main_process():
+                    tensors = collect({"model": self.module}, self.optimizer)
+                    self.checkpoints.save(epoch + 1, tensors, {"facts": self.facts, "history": self.history})
