@@ -34,12 +34,12 @@ def tune(output, *more):
 def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     output = tmp_path / "run"
     found, said = tune(
-        output, f"weights={weights}", "epochs=12", "lr=0.05", "layer_decay=1", "crop=[1, 1]", "smoothing=0"
+        output, f"weights={weights}", "epochs=6", "lr=0.05", "layer_decay=1", "crop=[1, 1]", "smoothing=0"
     )
     losses = [epoch["loss"] for epoch in found["history"]]
     assert losses[-1] < losses[0] - 0.1
-    assert [epoch["epoch"] for epoch in found["history"]] == list(range(1, 13))
-    assert "after 12 epochs: top-1" in said
+    assert [epoch["epoch"] for epoch in found["history"]] == list(range(1, 7))
+    assert "after 6 epochs: top-1" in said
 
     model, (_, val) = (
         load_backbone(output, num_classes=10),
