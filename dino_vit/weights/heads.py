@@ -12,13 +12,12 @@ from torch import Tensor
 from dino_vit.config.sections import Head
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from dino_vit.core.storage import StorageError
-from dino_vit.core.text import brief
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import Network
 from dino_vit.weights.loading import load_backbone
 from dino_vit.weights.metadata import WeightsError, checked
-from dino_vit.weights.reading import check_finite, is_name
+from dino_vit.weights.reading import is_name
 
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
 
@@ -68,24 +67,16 @@ def _load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
     contents = checked(_Contents, checkpoint.metadata, f"the metadata of {path}")
     sizes = {name: value for name, value in contents["config"]["head"].items() if name != "shared"}
     backbone, heads, centers = load_backbone(path), dict[str, DINOHead](), dict[str, Tensor]()
-    for name in HEADS:
+    for name, center in HEADS.items():
+        if center in checkpoint.tensors:
+            centers[center] = checkpoint.tensors[center]
         prefix = f"teacher.{name}."
         tensors = {n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)}
-        if not tensors and name != "head":  # masked patches pass the head of the CLS token, or there are none
-            continue
-        check_finite(tensors, str(path))
-        with torch.device("meta"):
-            heads[name] = DINOHead(in_dim=backbone.width, **sizes)
-        try:
+        if tensors:  # masked patches pass the head of the CLS token, or one of their own
+            with torch.device("meta"):
+                heads[name] = DINOHead(in_dim=backbone.width, **sizes)
             heads[name].load_state_dict(tensors, assign=True)
-        except RuntimeError as error:
-            faults = brief(" ".join(str(error).split()), 300)
-            raise WeightsError(f"{path} holds another head than it describes: {faults}") from error
     prototypes = heads["head"].last_layer.weight_v.shape[0]
-    for center in HEADS.values():
-        if (tensor := checkpoint.tensors.get(center)) is not None:
-            check_finite({center: tensor}, str(path))
-            centers[center] = tensor
     first = centers.get(HEADS["head"])
     if first is None or first.shape != (1, prototypes):
         raise WeightsError(f"{path} holds no centre of its {prototypes:,} prototypes")

@@ -166,6 +166,7 @@ _HF_LEARNED = (
     ),
     *_in_blocks("layers.{i}", *_OF_HEADS),  # state_dict() of a model of transformers 5, unlike its files
 )
+_NORMS = (("layernorm_before", "norm1"), ("layernorm_after", "norm2"))
 HF_VIT = Layout(
     "huggingface",
     "hf",
@@ -173,19 +174,9 @@ HF_VIT = Layout(
     pairs=(
         *_HF_LEARNED,
         *_in_blocks(
-            "encoder.layer.{i}",
-            ("layernorm_before", "norm1"),
-            ("layernorm_after", "norm2"),
-            ("intermediate.dense", "mlp.fc1"),
-            ("output.dense", "mlp.fc2"),
+            "encoder.layer.{i}", *_NORMS, ("intermediate.dense", "mlp.fc1"), ("output.dense", "mlp.fc2")
         ),
-        *_in_blocks(
-            "layers.{i}",
-            ("layernorm_before", "norm1"),
-            ("layernorm_after", "norm2"),
-            ("mlp.fc1", "mlp.fc1"),
-            ("mlp.fc2", "mlp.fc2"),
-        ),
+        *_in_blocks("layers.{i}", *_NORMS, ("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")),
     ),
     dropped={r"pooler\..*": "pooler", **MASK_TOKEN, **CLASSIFIER},
     norm_eps=1e-12,

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import AutoModel, DINOv3ViTConfig, DINOv3ViTModel
 
-from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
+from dino_vit import VisionTransformer, export_backbone, load_backbone
 from dino_vit.models.positions import rotary_positions, rotate
 from dino_vit.weights import WeightsError
 
@@ -53,13 +53,8 @@ def tokens_of(model, images):
 
 def original(model):
     """Return the weights of a Hugging Face model as DINOv3's own code names them."""
-    tensors, found = (
-        model.state_dict(),
-        {
-            "rope_embed.periods": (100 ** (torch.arange(16) / 16)).bfloat16(),
-            "mask_token": torch.zeros(1, 128),
-        },
-    )
+    tensors, periods = model.state_dict(), (100 ** (torch.arange(16) / 16)).bfloat16()
+    found = {"rope_embed.periods": periods, "mask_token": torch.zeros(1, 128)}
     for name, tensor in tensors.items():
         theirs = name.removeprefix("model.")
         for old, new in (
@@ -166,18 +161,9 @@ def test_exports_open_in_their_library(tmp_path, mlp, format):
             assert_close(theirs, tokens_of(model, images), rtol=0, atol=1e-4)
 
 
-def test_our_own_file_has_all_of_it(tmp_path):
-    model = with_values(VisionTransformer(**ROTARY, rotary_rescale=2.0)).eval()
-    save_backbone(model, tmp_path / "a.safetensors")
-    again = load_backbone(tmp_path / "a.safetensors", image_size=96)
-    assert again.rotary_rescale == 2.0
-    assert_close(tokens_of(again, IMAGES[1]), tokens_of(model, IMAGES[1]), rtol=0, atol=0)
-
-
 def test_the_coordinates_are_rescaled_in_training_alone():
     model = with_values(VisionTransformer(**ROTARY, rotary_rescale=2.0))
-    one, two = model.train()(IMAGES[0]), model(IMAGES[0])
-    assert not torch.equal(one, two)
+    assert not torch.equal(model.train()(IMAGES[0]), model(IMAGES[0]))
     torch.manual_seed(1)
     one = model(IMAGES[0])
     torch.manual_seed(1)
