@@ -21,6 +21,28 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
+# The scalars of a record for trackers, by group.
+GROUPS = {
+    "loss": ("excess", "student_divergence", "koleo", "gram"),
+    "teacher": (
+        *("mean_output_entropy", "output_entropy", "prototypes_in_use", "embedding_std", "momentum"),
+        *("patch_mean_output_entropy", "patch_output_entropy", "patch_prototypes_in_use"),
+    ),
+    "optim": ("lr", "weight_decay", "gradient_norm", "nonfinite_steps"),
+    "speed": ("images_per_second", "data_wait"),
+    "run": ("epoch",),
+    "eval": ("knn", "rankme", "best_knn"),
+}
+# Those that have another name there.
+RENAMED = {
+    "loss/cls": "loss",
+    "loss/patch": "patch_loss",
+    "teacher/gap": "entropy_gap",
+    "teacher/patch_gap": "patch_entropy_gap",
+    "teacher/temperature": "teacher_temp",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
     """The numbers of one log line; entropies and the divergence are those of `loss.LossStatistics`."""
@@ -71,35 +93,9 @@ class MetricsRecord:
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, in groups."""
-        named = {
-            "loss/cls": self.loss,
-            "loss/excess": self.excess,
-            "loss/student_divergence": self.student_divergence,
-            "teacher/gap": self.entropy_gap,
-            "teacher/mean_output_entropy": self.mean_output_entropy,
-            "teacher/output_entropy": self.output_entropy,
-            "teacher/prototypes_in_use": self.prototypes_in_use,
-            "teacher/embedding_std": self.embedding_std,
-            "teacher/temperature": self.teacher_temp,
-            "teacher/momentum": self.momentum,
-            "optim/lr": self.lr,
-            "optim/weight_decay": self.weight_decay,
-            "optim/gradient_norm": self.gradient_norm,
-            "optim/nonfinite_steps": self.nonfinite_steps,
-            "speed/images_per_second": self.images_per_second,
-            "speed/data_wait": self.data_wait,
-            "run/epoch": self.epoch,
-            "loss/koleo": self.koleo,
-            "loss/gram": self.gram,
-            "loss/patch": self.patch_loss,
-            "teacher/patch_gap": self.patch_entropy_gap,
-            "teacher/patch_mean_output_entropy": self.patch_mean_output_entropy,
-            "teacher/patch_output_entropy": self.patch_output_entropy,
-            "teacher/patch_prototypes_in_use": self.patch_prototypes_in_use,
-            "eval/knn": self.knn,
-            "eval/rankme": self.rankme,
-            "eval/best_knn": self.best_knn,
-        }
+        record = self.to_record()
+        named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}
+        named |= {title: record[name] for title, name in RENAMED.items()}
         return {name: float(value) for name, value in named.items() if value is not None}
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -12,7 +11,7 @@ from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.distributed import all_equal, apply_fsdp
+from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
@@ -29,9 +28,6 @@ from dino_vit.training.resolve import Fit, RunContext, resolve_config
 from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
-
-if TYPE_CHECKING:
-    from dino_vit.weights.heads import TrainedTeacher
 
 # Settings that a student without prototypes has no use for, beside those of the head.
 WITHOUT_HEADS = ("loss.centering", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
@@ -83,11 +79,19 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
     source = open_source(config.data.source, config.data.labels)
     sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     resumed = find_checkpoint(config)
-    # A run that resumes has its weights in the checkpoint; the file it started from may be gone.
-    trained = None if resumed else _trained_backbone(config)
-    architecture: Mapping[str, Any] | None = trained.architecture if trained else None
-    if config.init and resumed:
+    trained = frozen = None
+    architecture: Mapping[str, Any] | None = None
+    if config.init and resumed:  # the file that the run started from may be gone
         architecture = resumed.metadata["architecture"]
+    elif config.init:
+        from dino_vit.training.named_weights import load_trained
+
+        trained = load_trained(config, mask_token=_hides_patches(config))
+        architecture = trained.architecture
+    if config.teacher.weights is not None:
+        from dino_vit.training.named_weights import open_frozen
+
+        frozen = open_frozen(config)
     return RunContext(
         source=source,
         sampling=sampling,
@@ -96,43 +100,8 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
         architecture=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
-        frozen=_frozen_teacher(config),
+        frozen=frozen,
     )
-
-
-def _trained_backbone(config: PretrainConfig) -> Backbone | None:
-    """Load the weights that `init` starts from."""
-    if config.init is None:
-        return None
-    from dino_vit.weights.loading import load_backbone  # imports how others store their weights
-
-    overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
-    overrides |= {"mask_token": True} if _hides_patches(config) else {}
-    return load_backbone(
-        config.init.weights,
-        network=config.init.network,
-        format=config.init.format,
-        trained_size=config.init.trained_size,
-        image_size=config.views.global_shape,
-        channels=config.data.channels,
-        **overrides,
-    )
-
-
-def _frozen_teacher(config: PretrainConfig) -> "TrainedTeacher | None":
-    """Load the network that `teacher.weights` names."""
-    weights = config.teacher.weights
-    if weights is None:
-        return None
-    if Path(weights).resolve() == Path(config.output).resolve():
-        raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
-    from dino_vit.weights.heads import open_teacher
-
-    frozen = open_teacher(weights)
-    if not all_equal(int(frozen.sha256[:12], 16)):
-        text = f"the processes read different weights from teacher.weights={weights}"
-        raise ValueError(f"{text}; give a checkpoint that is kept")
-    return frozen
 
 
 def build_untrained(
@@ -262,6 +231,11 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
     """Build the objective with the networks that it compares the student with, beside its average."""
     views, loss = config.views, config.loss
     has_heads = context.frozen is None or context.frozen.network is not None
+    gram_teacher = None
+    if config.gram:
+        from dino_vit.training.named_weights import load_gram_teacher
+
+        gram_teacher = load_gram_teacher(config, student)
     objective = Objective(
         context.device,
         prototypes=config.head.prototypes,
@@ -275,57 +249,17 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
-        gram_teacher=_gram_teacher(config, student),
+        gram_teacher=gram_teacher,
         frozen=context.frozen and (context.frozen.network or context.frozen.backbone),
     )
     if context.frozen:
-        _check_frozen(config, context.frozen.backbone, student)
+        from dino_vit.training.named_weights import check_frozen
+
+        check_frozen(config, context.frozen.backbone, student)
         for name, center in context.frozen.centers.items():
             if (own := objective.modules().get(name.removesuffix(".center"))) is not None:
                 own.center.copy_(center)
     return objective
-
-
-def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
-    """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
-    name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
-    try:
-        grid = frozen.grid_of(*size)
-    except ValueError as error:
-        raise ValueError(f"{name} does not take global views: {error}; change views.global_size") from error
-    if config.loss.patch_weight and grid != student.grid_of(*size):
-        rows, columns = student.grid_of(*size)
-        raise ValueError(
-            f"{name} sees {grid[0]} × {grid[1]} patches of a global view where the student sees {rows} × "
-            f"{columns}; use the same model.patch_size, or loss.patch_weight=0"
-        )
-
-
-def _gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone | None:
-    """Load the network that `gram` holds the patches to."""
-    if config.gram is None:
-        return None
-    if Path(config.gram.weights).resolve() == Path(config.output).resolve():
-        raise ValueError(
-            f"gram.weights={config.gram.weights} is the run itself, whose newest checkpoint changes; "
-            "give one of its checkpoints that is kept (run.keep_every)"
-        )
-    from dino_vit.weights.loading import load_backbone
-
-    gram_teacher = load_backbone(config.gram.weights)
-    provenance = gram_teacher.provenance
-    if not (gram_teacher.has_patches and student.has_patches):
-        raise ValueError("gram.weights is about patches, which these networks do not have; leave it out")
-    for what, theirs, ours in (
-        ("patches", gram_teacher.patch_size, student.patch_size),
-        ("channels", gram_teacher.channels, student.channels),
-        ("data.mean", provenance and provenance.mean, config.data.mean),
-        ("data.std", provenance and provenance.std, config.data.std),
-    ):
-        if theirs and ours and not np.allclose(theirs, ours):
-            text = f"gram.weights={config.gram.weights} has {what} of {theirs}, the run of {ours}"
-            raise ValueError(f"{text}; they must be the same")
-    return gram_teacher
 
 
 def _shard(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
