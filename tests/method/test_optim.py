@@ -70,9 +70,10 @@ def test_biases_and_vectors_are_not_decayed():
     assert {scale for _, scale in of.values()} == {1.0}
 
 
-def test_layer_decay_goes_by_depth():
+def test_layer_decay_goes_by_depth_and_rates_reach_their_groups():
     backbone, head = Backbone(), Head()
-    of = described(parameter_groups(backbone, head, layer_decay=0.5), backbone, head)
+    groups = parameter_groups(backbone, head, layer_decay=0.5)
+    of = described(groups, backbone, head)
     expected = {
         "cls_token": 1 / 8,
         "pos_embed": 1 / 8,
@@ -82,11 +83,7 @@ def test_layer_decay_goes_by_depth():
     }
     for name, (_, scale) in of.items():
         assert scale == next((s for start, s in expected.items() if name.startswith(start)), 1.0), name
-
-
-def test_rates_reach_their_groups():
-    backbone = Backbone()
-    optimizer = build_optimizer("adamw", parameter_groups(backbone, layer_decay=0.5))
+    optimizer = build_optimizer("sgd", groups)
     set_rates(optimizer, lr=8.0, weight_decay=0.3)
     for group in optimizer.param_groups:
         assert group["lr"] == 8.0 * group["lr_scale"]
