@@ -291,20 +291,16 @@ def _claimed(partial: Path) -> Iterator[int | None]:
     """Open a file for this process alone, or yield None; the system ends the claim of a process that dies."""
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        yield descriptor if _lock(descriptor, partial) else None
+        flock(descriptor, LOCK_EX | LOCK_NB)
+        ours = os.path.samestat(os.fstat(descriptor), partial.stat())  # not renamed or deleted meanwhile
+    except OSError:
+        ours = False
+    try:
+        yield descriptor if ours else None
     finally:
-        if _lock(descriptor, partial):  # not if it was renamed
+        if ours:
             partial.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file, unless another process has done so, has renamed the file or has deleted it."""
-    try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
 
 
 def _delete_if_abandoned(partial: Path) -> bool:

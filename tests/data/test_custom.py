@@ -137,8 +137,9 @@ def test_photometry_of_ones_own_is_as_reproducible(tmp_path, where):
         dino_vit.pretrain(output=tmp_path / "run", on_metrics=stop, **settings)
     dino_vit.pretrain(output=tmp_path / "run", **settings)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
-    ours = dino_vit.pretrain(output=tmp_path / "ours", **{**settings, "augment.module": None})
-    assert ours.metrics()[-1]["loss"] != whole.metrics()[-1]["loss"]
+    if where == "device":
+        ours = dino_vit.pretrain(output=tmp_path / "ours", **{**settings, "augment.module": None})
+        assert ours.metrics()[-1]["loss"] != whole.metrics()[-1]["loss"]
 
 
 def test_photometry_that_changes_the_shape_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from dino_vit.data.sources.synthetic import SyntheticSource
+from tests.support.image_sets import write_tar
 
 
 class Request(NamedTuple):
@@ -192,14 +192,6 @@ def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = 
         (write_tar if suffix == ".tar" else write_parquet)(path, pictures)
         sums += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
     (folder / "SHA256SUMS").write_text(sums)
-
-
-def write_tar(path: Path, pictures: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, data in pictures.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
 
 
 def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:
