@@ -32,6 +32,7 @@ def test_rounds_are_interleaved_and_speed_is_items_over_the_median(monkeypatch: 
 
 
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of a process is read from Linux's /proc")
+@pytest.mark.slow
 def test_peak_memory_is_what_the_work_allocates() -> None:
     peak = peak_memory(build_allocation, MEBIBYTES)
     assert peak is not None
@@ -49,6 +50,7 @@ def test_page_has_every_number_and_says_what_was_not_measured(tmp_path: Path) ->
     assert "### Others\n\nNothing." in page
 
 
+@pytest.mark.slow
 def test_programs_run_one_by_one_and_one_that_fails_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import time
@@ -20,9 +19,6 @@ from benchmarks import (
     loop,
     objective,
     operations,
-    processes,
-    remote,
-    scaling,
     soak,
     sources,
 )
@@ -46,6 +42,7 @@ TINY: dict[str, Any] = {
     "optim.warmup_epochs": 0,
 }
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.slow  # they measure; what they compare with is tested in tests/training/test_loop.py
 
 
 @pytest.mark.parametrize(("precision", "steps", "tolerance"), [("no", 6, 2e-5), ("bf16", 2, 2e-2)])
@@ -77,7 +74,6 @@ def test_a_row_has_speed_memory_and_what_they_come_to(monkeypatch: pytest.Monkey
     assert "TFLOP/s" in said
 
 
-@pytest.mark.slow
 def test_the_step_of_dinov2_is_compared_with_that_of_dino() -> None:
     row, said = objective.measure(4, "bf16", objective.NAMES[:2], repeats=1, changes=TINY)
     assert row.speed.keys() == row.memory.keys() == set(objective.NAMES[:2])
@@ -93,7 +89,6 @@ def test_the_steps_of_dino_and_dinov2_are_built(name: str) -> None:
     assert (step.state.objective.patch_center is not None) == of_dinov2
 
 
-@pytest.mark.slow
 def test_a_step_is_compared_with_itself_compiled() -> None:
     shallow = {**TINY, "model.depth": 1}  # compiling takes its time
     case, other = Case(2, "no", shallow), Case(2, "no", shallow | compiled.COMPILED)
@@ -217,22 +212,6 @@ def network_of(work: object) -> torch.nn.Module:
     return network
 
 
-def test_both_samplers_find_the_next_batch() -> None:
-    works = scaling.resumes(1000)
-    assert [len(set(map(int, work()))) for work in works.values()] == [64, 64]
-
-
-def test_a_process_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STEPS", 2)
-    monkeypatch.setattr(processes, "IMAGES", 8)
-    processes.child(tmp_path / "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == {"average", "centre", "collectives", "seconds", "evaluation"}
-    assert found["collectives"] == 0  # there is no other process
-    assert 0 < found["average"] + found["centre"] < 1
-
-
-@pytest.mark.slow
 def test_a_run_is_killed_and_comes_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "EVERY", 0.2)
     settings = [word for word in arguments(tmp_path, {"budget.steps": 60})[1:] if "output" not in word]
@@ -252,13 +231,6 @@ def test_a_run_is_judged_beside_its_beginning_and_raw_pixels(tmp_path: Path) -> 
     assert row.speed.keys() == {"trained", "untrained", "raw pixels"}
     assert row.speed["raw pixels"] == 100  # each query is in the bank, and is its own nearest neighbour
     assert "epochs of 200 images" in cifar10.story(config, 200)
-
-
-def test_pairs_from_one_shard_are_as_many_as_the_window_has_shards() -> None:
-    shares = {row.name: list(row.speed.values()) for row in remote.mixing().rows}
-    assert shares["window of 4 shards"] == pytest.approx([25] * 3, rel=0.15)
-    assert shares["window of 16 shards"] == pytest.approx([100 / 16] * 3, rel=0.15)
-    assert shares["global"] == pytest.approx([1] * 3, rel=0.3)
 
 
 def test_a_checkpoint_is_written_both_ways() -> None:

@@ -38,6 +38,7 @@ def run(folder, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_photos_are_searched_and_clustered(run, folder):
     said = run("search_photos.py", "photos", "photos/sky/0.png", "--minutes", "0.02")
     assert "  1.000  sky/0.png" in said

@@ -73,7 +73,7 @@ def test_a_logged_step_waits_only_when_it_is_read(tmp_path):
             state.outputs["koleo"].item()
 
 
-@pytest.mark.parametrize("method", MOST)
+@pytest.mark.parametrize("method", [pytest.param("dino", marks=pytest.mark.slow), "dinov2"])
 def test_a_step_of_the_recipe_takes_no_more_kernels_than_it_did(tmp_path, method):
     settings = {**FIXED, "method": method, "data.source": "synthetic:64:96", "output": str(tmp_path)}
     settings |= {"data.augment_on": "device", "data.mean": (0.5,) * 3, "data.std": (0.2,) * 3}

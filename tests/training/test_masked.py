@@ -124,6 +124,7 @@ def test_all_that_should_learn_learns(tmp_path):
     assert before.keys() - moved(before, tensors_of(state.student)) == fixed
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_one_graph_for_all_steps(tmp_path):
     """Though each step has another number of masked patches."""
     state = opened(tmp_path, {**ALL_TERMS, "run.compile": "true"}).state

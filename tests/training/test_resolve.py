@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from dino_vit.config.loading import load, replace
@@ -32,9 +31,8 @@ def test_augmentation_is_on_the_device_unless_the_user_says_otherwise():
     assert resolved("data.augment_on=worker") == ("worker", 0)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path, workers):
-    settings = {"budget.steps": 5, "optim.warmup_epochs": 0, "data.workers": workers}
+def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path):
+    settings = {"budget.steps": 5, "optim.warmup_epochs": 0, "data.workers": 2}
     settings["augment.noise"] = 0.5
     for place in ("worker", "device"):
         run(tmp_path / place, {**settings, "data.augment_on": place})
