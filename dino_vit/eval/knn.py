@@ -131,18 +131,14 @@ def weighted_knn(
     device = device or (queries.device if isinstance(queries, Tensor) else torch.device("cpu"))
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
-    size = max(1, _QUERIES // (queries.shape[1] + 2 * max(k)))
-    votes = max(1, _VOTES // len(labels))
+    size = max(1, min(_QUERIES // (queries.shape[1] + 2 * max(k)), _VOTES // len(labels)))
     for start in range(0, len(queries) or 1, size):
         block = torch.as_tensor(queries[start : start + size], device=device)
         itself = None if self_offset is None else self_offset + start
         cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
-        for part_cosines, part_rows in zip(*(torch.split(t, votes) for t in (cosines, rows)), strict=True):
-            scores = _class_scores(
-                part_cosines, classes[part_rows], k=k, classes=len(labels), temperature=temperature
-            )
-            for wanted, of_k in scores.items():
-                ranked[wanted].append(_best(of_k, labels))
+        scores = _class_scores(cosines, classes[rows], k=k, classes=len(labels), temperature=temperature)
+        for wanted, of_k in scores.items():
+            ranked[wanted].append(_best(of_k, labels))
         if progress:
             progress(len(block))
     return {wanted: torch.cat(blocks) for wanted, blocks in ranked.items()}
