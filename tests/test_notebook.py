@@ -9,7 +9,7 @@ from tests.support.runs import SETTINGS
 def execute(folder, *cells):
     """Run cells in a kernel of their own, and return the outputs of each."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}})
     client.execute()
     return [cell.outputs for cell in notebook.cells]
 

@@ -77,7 +77,7 @@ file = "task" + os.environ["SLURM_PROCID"]
 open(file + ".part", "w").write(json.dumps(said))
 os.rename(file + ".part", file)
 code = int(os.environ.get("PROGRAM_CODE", "-1"))
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 600
 while code < 0 and time.monotonic() < deadline:
     time.sleep(0.02)
     if signals:
@@ -117,7 +117,7 @@ def start(tmp_path):
 
 
 def test_the_batch_script_hands_arguments_and_places_to_every_task(start, tmp_path):
-    assert start(*ARGUMENTS, PROGRAM_CODE="0").wait(30) == 0
+    assert start(*ARGUMENTS, PROGRAM_CODE="0").wait(600) == 0
     for number in range(2):
         said = json.loads((tmp_path / f"task{number}").read_text())
         assert said["argv"] == ["launch/pretrain.py", *ARGUMENTS]
@@ -141,7 +141,7 @@ def test_what_is_saved_or_was_killed_later_goes_back_into_the_queue(
     start, tmp_path, code, seconds, refused, left_with, requeued
 ):
     job = start(PROGRAM_CODE=str(code), REFUSE_REQUEUE=str(int(refused)), SECONDS=str(seconds))
-    assert job.wait(30) == left_with
+    assert job.wait(600) == left_with
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 70012"
@@ -149,14 +149,14 @@ def test_what_is_saved_or_was_killed_later_goes_back_into_the_queue(
 
 def test_a_signal_reaches_the_program_which_saves_and_is_requeued(start, tmp_path):
     job = start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while not all((tmp_path / name).exists() for name in ("srun", "task0", "task1")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
     time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)  # once more while it saves
-    assert job.wait(30) == 0
+    assert job.wait(600) == 0
     assert (tmp_path / "requeued").read_text() == "requeue 70012"
     assert "back into the queue" in (tmp_path / "log").read_text()
 

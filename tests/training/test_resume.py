@@ -148,7 +148,7 @@ def shared_memory():
     ("send", "number", "code", "seconds"),
     [
         (os.killpg, signal.SIGTERM, 75, 0),  # as SLURM and systemd send it, and a terminal sends ctrl-C
-        (os.kill, signal.SIGKILL, -signal.SIGKILL, 30),  # loader processes look for it from time to time
+        (os.kill, signal.SIGKILL, -signal.SIGKILL, 300),  # loader processes look for it from time to time
     ],
 )
 def test_nothing_stays_of_a_run_that_was_interrupted(tmp_path, send, number, code, seconds):
