@@ -93,9 +93,7 @@ def test_names_reach_neither_files_nor_screens_raw(photos, output, tmp_path):
     for name, *arguments in (
         ["inspect-data", photos, f"sheet={output}/views.png"],
         ["report", output],
-        ["knn", photos, f"weights={output}"],
         ["embed", photos, f"weights={output}", f"output={output}/a.parquet"],
-        ["duplicates", output / "a.parquet", f"output={output}/a.json", "threshold=0.1"],
     ):
         command(tmp_path / "log", name, *map(str, arguments))
         assert_clean(tmp_path / "log", output)
