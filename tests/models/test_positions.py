@@ -11,13 +11,12 @@ def embeddings(grid: tuple[int, int], width: int = 8) -> torch.Tensor:
     return torch.randn(1, 1 + grid[0] * grid[1], width)
 
 
-@pytest.mark.parametrize("mode", ["hf", "dino", "dinov2", "timm"])
 @pytest.mark.parametrize("trained", [(14, 14), (37, 37), (5, 9)])
-def test_every_grid_up_to_40_has_its_exact_shape_and_is_finite(mode, trained):
+def test_scale_factors_give_every_grid_up_to_40_exactly(trained):
     pos = embeddings(trained, width=2)
     for h in range(1, 41):
         for w in range(1, 41):
-            out = interpolate_pos_embs(pos, (h, w), trained_grid=trained, mode=mode)
+            out = interpolate_pos_embs(pos, (h, w), trained_grid=trained, mode="dino")
             assert out.shape == (1, 1 + h * w, 2), (h, w)
             assert out.isfinite().all(), (h, w)
 

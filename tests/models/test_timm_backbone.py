@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from dino_vit.models.head import AcrossProcesses, convert_sync_batchnorm
 from dino_vit.models.timm_backbone import TimmBackbone
+from tests.support.runs import server
 
 IMAGES = [
     torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)) for size in ((64, 64), (32, 96))
@@ -22,7 +23,7 @@ def backbone(name, **changes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("images", IMAGES, ids=str)
+@pytest.mark.parametrize("images", IMAGES, ids=["square", "wide"])
 @torch.no_grad()
 def test_features_are_those_of_timm(name, images):
     ours = backbone(name)
@@ -119,7 +120,8 @@ def test_batch_norm_counts_the_images_of_all_processes(tmp_path):
     expected = through(network, images)
     convert_sync_batchnorm(network)
     assert any(isinstance(module, AcrossProcesses) for module in network.modules())
-    mp.spawn(in_one_of_two, args=(f"file://{tmp_path / 'rendezvous'}", tmp_path, images), nprocs=2)
+    arguments = f"file://{tmp_path / 'rendezvous'}", tmp_path, images
+    mp.start_processes(in_one_of_two, arguments, nprocs=2, start_method=server.get_start_method())
     first, second = (torch.load(tmp_path / str(number)) for number in (0, 1))
     assert_close(torch.cat([first[0], second[0]]), expected[0], atol=1e-5, rtol=1e-4)
     assert_close(first[1] + second[1], expected[1], atol=1e-4 * float(expected[1].abs().max()), rtol=1e-3)

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -161,13 +160,6 @@ def test_an_unreachable_source_is_an_error(damaged, workers):
         Path(damaged.root, f"{number:02d}.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"^11 randomly chosen images .* Check that the source is complete"):
         take(1, source=damaged, workers=workers)
-
-
-def test_an_image_of_weight_0_is_never_read(damaged):
-    weights = np.where(np.arange(30) < 15, 1.0, 0.0)
-    batches = take(10, source=damaged, batch_size=6, sampler={"weights": weights})
-    assert any(batch.unreadable for batch in batches)
-    assert all((batch.read < 15).all() for batch in batches)
 
 
 def test_a_batch_names_its_replacements(damaged):

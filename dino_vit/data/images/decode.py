@@ -8,7 +8,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from io import BytesIO
 from math import ceil, prod
 from pathlib import Path
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 # Given the height and width of an image, return by how much it may be reduced: 1, 2, 4 or 8.
 Reduction = Callable[[int, int], int]
-Reader = Callable[[bytes, bool, int], Tensor]  # of a file's bytes, whether to keep alpha, max_pixels
 
 # Pillow's modes that encode RGB or grey.
 _CONVERTED = dict.fromkeys(("P", "CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB")
@@ -148,6 +146,8 @@ def decode(
     try:
         if kind == "JPEG":
             return _read_jpeg(data, alpha, max_pixels, reduction)
+        if kind in _PLUGINS:
+            return _by_pillow(_PLUGINS[kind](BytesIO(data)), alpha, max_pixels)
         return _READERS[kind](data, alpha, max_pixels)
     except _Unsupported as error:
         raise UnreadableImage(name, str(error)) from error
@@ -280,10 +280,6 @@ def _by_tifffile(page: "TiffPage", series: "TiffPageSeries", max_pixels: int) ->
     return rearrange(array, f"{names} -> Y X {channels}")
 
 
-def _by_plugin(plugin: Callable[[BytesIO], Image], data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    return _by_pillow(plugin(BytesIO(data)), alpha, max_pixels)
-
-
 def _by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     """Decode an opened file, upright and with its encodings of RGB (palettes, CMYK, ...) as RGB."""
     _check_size(*file.size, len(file.getbands()), max_pixels)
@@ -335,11 +331,9 @@ _KINDS = {
     b"II+\0": "TIFF",  # more than 4 GB
     b"MM\0+": "TIFF",
 }
-_READERS: dict[str, Reader] = {
-    "PNG": _read_png,
-    "WebP": partial(_by_plugin, WebPImagePlugin.WebPImageFile),
-    "GIF": partial(_by_plugin, GifImagePlugin.GifImageFile),
-    "BMP": partial(_by_plugin, BmpImagePlugin.BmpImageFile),
-    "npy": _read_npy,
-    "TIFF": _read_tiff,
+_READERS = {"PNG": _read_png, "npy": _read_npy, "TIFF": _read_tiff}
+_PLUGINS: dict[str, Callable[[BytesIO], Image]] = {
+    "WebP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile,
 }
