@@ -86,10 +86,7 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
 
     add(start_choices(config, context))
     add(fit.choices if fit else [])
-    steps = fit.steps if fit else None
-    if resumed and config.budget.minutes:
-        steps = resumed.metadata["total_steps"]
-    add(_auto_choices(config, images, context, steps))
+    add(_auto_choices(config, images, context, fitted_steps(config, context, fit)))
     if not any(image.fits(config.data.channels) for image in images.images):
         raise ValueError(
             f"data.channels={config.data.channels}, but the images of {config.data.source} have "
@@ -100,7 +97,8 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
     add(_order_choices(config, context))
     statistics, notes = _pixel_statistics(config, source, context.device)
     add(statistics)
-    add(_augment_choices(config))
+    if config.data.augment_on == "auto":
+        add([Choice("data.augment_on", "device", "workers only crop, and send 8 bits a value")])
     if resumed:
         config = _keep_global_batch(config, context, resumed)
     notes.insert(0, images.describe(build_pixels(config)))
@@ -108,6 +106,13 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
     if advice := advice_on_size(config, sizes, printable(config.data.source)):
         notes.append(advice)
     return Resolved(config, list(made.values()), notes, sizes)
+
+
+def fitted_steps(config: PretrainConfig, context: RunContext, fit: Fit | None) -> int | None:
+    """Return the steps that fit into `budget.minutes`; None for another budget."""
+    if context.resumed and config.budget.minutes:
+        return int(context.resumed.metadata["total_steps"])
+    return fit.steps if fit else None
 
 
 def start_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
@@ -269,10 +274,3 @@ def _order_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     copied = f" and copied to {shard_cache_folder(config.data.cache)}" if config.data.cache_gb else ""
     reason = f"of {shards}, {config.data.window} at a time are mixed (data.window){copied}"
     return [Choice("data.order", "window", reason)]
-
-
-def _augment_choices(config: PretrainConfig) -> list[Choice]:
-    """Augment on the device, unless the user says otherwise."""
-    if config.data.augment_on != "auto":
-        return []
-    return [Choice("data.augment_on", "device", "workers only crop, and send 8 bits a value")]

@@ -24,7 +24,7 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.plan import make_plan
-from dino_vit.training.resolve import Fit, RunContext, resolve_config
+from dino_vit.training.resolve import Fit, RunContext, fitted_steps, resolve_config
 from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
@@ -153,11 +153,8 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
 def _build_state(
     config: PretrainConfig, context: RunContext, accelerator: Accelerator, fit: Fit | None
 ) -> TrainingState:
-    device, processes, resumed = accelerator.device, context.processes, context.resumed
-    steps = fit.steps if fit else None
-    if resumed and config.budget.minutes:
-        steps = resumed.metadata["total_steps"]
-    plan = make_plan(config, len(context.source), processes, steps)
+    device, processes = accelerator.device, context.processes
+    plan = make_plan(config, len(context.source), processes, fitted_steps(config, context, fit))
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     if sharded:
