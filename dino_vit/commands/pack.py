@@ -12,7 +12,7 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -56,25 +56,16 @@ class PackConfig(Settings):
     positional: ClassVar = ("source", "output")
 
 
-@dataclass(kw_only=True)
-class Packed:
-    """What was written."""
-
-    shards: list[Path] = field(default_factory=list)
-    images: int = 0
-    unreadable: list[UnreadableImage] = field(default_factory=list)  # which were left out
-    reduced: int = 0  # images that were larger than `size`
-    not_reducible: list[str] = field(default_factory=list)  # names of larger images
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackResult(Result):
     """The shards of a source."""
 
+    text: str = field(repr=False, default="")
     shards: list[Path]
     images: int
     unreadable: list[UnreadableImage]  # which were left out
     reduced: int  # images that were larger than `size`
+    not_reducible: list[str] = field(repr=False)  # names of larger images that were not reduced
 
 
 class _Item(NamedTuple):
@@ -105,18 +96,13 @@ def run(config: PackConfig) -> PackResult:
     if packed.unreadable:
         examples = "\n  ".join(map(str, packed.unreadable[:10]))
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
-    shards = [output / shard.name for shard in packed.shards]
-    return PackResult(
-        shards=shards,
-        images=packed.images,
-        unreadable=packed.unreadable,
-        reduced=packed.reduced,
-        text="\n".join(_lines(config, packed, sum(shard.stat().st_size for shard in shards))),
-    )
+    packed = replace(packed, shards=[output / shard.name for shard in packed.shards])
+    return replace(packed, text="\n".join(_lines(config, packed)))
 
 
-def _lines(config: PackConfig, packed: Packed, file_bytes: int) -> Iterator[str]:
+def _lines(config: PackConfig, packed: PackResult) -> Iterator[str]:
     shards = plural(len(packed.shards), "shard")
+    file_bytes = sum(shard.stat().st_size for shard in packed.shards)
     yield f"{config.output}: {packed.images:,} images in {shards}, {file_bytes / 2**20:,.1f} MiB"
     if config.size:
         larger = f"{packed.reduced:,} were larger and now have a shorter side of {config.size} pixels"
@@ -130,46 +116,49 @@ def _lines(config: PackConfig, packed: Packed, file_bytes: int) -> Iterator[str]
 
 def pack(
     source: Source, folder: Path, *, shard_bytes: int, check: bool = True, size: int | None = None
-) -> Packed:
+) -> PackResult:
     """Write a source into shards of about this size, and then their checksums.
 
     Images are reduced to a shorter side of `size` pixels.
     """
-    packed, sums = Packed(), ""
-    items = _readable_items(source, packed, check=check, size=size)
+    shards, unreadable, sums = list[Path](), list[UnreadableImage](), ""
+    images, reduced, not_reducible = 0, 0, list[str]()
+    items = _readable_items(source, unreadable, check=check, size=size)
     item = next(items, None)
     headers = {REDUCED_TO: str(size)} if size else {}
     while item is not None:
-        path = folder / f"{len(packed.shards):06}.tar"
+        path = folder / f"{len(shards):06}.tar"
         with replacing(path) as temporary:
             with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as shard:
                 while item is not None and shard.offset < shard_bytes:
                     _add(shard, item)
+                    images, reduced = images + 1, reduced + item.reduced
+                    not_reducible += [] if item.reducible else [item.name]
                     item = next(items, None)
             with temporary.open("rb") as written:
                 sums += f"{hashlib.file_digest(written, 'sha256').hexdigest()}  {path.name}\n"
-        packed.shards.append(path)
-    if not packed.shards:
-        raise ValueError(f"none of {len(source):,} images can be read, the first is {packed.unreadable[0]}")
+        shards.append(path)
+    if not shards:
+        raise ValueError(f"none of {len(source):,} images can be read, the first is {unreadable[0]}")
     write_bytes(folder / SUMS, sums.encode())
-    return packed
+    return PackResult(
+        shards=shards, images=images, unreadable=unreadable, reduced=reduced, not_reducible=not_reducible
+    )
 
 
-def _readable_items(source: Source, packed: Packed, *, check: bool, size: int | None) -> Iterator[_Item]:
-    """Yield the readable items in order, prefetched by threads, and record what became of each."""
+def _readable_items(
+    source: Source, unreadable: list[UnreadableImage], *, check: bool, size: int | None
+) -> Iterator[_Item]:
+    """Yield the readable items in order, prefetched by threads, and add the others to `unreadable`."""
     read = partial(_read, source, check=check, size=size)
     with progress("Packing", len(source)) as advance, ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         blocks = in_batches(range(len(source)), _BLOCK)
         for item in chain.from_iterable(pool.map(read, block) for block in blocks):
             advance(1)
             if isinstance(item, UnreadableImage):
-                packed.unreadable.append(item)
-                continue
-            packed.images += 1
-            packed.reduced += item.reduced
-            if not item.reducible:
-                packed.not_reducible.append(item.name)
-            yield item
+                unreadable.append(item)
+            else:
+                yield item
 
 
 def _read(source: Source, index: int, *, check: bool, size: int | None) -> _Item | UnreadableImage:
