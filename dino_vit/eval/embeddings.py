@@ -93,7 +93,7 @@ def read_image_embeddings(path: str) -> Embeddings:
     return embeddings
 
 
-def blocks_of(values: Array, dtype: np.dtype[Any], normalise: bool) -> Iterator[tuple[slice, Array]]:
+def _blocks(values: Array, dtype: np.dtype[Any], normalise: bool) -> Iterator[tuple[slice, Array]]:
     """Yield rows of a large array, and their values, in blocks of bounded size."""
     size = max(_BLOCK_BYTES // (4 * int(np.prod(values.shape[1:]))), 1)
     for start in range(0, len(values), size):
@@ -134,7 +134,7 @@ def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], nor
         partial.open("wb") as file,  # Arrow itself opens UTF-8 names only
         parquet.ParquetWriter(file, schema, **options) as writer,
     ):
-        for rows, block in blocks_of(embeddings.values, dtype, normalise):
+        for rows, block in _blocks(embeddings.values, dtype, normalise):
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), width)
             columns = [embeddings.names[rows], embeddings.labels[rows], embeddings.indices[rows], values]
             writer.write_table(pa.table(columns, schema=schema))
@@ -161,7 +161,7 @@ def _write_npy(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], normali
     # Not a memory map, which crashes when the disk is full.
     with replacing(path) as partial, partial.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for _, block in blocks_of(embeddings.values, dtype, normalise):
+        for _, block in _blocks(embeddings.values, dtype, normalise):
             file.write(block.data)
     with (
         replacing(path.with_suffix(".csv")) as partial,

@@ -25,7 +25,7 @@ def others(tmp_path, weights):
 
 
 def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
-    paths = [*others, str(trained)]
+    paths = [others[1], str(trained)]
     found = dino_vit.compare(
         "synthetic:60:16", weights=paths, output=tmp_path / "out", cache=tmp_path, **SETTINGS
     )
@@ -35,11 +35,11 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
         assert found.figures["k-NN top-1"][name].percent == pytest.approx(knn.top1.percent)
-        linear = dino_vit.linear("synthetic:60:16", select="train", **shared)
-        assert found.figures["linear top-1"][name].percent == pytest.approx(linear.top1.percent)
         assert 1 <= found.ranks[name] <= 32
+    linear = dino_vit.linear("synthetic:60:16", select="train", **shared)  # of the last
+    assert found.figures["linear top-1"][name].percent == pytest.approx(linear.top1.percent)
     assert json.loads(found.path.read_text()) == found.details
-    assert len(found.pairs) == 2 * 3
+    assert len(found.pairs) == 2
     page = ParsedPage(found.page.read_text())
     assert found.verdict in page.text
     assert all(name in page.text for name in names)

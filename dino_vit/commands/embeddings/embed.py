@@ -6,18 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from dino_vit import __version__
 from dino_vit.commands import Result
 from dino_vit.config.settings import Few, setting
 from dino_vit.core.distributed import is_main_process, wait_for_all
-from dino_vit.core.storage import replacing
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import (
     Array,
     Embeddings,
-    blocks_of,
     check_suffix,
     read_embeddings,
     write_embeddings,
@@ -34,7 +30,6 @@ class EmbedConfig(EvaluationConfig):
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
     normalise: bool = setting(False, "scale each embedding to length 1")
-    index: Literal["flat"] | None = setting(None, "flat: also write an exact FAISS index of cosines")
 
     examples: ClassVar = ("embed photos weights=runs/pretrain output=photos.parquet",)
 
@@ -72,10 +67,7 @@ class EmbeddingFile(Result):
 def run(config: EmbedConfig) -> EmbeddingFile:
     """Write the embeddings of a source to a file."""
     output = Path(config.output)
-    index = output.with_suffix(".faiss")
     check_suffix(output)
-    if config.index and config.tokens == "patches":
-        raise ValueError("index=flat needs one embedding per image; leave it or tokens=patches out")
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
@@ -91,13 +83,9 @@ def run(config: EmbedConfig) -> EmbeddingFile:
             metadata=provenance(stored, source, backbone, config),
         )
         write_embeddings(output, embeddings, dtype=config.dtype, normalise=config.normalise)
-        if config.index:
-            write_index(index, stored.values)
     wait_for_all()  # the file is complete for all of them
     shape = " × ".join(map(str, stored.values.shape))
     text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
-    if config.index:
-        text += f"\n{index}: FAISS index of their cosines"
     return EmbeddingFile(path=output, text=text)
 
 
@@ -128,14 +116,3 @@ def provenance(
         "normalised": config.normalise,
         "shape": list(stored.values.shape[1:]),
     }
-
-
-def write_index(path: Path, values: Array) -> None:
-    """Write an exact FAISS index whose inner products are the cosines of the embeddings."""
-    import faiss
-
-    index = faiss.IndexFlatIP(values.shape[1])
-    for _, block in blocks_of(values, np.dtype(np.float32), normalise=True):
-        index.add(block)
-    with replacing(path) as partial, partial.open("wb") as file:  # faiss itself opens UTF-8 names only
-        faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]

@@ -37,7 +37,8 @@ def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> 
     """Return the attention of the CLS token to each patch in one block, (b, h, y, x)."""
     with eval_mode(model):
         (weights,) = model.get_attention(images, [block], queries=slice(0, 1))
-    return _patch_grid(model, images, weights[:, :, 0])
+    of_patches = weights[:, :, 0, model.first_patch :]  # without the CLS token and the registers
+    return rearrange(of_patches, "b h (y x) -> b h y x", y=model.grid_of(*images.shape[-2:])[0])
 
 
 def attended_patches(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,9 +88,3 @@ def principal_colours(tokens: Sequence[Tensor]) -> list[Tensor]:
     colours = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).float()
     of_images = colours.split([image.shape[0] * image.shape[1] for image in tokens])
     return [part.reshape(*image.shape[:2], 3) for part, image in zip(of_images, tokens, strict=True)]
-
-
-def _patch_grid(model: VisionTransformer, images: Tensor, tokens: Tensor) -> Tensor:
-    """Arrange values (..., n) of all tokens as the patches are, without the CLS token and the registers."""
-    y, _ = model.grid_of(*images.shape[-2:])
-    return rearrange(tokens[..., model.first_patch :], "... (y x) -> ... y x", y=y)

@@ -135,14 +135,11 @@ def test_a_mask_that_cannot_be_used_leaves_its_image_out(folders, weights):
     assert results["images"] == 3
 
 
-def test_masks_that_do_not_fit_are_refused(folders, weights):
+def test_masks_that_do_not_fit_or_are_missing_are_refused(folders, weights):
     (folders / "names.txt").write_text("a\nb\n")
     said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
     assert "but values of classes go from 0 to 1; set ignore_value" in said
-
-
-def test_images_without_masks_are_refused(tmp_path, weights):
-    said = command(tmp_path / "log", "dense", "synthetic:12:16", f"weights={weights}", code=2)
+    said = command(folders / "log", "dense", "synthetic:12:16", f"weights={weights}", code=2)
     assert "synthetic:12:16 has no masks" in said
     assert "synthetic:scenes has masks" in said
 
