@@ -4,7 +4,7 @@ import json
 import logging
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 
 import numpy as np
@@ -175,11 +175,7 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
         (lambda: dino_vit.knn("photos"), ValueError, "weights is needed: run folder or weights file"),
         (lambda: dino_vit.knn("nowhere", weights="x.pth"), ValueError, "x.pth does not exist"),
         (lambda: dino_vit.pretrain(on_metrics=3), TypeError, "on_metrics must be a function, not 3"),
-        (
-            lambda: dino_vit.knn(config=PretrainConfig()),
-            TypeError,
-            "must be a file or a KnnConfig",
-        ),
+        (lambda: dino_vit.knn(config=PretrainConfig()), TypeError, "must be a file or a KnnConfig"),
     ],
 )
 def test_mistakes_are_a_sentence(call, error, message):
@@ -188,12 +184,9 @@ def test_mistakes_are_a_sentence(call, error, message):
 
 
 def test_pretraining_works_in_a_thread(tmp_path):
-    found = []
-    settings = {**SETTINGS, "output": tmp_path, "budget.steps": 10}
-    thread = threading.Thread(target=lambda: found.append(dino_vit.pretrain(verbose=False, **settings)))
-    thread.start()
-    thread.join()
-    assert len(found[0].metrics()) == 10
+    settings = {**SETTINGS, "output": tmp_path, "budget.steps": 10, "verbose": False}
+    with ThreadPoolExecutor() as pool:
+        assert len(pool.submit(dino_vit.pretrain, **settings).result().metrics()) == 10
 
 
 @pytest.mark.slow

@@ -45,13 +45,11 @@ def test_export_to_every_format_and_back(weights, tmp_path, format, capsys):
         assert load_backbone(out).provenance.mean == (0.1, 0.2, 0.3)
 
 
-def test_ambiguous_sources_are_read_as_told(tmp_path, capsys):
+def test_ambiguous_sources_are_read_as_told(tmp_path):
     torch.save(timm_vit(num_classes=0).model.state_dict(), tmp_path / "a.pth")
     for format, mode in (("reference", "dino"), ("timm", "timm")):
-        main(
-            ["inspect-weights", str(tmp_path / "a.pth"), "--heads", "2", "--source-format", format, "--json"]
-        )
-        assert json.loads(capsys.readouterr().out)["position_mode"] == mode
+        facts = dino_vit.inspect_weights(tmp_path / "a.pth", heads=2, source_format=format).facts
+        assert facts["position_mode"] == mode
 
 
 def test_what_cannot_be_done_is_a_message(weights, tmp_path, capsys):
