@@ -91,7 +91,7 @@ def reading(folder: Path, repeats: int) -> list[Table]:
     size = sum(map(len, photos.files))
     repeated = Subset(photos, [number % PHOTOS for number in range(SHARDS * PHOTOS)])
     shards = folder / "shards"
-    pack(repeated, shards, shard_bytes=size, check=False)
+    pack(repeated, shards, shard_bytes=size)
     pictures = {f"{number}.jpg": file for number, file in enumerate(photos.files)}
     for number in range(SHARDS):
         write_parquet(shards / f"{number:02d}.parquet", pictures)
@@ -241,7 +241,7 @@ def learning(folder: Path) -> Table:
     """Train on shards that are sorted by class, in several orders."""
     textures = SyntheticSource(length=TEXTURES + BANK + QUERIES)
     by_class = sorted(range(TEXTURES), key=lambda index: (textures.label(index), index))
-    pack(Subset(textures, by_class), folder / "textures", shard_bytes=TEXTURE_SHARD, check=False)
+    pack(Subset(textures, by_class), folder / "textures", shard_bytes=TEXTURE_SHARD)
     orders = {"global": {}, "window of 16": {"data.window": 16}}
     found: dict[str, list[float]] = {name: [] for name in ("untrained", *orders)}
     for seed in range(SEEDS):

@@ -51,7 +51,6 @@ class PackConfig(Settings):
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
     size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")
-    check: bool = setting(True, "decode every image, and leave out unreadable ones")
 
     positional: ClassVar = ("source", "output")
 
@@ -84,9 +83,8 @@ def run(config: PackConfig) -> PackResult:
     source = open_source(config.source, config.labels)
     incomplete = output.with_name(f".{output.name}.partial")
     shutil.rmtree(incomplete, ignore_errors=True)  # of an earlier attempt
-    shard_bytes = config.shard_size * 2**20
     try:
-        packed = pack(source, incomplete, shard_bytes=shard_bytes, check=config.check, size=config.size)
+        packed = pack(source, incomplete, shard_bytes=config.shard_size * 2**20, size=config.size)
         if output.exists():
             output.rmdir()
         incomplete.rename(output)
@@ -114,16 +112,14 @@ def _lines(config: PackConfig, packed: PackResult) -> Iterator[str]:
     yield f"verify a copy with: cd {config.output} && sha256sum --check {SUMS}"
 
 
-def pack(
-    source: Source, folder: Path, *, shard_bytes: int, check: bool = True, size: int | None = None
-) -> PackResult:
+def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:
     """Write a source into shards of about this size, and then their checksums.
 
     Images are reduced to a shorter side of `size` pixels.
     """
     shards, unreadable, sums = list[Path](), list[UnreadableImage](), ""
     images, reduced, not_reducible = 0, 0, list[str]()
-    items = _readable_items(source, unreadable, check=check, size=size)
+    items = _readable_items(source, unreadable, size)
     item = next(items, None)
     headers = {REDUCED_TO: str(size)} if size else {}
     while item is not None:
@@ -146,11 +142,9 @@ def pack(
     )
 
 
-def _readable_items(
-    source: Source, unreadable: list[UnreadableImage], *, check: bool, size: int | None
-) -> Iterator[_Item]:
+def _readable_items(source: Source, unreadable: list[UnreadableImage], size: int | None) -> Iterator[_Item]:
     """Yield the readable items in order, prefetched by threads, and add the others to `unreadable`."""
-    read = partial(_read, source, check=check, size=size)
+    read = partial(_read, source, size=size)
     with progress("Packing", len(source)) as advance, ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         blocks = in_batches(range(len(source)), _BLOCK)
         for item in chain.from_iterable(pool.map(read, block) for block in blocks):
@@ -161,7 +155,7 @@ def _readable_items(
                 yield item
 
 
-def _read(source: Source, index: int, *, check: bool, size: int | None) -> _Item | UnreadableImage:
+def _read(source: Source, index: int, *, size: int | None) -> _Item | UnreadableImage:
     """Read an item, as it is or reduced, with its label."""
     inner, label = source.source if isinstance(source, LabelledSource) else source, source.label(index)
     name = os.fsdecode(inner.raw_name(index)) if isinstance(inner, IndexedSource) else inner.name(index)
@@ -171,15 +165,14 @@ def _read(source: Source, index: int, *, check: bool, size: int | None) -> _Item
         item = source.read(index)
         if size:
             smaller = reduce_image(item, name, size)
-        elif check and not isinstance(item, Tensor):
+        elif not isinstance(item, Tensor):
             decode(item, name)
     except NotReducible:
         reducible = False
     except (OSError, ValueError) as error:
         return unreadable(name, error)
     except UnreadableImage as error:
-        if check:
-            return error
+        return error
     written = item if smaller is None else smaller
     data = _encode(written) if isinstance(written, Tensor) else written
     member = _member_name(name, data, label is not None)

@@ -61,8 +61,6 @@ def test_unreadable_images_are_left_out_and_named(photos, tmp_path, caplog):
     assert "unreadable images left out: 1" in caplog.text
     assert "dog/0.png" in caplog.text
     assert len(open_source(str(tmp_path / "out"))) == 5
-    assert main(["pack", str(photos), str(tmp_path / "all"), "check=false"]) == 0
-    assert len(open_source(str(tmp_path / "all"))) == 6
 
 
 @pytest.mark.parametrize("spec", ["synthetic:12:16", "deep.npy", "wide.npy"])
@@ -109,8 +107,8 @@ def test_mistakes_are_said_and_nothing_is_half_written(photos, tmp_path, capsys)
     assert (tmp_path / "full" / "file").read_text() == "mine"
 
 
-def pack_reduced(folder, output, *settings):
-    assert main(["pack", str(folder), str(output), "size=16", *settings]) == 0
+def pack_reduced(folder, output):
+    assert main(["pack", str(folder), str(output), "size=16"]) == 0
     return open_source(str(output))
 
 
@@ -156,11 +154,8 @@ def test_deep_images_and_other_channels_are_not_reduced_and_named(tmp_path, caps
     assert "2 of these are larger, but have more than 8 bits or other channels" in capsys.readouterr().out
 
 
-def test_broken_images_stay_without_the_check_and_arrays_are_reduced(photos, tmp_path):
+def test_broken_images_are_left_out_and_arrays_are_reduced(photos, tmp_path):
     (photos / "dog" / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
-    packed = pack_reduced(photos, tmp_path / "all", "check=false")
-    assert len(packed) == 6
-    assert b"\x89PNG\r\n\x1a\n broken" in [packed.read(index) for index in range(6)]
     assert len(pack_reduced(photos, tmp_path / "out")) == 5
     arrays = pack(open_source("synthetic:3:32"), tmp_path / "arrays", shard_bytes=10**6, size=16)
     assert arrays.reduced == 3

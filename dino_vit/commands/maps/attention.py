@@ -163,16 +163,13 @@ def draw_maps(image: ImageMaps, colours: Tensor, model: VisionTransformer) -> di
     picture, patch, mean = image.picture, model.patch_size, image.heads.mean(0)
     size = picture.shape[-2], picture.shape[-1]
     mask = pictures.enlarge(mass_mask(mean, MASS), size, patch) > 0
-    heads = {
-        f"head {number}": pictures.heat(pictures.enlarge(head, size, patch))
-        for number, head in enumerate(image.heads)
-    }
+    heads = [pictures.heat(pictures.enlarge(head, size, patch)) for head in image.heads]
     channels = rearrange(colours, "y x c -> c y x")
     return {
         "image": picture,
         "mean of heads": pictures.overlay(picture, mean, patch),
         "mask": torch.where(mask, picture, picture // 4),  # darker outside the mask
-        **heads,
+        **{f"head {number}": head for number, head in enumerate(heads)},
         "patches": pictures.as_picture(pictures.enlarge(channels, size, patch)),
     }
 

@@ -95,7 +95,10 @@ def run(config: DenseConfig) -> DenseResult:
             "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
             "largest_class": {"name": largest, "percent": percent},
             "attention": attention and attention._asdict(),
-            **{name: _to_json(of_judge) for name, of_judge in figures.items()},
+            **{
+                name: {"mean_iou": iou._asdict(), "pixel_accuracy": pixels._asdict(), "iou": by_class}
+                for name, (iou, pixels, by_class) in figures.items()
+            },
         }
         write_results(path, results)
         if picture:
@@ -109,12 +112,6 @@ def run(config: DenseConfig) -> DenseResult:
         picture=picture,
         text="\n".join(lines),
     )
-
-
-def _to_json(figures: PixelFigures) -> dict[str, Any]:
-    return {name: getattr(figures, name)._asdict() for name in ("mean_iou", "pixel_accuracy")} | {
-        "iou": figures.iou
-    }
 
 
 def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
