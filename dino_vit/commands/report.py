@@ -27,6 +27,7 @@ from dino_vit.reports.explorer import (
     LoadedTeacher,
     build_map,
     to_json,
+    write_embedding,
 )
 from dino_vit.reports.page import SECTIONS, Page, PageServer, Pictures, render
 from dino_vit.reports.record import RunRecord, read_run
@@ -112,6 +113,8 @@ def _draw_network(
         "The map is a PCA; for a t-SNE run `pip install scikit-learn`.": find_spec("sklearn") is None,
     }
     pictures.notes = [note for note, holds in notes.items() if holds]
+    if not config.serve and "tensorboard" in record.config.run.trackers:
+        write_embedding(images, record.folder / "logs" / "embedding", checkpoint.step)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ n images, k neighbours, d features, y x rows and columns
 import base64
 import io
 import math
+import shutil
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.core.text import progress
+from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import eval_mode, in_batches
@@ -182,3 +183,20 @@ def data_uri(picture: Tensor, *, quality: int | None = 80) -> str:
     pixels = rearrange(picture, "c y x -> y x c").contiguous().numpy()
     Image.fromarray(pixels).save(buffer, "WEBP", quality=quality or 80, lossless=quality is None, method=4)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def write_embedding(images: ImageMap, folder: Path, step: int) -> None:
+    """Write the features with names, labels and thumbnails for TensorBoard's projector."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier report, to which TensorBoard would append
+    rows = zip(images.names, images.labels, strict=True)
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_embedding(
+            images.features.double().round(decimals=4),
+            metadata=[[printable(name), printable(label or "")] for name, label in rows],
+            metadata_header=["name", "label"],
+            label_img=images.thumbnails / 255,
+            global_step=step,
+            tag="teacher",
+        )
