@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from io import BufferedReader, RawIOBase
 from itertools import count
 from typing import Any, BinaryIO, Protocol, TypeVar
@@ -21,6 +22,7 @@ from dino_vit.core.text import brief
 T = TypeVar("T")
 R = TypeVar("R")
 
+OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 RETRY_TIMEOUT_S = 180  # for which a remote range is requested again before the run ends
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
@@ -226,17 +228,19 @@ class ByteRangeReader:
     def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
         self.paths, self.file_signatures = paths, file_signatures
         self.is_remote = any(map(is_url, paths))
+        self._open = lru_cache(OPEN_FILES)(_Descriptor)
         self._unchanged: set[int] = set()  # remote files that this process has checked
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
         if is_url(path):
             return retry(lambda: self.request(file, start, size), path)
-        with open(path, "rb", buffering=0) as local:
-            status = os.fstat(local.fileno())
-            if [status.st_size, status.st_mtime_ns] != self.file_signatures[file, :2].tolist():
-                raise ChangedFile(path)
-            return check_length(os.pread(local.fileno(), size, start), size, path)
+        opened = self._open(path)  # kept until the read is done: another thread may push it out
+        status = os.fstat(opened.number)
+        if [status.st_size, status.st_mtime_ns] != self.file_signatures[file, :2].tolist():
+            raise ChangedFile(path)
+        # Without moving a position, so that processes can share the open file.
+        return check_length(os.pread(opened.number, size, start), size, path)
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""
@@ -250,6 +254,9 @@ class ByteRangeReader:
         if remote_signature(info) != tuple(self.file_signatures[file].tolist()):
             raise ChangedFile(self.paths[file])
         self._unchanged.add(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ByteRangeReader, (self.paths, self.file_signatures)
 
 
 def request(url: str, start: int, size: int) -> bytes:
@@ -267,3 +274,14 @@ def check_length(data: bytes, size: int, path: str) -> bytes:
     if len(data) != size:
         raise OSError(f"{path} is truncated: {len(data):,} bytes came where there should be {size:,}")
     return data
+
+
+class _Descriptor:
+    """An open file, closed when it is no longer used: opening one takes a request to a file server."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)

@@ -3,9 +3,11 @@ import pickle
 import subprocess
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dino_vit.data.sources import files
 from dino_vit.data.sources.archives import list_members
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, items, write_tar, write_zip
@@ -101,11 +103,31 @@ def test_a_name_in_several_shards_is_told_apart(tmp_path):
     assert [source.read(i) for i in range(2)] == [b"1.tar", b"2.tar"]
 
 
+def test_more_shards_than_files_may_be_open_from_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "OPEN_FILES", 3)
+    for shard in range(20):
+        contents = {f"{shard:03d}-{n}.png": b"%d %d" % (shard, n) for n in range(5)}
+        write_tar(tmp_path / f"{shard:03d}.tar", contents)
+    source = open_source(str(tmp_path / "{000..019}.tar"))
+    expected = [b"%d %d" % (shard, n) for shard in range(20) for n in range(5)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert list(pool.map(source.read, range(100))) == expected
+    assert source.ranges._open.cache_info().currsize <= 3
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.read(99) == b"19 4"
+
+
 def test_a_shard_that_changes_under_a_run_is_an_error_and_no_garbage(tmp_path):
     path = write_tar(tmp_path / "a.tar", {"a.png": b"a", "b.png": b"b"})
-    source = pickle.loads(pickle.dumps(open_source(str(path))))
-    assert source.read(1) == b"b"
+    source = open_source(str(path))
     write_tar(path, {"bb.png": b"b" * 99999})
+    with pytest.raises(OSError, match="was changed after it was indexed"):
+        source.read(0)
+    source = open_source(str(path))
+    assert len(source.read(0)) == 99999
+    with path.open("ab") as shard:  # in place, while the source holds it open
+        shard.write(bytes(512))
     with pytest.raises(OSError, match="was changed after it was indexed"):
         source.read(0)
 
