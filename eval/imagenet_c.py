@@ -31,7 +31,8 @@ from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.eval.accuracy import results_path, write_results
-from dino_vit.eval.frozen import CachedConfig, FrozenBackbone, frozen_backbone
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import (
     LabelledFeatures,

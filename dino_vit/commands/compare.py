@@ -22,7 +22,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.confidence import Interval, Measured, Pair, measured_share, verdict
-from dino_vit.eval.frozen import EvaluationConfig, frozen_backbone
+from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
 from dino_vit.eval.labelled import SupervisedConfig
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.reports.comparison import Comparison, first_images, map_tiles, render
@@ -42,7 +42,7 @@ RANK_IMAGES = 5000
 UNTRAINED = "untrained"
 
 
-class CompareConfig(SupervisedConfig, EvaluationConfig):
+class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare backbones on the same images."""
 
     examples: ClassVar = (
@@ -191,11 +191,11 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
 
 def _describe_features(config: CompareConfig, weights: str, comparison: Comparison, name: str) -> None:
     """Note the effective rank, the step and the run of a backbone, and what its features look like."""
-    frozen = frozen_backbone(EvaluationConfig(**_shared(config, EvaluationConfig), weights=weights))
+    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
     few = len(comparison.source) <= RANK_IMAGES  # then all of them, whose features k-NN needs too
     indices = None if few else sorted(random_indices(comparison.source, config.seed)[:RANK_IMAGES])
-    features = frozen.features(comparison.source, indices=indices, title=f"features of {name}")
-    comparison.ranks[name] = rankme(torch.from_numpy(features.values))
+    features, _ = cached_features(frozen, comparison.source, indices=indices, title=f"features of {name}")
+    comparison.ranks[name] = rankme(torch.from_numpy(features))
     comparison.pixels = frozen.transform.pixels
     comparison.steps[name] = frozen.describe_weights()["step"]
     folder = Path(weights).parent.parent if Path(weights).parent.name == "checkpoints" else Path(weights)

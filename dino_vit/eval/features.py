@@ -1,17 +1,21 @@
-"""Features of images: read, prepared and sent through a backbone in the order asked for."""
+"""Features of images: read, prepared and sent through a frozen backbone in the order asked for."""
 
+import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, pairwise
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dino_vit.core import Size
+from dino_vit.core.storage import digest
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
@@ -80,41 +84,67 @@ class Features:
     unreadable: tuple[UnreadableImage, ...]
 
 
-@dataclass(kw_only=True)
-class Extraction:
-    """Send batches of a source's images through a backbone; each batch is computed independently.
+@dataclass(frozen=True, kw_only=True)
+class FrozenBackbone:
+    """A backbone on this process's device, and how images are prepared for it and sent through.
 
     Leaves the model as it was: the mode of each module, its gradients, every random state.
     """
 
     model: Backbone
-    source: Source
     transform: EvalTransform
-    spec: FeatureSpec = CLS
+    batch_size: int = 128  # images per forward pass
     autocast: torch.dtype | None = None
-    threads: int | None = None
+    threads: int | None = None  # that read images; None: one per core, at most 8
+    cache: Path | None = None  # folder of cached features; None: that of all caches
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
-    def __call__(self, batches: Iterable[Sequence[int]]) -> Generator[Features]:
+    @property
+    def precision(self) -> str:
+        """The type that the features are computed in."""
+        return str(self.autocast or torch.float32).removeprefix("torch.")
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """A digest of the tensors and the architecture, independent of the file they came from."""
+        architecture = json.dumps(self.model.architecture, sort_keys=True)
+        return digest(self.model.state_dict(), {"architecture": architecture})
+
+    def describe_weights(self) -> dict[str, Any]:
+        """Return where the weights come from, for a results file."""
+        provenance = self.model.provenance
+        assert provenance is not None, "load_backbone sets the provenance"
+        return {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
+
+    def features(
+        self, source: Source, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
+    ) -> Generator[Features]:
         """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
         normalise = self.transform.normaliser(self.device)
         pin = self.device.type == "cuda"
-        for batch in _read_batches(self.source, self.transform, batches, threads=self.threads, pin=pin):
+        for batch in read_batches(source, self.transform, batches, threads=self.threads, pin=pin):
             readable = len(batch.values) > 0
-            yield replace(batch, values=self.compute(normalise(batch.values)) if readable else self.empty())
+            values = self.compute(normalise(batch.values), spec) if readable else self.empty(spec)
+            yield replace(batch, values=values)
 
-    def compute(self, images: Tensor) -> Tensor:
+    def extract(self, source: Source, indices: Sequence[int], spec: FeatureSpec = CLS) -> Features:
+        """Return the features of images in memory, on the model's device, in the order of the indices."""
+        none = Features(self.empty(spec), torch.empty(0, dtype=torch.long), ())
+        features = _concatenate([none, *self.features(source, in_batches(indices, self.batch_size), spec)])
+        return replace(features, indices=features.indices.to(self.device))
+
+    def compute(self, images: Tensor, spec: FeatureSpec) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""
         enabled = self.autocast is not None
         with eval_mode(self.model), torch.autocast(self.device.type, self.autocast, enabled=enabled):
-            return self.spec.of(self.model, images).float()
+            return spec.of(self.model, images).float()
 
-    def empty(self) -> Tensor:
+    def empty(self, spec: FeatureSpec) -> Tensor:
         """Return the features of zero images."""
-        return torch.empty(0, *self.spec.shape(self.model, self.transform.size), device=self.device)
+        return torch.empty(0, *spec.shape(self.model, self.transform.size), device=self.device)
 
 
 def extract_features(
@@ -128,16 +158,14 @@ def extract_features(
     autocast: torch.dtype | None = None,
 ) -> Features:
     """Return the features of images in memory, on the model's device, in the order of the indices."""
-    extraction = Extraction(model=model, source=source, transform=transform, spec=spec, autocast=autocast)
-    none = Features(extraction.empty(), torch.empty(0, dtype=torch.long), ())
-    features = _concatenate([none, *extraction(in_batches(indices, batch_size))])
-    return replace(features, indices=features.indices.to(extraction.device))
+    frozen = FrozenBackbone(model=model, transform=transform, batch_size=batch_size, autocast=autocast)
+    return frozen.extract(source, indices, spec)
 
 
 def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = transform.normaliser(torch.device("cpu"))
-    batches = _read_batches(source, transform, in_batches(indices, 256))
+    batches = read_batches(source, transform, in_batches(indices, 256))
     return _concatenate([replace(batch, values=normalise(batch.values).flatten(1)) for batch in batches])
 
 
@@ -167,7 +195,7 @@ def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int
     return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
 
 
-def _read_batches(
+def read_batches(
     source: Source,
     transform: EvalTransform,
     batches: Iterable[Sequence[int]],

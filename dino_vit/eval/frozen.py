@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -27,9 +27,8 @@ from dino_vit.data.sources.files import file_signatures, is_url
 from dino_vit.data.sources.folder import PathSource
 from dino_vit.data.sources.index import IndexedSource, cache_folder
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.features import CLS, Extraction, FeatureSpec, in_batches
-from dino_vit.models.backbone import Backbone
-from dino_vit.views.eval_transform import EvalTransform, Fit, eval_transform_of
+from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, in_batches, read_batches
+from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
 
 _VERSION = 3  # of the files
@@ -57,141 +56,67 @@ class CachedConfig(BackboneConfig):
     cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
 
-class EvaluationConfig(CachedConfig):
-    """Evaluate a frozen backbone on the features of images that may have labels."""
-
-    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredFeatures:
-    """Features of the readable images of a source, in its order."""
-
-    values: NDArray[np.float32]  # (n, D), of patches (n, N, D)
-    indices: NDArray[np.int64]  # (n,), in the source
-    unreadable: int  # images that are left out
-    metadata: dict[str, Any]  # what the features are a function of
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrozenBackbone:
-    """A backbone on this process's device, and how images are prepared for it."""
-
-    config: BackboneConfig
-    model: Backbone
-    transform: EvalTransform
-    autocast: torch.dtype | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def describe_weights(self) -> dict[str, Any]:
-        """Return where the weights come from, for a results file."""
-        provenance = self.model.provenance
-        assert provenance is not None, "load_backbone sets the provenance"
-        return {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
-
-    def extraction(self, source: Source, spec: FeatureSpec) -> Extraction:
-        """Return what computes features of a source with the settings of the config."""
-        return Extraction(
-            model=self.model,
-            source=source,
-            transform=self.transform,
-            spec=spec,
-            autocast=self.autocast,
-            threads=self.config.num_workers or min(cores_of_a_process(world_size()), 16),
-        )
-
-    def features(
-        self,
-        source: Source,
-        *,
-        spec: FeatureSpec = CLS,
-        indices: Sequence[int] | None = None,
-        title: str = "features",
-    ) -> StoredFeatures:
-        """Return the features of a source or of some of its images, from the cache or computed into it.
-
-        All processes must call it; they share the work. Unreadable images are left out with a warning.
-        """
-        cache = self.config.cache if isinstance(self.config, CachedConfig) else None
-        return stored_features(
-            self.extraction(source, spec),
-            folder=Path(cache) if cache else cache_folder() / "features",
-            batch_size=self.config.batch_size,
-            indices=indices,
-            title=title,
-        )
-
-
 def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
     """Join the processes of the launch, and load the backbone of the config in each."""
     accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
     size = None if config.size is None else height_width(config.size)
+    cache = config.cache if isinstance(config, CachedConfig) else None
     return FrozenBackbone(
-        config=config,
         model=model,
         transform=eval_transform_of(model, size=size, fit=config.fit),
+        batch_size=config.batch_size,
         autocast=DTYPES[precision] if precision != "no" else None,
+        threads=config.num_workers or min(cores_of_a_process(world_size()), 16),
+        cache=None if cache is None else Path(cache),
     )
 
 
-def stored_features(
-    extraction: Extraction,
+def cached_features(
+    frozen: FrozenBackbone,
+    source: Source,
     *,
-    folder: Path,
-    batch_size: int,
+    spec: FeatureSpec = CLS,
     indices: Sequence[int] | None = None,
     title: str = "features",
-) -> StoredFeatures:
-    """Return the features of an extraction, from the one file for all that they are a function of.
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the features of the readable images of a source, or of some, and the images' indices.
 
-    Another device or batch size may round their last bits differently. What is interrupted starts again.
+    They come from the one file for all that they are a function of, or are computed into it. All processes
+    must call it; they share the work. Unreadable images are left out with a warning. Another device or batch
+    size may round the last bits differently. What is interrupted starts again.
     """
-    chosen = range(len(extraction.source)) if indices is None else indices
+    chosen = range(len(source)) if indices is None else indices
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
-    metadata = cache_inputs(extraction, indices)
-    key = digest({}, {"features": json.dumps(metadata, sort_keys=True)})[:20]
-    path = folder / f"{key}.safetensors"
+    inputs = {
+        "version": _VERSION,
+        "weights": frozen.weights_digest,
+        "source": source.fingerprint,
+        "contents": content_digest(source, chosen),
+        "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
+        "transform": asdict(frozen.transform),
+        "features": asdict(spec),
+        "precision": frozen.precision,
+    }
+    key = digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:20]
+    path = (frozen.cache or cache_folder() / "features") / f"{key}.safetensors"
     tensors = _read(path)
-    if any_process(tensors is None or _readable_again(extraction, chosen, tensors["indices"])):
-        _compute(path, extraction, chosen, batch_size, title, json.dumps(metadata))
+    if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors))):
+        _compute(path, frozen, source, chosen, spec, title, json.dumps(inputs))
         tensors = _read(path)
     if tensors is None:
         raise ValueError(
             f"the features were written to {path} but are not there; the cache must be one folder that all "
             "processes share"
         )
-    values, kept = tensors["values"].numpy(), tensors["indices"].numpy()
-    if unreadable := len(chosen) - len(kept):
-        left_out = _left_out(chosen, kept)[:_NAMES_SHOWN].tolist()
-        names = ", ".join(map(extraction.source.name, left_out)) + ", ..." * (unreadable > len(left_out))
-        log.warning("%d of %d images cannot be read and are left out: %s", unreadable, len(chosen), names)
-    return StoredFeatures(values=values, indices=kept, unreadable=unreadable, metadata=metadata)
-
-
-def cache_inputs(extraction: Extraction, indices: Sequence[int] | None) -> dict[str, Any]:
-    """Return all that cached features are a function of; its digest is the name of their file."""
-    source = extraction.source
-    return {
-        "version": _VERSION,
-        "weights": weights_digest(extraction.model),
-        "source": source.fingerprint,
-        "contents": content_digest(source, range(len(source)) if indices is None else indices),
-        "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
-        "transform": asdict(extraction.transform),
-        "features": asdict(extraction.spec),
-        "precision": str(extraction.autocast or torch.float32).removeprefix("torch."),
-    }
-
-
-def weights_digest(model: Backbone) -> str:
-    """Return a digest of a backbone's tensors and architecture, independent of the file they came from."""
-    return digest(model.state_dict(), {"architecture": json.dumps(model.architecture, sort_keys=True)})
+    if unreadable := _left_out(chosen, tensors):
+        first = ", ".join(map(source.name, unreadable[:_NAMES_SHOWN]))
+        more = ", ..." * (len(unreadable) > _NAMES_SHOWN)
+        text = "%d of %d images cannot be read and are left out: %s%s"
+        log.warning(text, len(unreadable), len(chosen), first, more)
+    return tensors["values"].numpy(), tensors["indices"].numpy()
 
 
 def content_digest(source: Source, indices: Sequence[int]) -> str:
@@ -226,37 +151,39 @@ def _read(path: Path) -> dict[str, Tensor] | None:
         return None
 
 
-def _left_out(chosen: Sequence[int], kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.setdiff1d(np.asarray(chosen, np.int64), kept)
+def _left_out(chosen: Sequence[int], tensors: dict[str, Tensor]) -> list[int]:
+    """Return the images that are not among those of a file."""
+    return np.setdiff1d(np.asarray(chosen, np.int64), tensors["indices"].numpy()).tolist()
 
 
-def _readable_again(extraction: Extraction, chosen: Sequence[int], kept: Tensor) -> bool:
+def _readable_again(frozen: FrozenBackbone, source: Source, left_out: Sequence[int]) -> bool:
     """Tell whether an image that was left out can be read now: a disk may have been away for a moment."""
-    for index in _left_out(chosen, kept.numpy()).tolist():
-        try:
-            extraction.transform.read(extraction.source, index)
-        except UnreadableImage:
-            continue
-        return True
-    return False
+    batches = in_batches(left_out, frozen.batch_size)
+    return any(len(batch.indices) > 0 for batch in read_batches(source, frozen.transform, batches))
 
 
 def _compute(
-    path: Path, extraction: Extraction, indices: Sequence[int], batch_size: int, title: str, description: str
+    path: Path,
+    frozen: FrozenBackbone,
+    source: Source,
+    indices: Sequence[int],
+    spec: FeatureSpec,
+    title: str,
+    description: str,
 ) -> None:
     """Compute features in all processes, each a batch in turn, and write them on rank 0."""
-    processes, batches = world_size(), list(in_batches(indices, batch_size))
+    processes, batches = world_size(), list(in_batches(indices, frozen.batch_size))
     # Every process has as many batches, so that each round can be gathered; the last may be empty.
     batches += [[]] * (-len(batches) % processes)
-    shape = extraction.spec.shape(extraction.model, extraction.transform.size)
+    shape = spec.shape(frozen.model, frozen.transform.size)
     values = torch.empty(len(indices) if is_main_process() else 0, *shape)
     kept, unreadable = list[int](), list[UnreadableImage]()
     with (
         progress(title, len(indices)) as advance,
-        closing(extraction(batches[rank() :: processes])) as features,
+        closing(frozen.features(source, batches[rank() :: processes], spec)) as features,
     ):
         for batch in features:
-            rows, of_rows = all_gather(batch.indices.to(extraction.device)), all_gather(batch.values)
+            rows, of_rows = all_gather(batch.indices.to(frozen.device)), all_gather(batch.values)
             if is_main_process():
                 values[len(kept) : len(kept) + len(rows)] = of_rows.cpu()
             kept += rows.tolist()

@@ -12,15 +12,15 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.config.objects import is_object
-from dino_vit.config.settings import Count, Few, Seed, Settings, setting
+from dino_vit.config.settings import Count, Few, Problem, Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.data.splits import choose_splits, describe_use
-from dino_vit.eval.features import CLS, FeatureSpec
-from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
+from dino_vit.eval.frozen import cached_features
 
 Rows = NDArray[np.int64]
 
@@ -49,6 +49,11 @@ class FewShotConfig(SupervisedConfig):
 
     shots: tuple[Count, ...] = setting((), "also train on only this many images per class, such as 1 and 5")
     repeats: Few = setting(5, "random choices of the images for each of shots")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Yield a setting that would have no effect."""
+        if self.repeats != type(self).model_fields["repeats"].default and not self.shots:
+            yield Problem("repeats has no effect without shots", ("repeats", "shots"))
 
 
 @dataclass(frozen=True)
@@ -174,13 +179,13 @@ def labelled_features(
 ) -> LabelledFeatures:
     """Return the features of the readable images of a subset, on the device if they fit there."""
     indices = None if subset.is_whole_source else subset.indices.tolist()
-    stored = frozen.features(subset.source, spec=spec, indices=indices, title=title)
-    values = torch.from_numpy(stored.values)
-    targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, stored.indices)])
+    stored, kept = cached_features(frozen, subset.source, spec=spec, indices=indices, title=title)
+    values = torch.from_numpy(stored)
+    targets = torch.from_numpy(subset.targets[np.searchsorted(subset.indices, kept)])
     device = frozen.device
     if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
         values, targets = values.to(device), targets.to(device)
-    return LabelledFeatures(values, targets, stored.indices)
+    return LabelledFeatures(values, targets, kept)
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import dino_vit.eval.frozen as frozen
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import read_tensors
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import Extraction, FeatureSpec, extract_features
-from dino_vit.eval.frozen import stored_features
+from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, extract_features
+from dino_vit.eval.frozen import cached_features
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.images import write_synthetic
 from tests.support.processes import command_in_two, torchrun_environs
@@ -28,23 +27,23 @@ def backbone():
     return VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2)
 
 
-def store_in(folder, source=None, *, indices=None, **changes):
+def store_in(folder, source=None, *, indices=None, spec=CLS, **changes):
+    settings = {"model": backbone(), "transform": TRANSFORM, "batch_size": 4, "cache": folder, **changes}
     source = source or SyntheticSource(length=50)
-    extraction = Extraction(**{"model": backbone(), "source": source, "transform": TRANSFORM, **changes})
-    return stored_features(extraction, folder=folder, batch_size=4, indices=indices)
+    return cached_features(FrozenBackbone(**settings), source, spec=spec, indices=indices)
 
 
 @pytest.fixture
 def computed(monkeypatch):
     """Count the images that go through the backbone."""
     batches = []
-    compute = frozen.Extraction.compute
+    compute = FrozenBackbone.compute
 
-    def counted(self, images):
+    def counted(self, images, spec):
         batches.append(len(images))
-        return compute(self, images)
+        return compute(self, images, spec)
 
-    monkeypatch.setattr(frozen.Extraction, "compute", counted)
+    monkeypatch.setattr(FrozenBackbone, "compute", counted)
     return batches
 
 
@@ -53,28 +52,28 @@ def computed(monkeypatch):
 )
 def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
     source = SyntheticSource(length=50)
-    stored = store_in(tmp_path, source, spec=spec)
+    stored, indices = store_in(tmp_path, source, spec=spec)
     extracted = extract_features(backbone(), source, range(50), transform=TRANSFORM, batch_size=4, spec=spec)
-    assert np.array_equal(stored.values, extracted.values.numpy())
-    assert stored.indices.tolist() == list(range(50))
+    assert np.array_equal(stored, extracted.values.numpy())
+    assert indices.tolist() == list(range(50))
 
 
 def test_chosen_images_come_in_the_order_asked_for(tmp_path):
     source = SyntheticSource(length=50)
-    chosen = store_in(tmp_path, source, indices=[40, 3, 17])
-    np.testing.assert_allclose(chosen.values, store_in(tmp_path, source).values[[40, 3, 17]], atol=1e-5)
-    assert chosen.indices.tolist() == [40, 3, 17]
+    chosen, indices = store_in(tmp_path, source, indices=[40, 3, 17])
+    np.testing.assert_allclose(chosen, store_in(tmp_path, source)[0][[40, 3, 17]], atol=1e-5)
+    assert indices.tolist() == [40, 3, 17]
     with pytest.raises(ValueError, match="no images"):
         store_in(tmp_path, source, indices=[])
 
 
 def test_cached_features_are_used_until_anything_differs(tmp_path, computed):
-    first = store_in(tmp_path)
+    first, _ = store_in(tmp_path)
     assert sum(computed) == 50
     computed.clear()
-    again = store_in(tmp_path)
+    again, _ = store_in(tmp_path)
     assert computed == []
-    assert np.array_equal(first.values, again.values)
+    assert np.array_equal(first, again)
     other = backbone()
     with torch.no_grad():
         other.norm.bias[0] += 1e-3
@@ -110,27 +109,28 @@ def folder(tmp_path):
 def test_a_photo_that_is_replaced_in_place_is_noticed(tmp_path, folder, computed):
     """By one of the same size at another time: names and sizes, the fingerprint, stay."""
     path = folder / "odd" / "07.png"
-    first = store_in(tmp_path / "cache", FolderSource(folder))
+    source = FolderSource(folder)
+    first, _ = store_in(tmp_path / "cache", source)
     data = bytearray(path.read_bytes())
     os.utime(path, ns=(1, 1))
     path.write_bytes(data)
-    assert FolderSource(folder).fingerprint == first.metadata["source"]
+    assert FolderSource(folder).fingerprint == source.fingerprint
     computed.clear()
-    again = store_in(tmp_path / "cache", FolderSource(folder))
+    again, _ = store_in(tmp_path / "cache", FolderSource(folder))
     assert sum(computed) == 37
-    assert np.array_equal(first.values, again.values)
+    assert np.array_equal(first, again)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate"])
 def test_damaged_features_are_computed_again(tmp_path, computed, damage):
-    expected = np.array(store_in(tmp_path).values)
+    expected = store_in(tmp_path)[0].copy()
     (path,) = tmp_path.rglob("*.safetensors")
     data = bytearray(path.read_bytes())
     if damage == "flip":
         data[-5] ^= 1
     path.write_bytes(data if damage == "flip" else data[:-9])
     computed.clear()
-    assert np.array_equal(store_in(tmp_path).values, expected)
+    assert np.array_equal(store_in(tmp_path)[0], expected)
     assert sum(computed) == 50
 
 
@@ -138,11 +138,10 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
     for _ in range(2):  # computed, and from the cache
         caplog.clear()
         source = FolderSource(folder)
-        stored = store_in(tmp_path / "cache", source)
-        assert len(stored.indices) == len(stored.values) == 37
-        assert stored.unreadable == 3
+        stored, indices = store_in(tmp_path / "cache", source)
+        assert len(indices) == len(stored) == 37
         assert "3 of 40 images cannot be read and are left out: even/04.png" in caplog.text
-        assert [source.name(row)[-6:-4] for row in stored.indices[:4]] == ["00", "02", "06", "08"]
+        assert [source.name(row)[-6:-4] for row in indices[:4]] == ["00", "02", "06", "08"]
 
 
 def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, monkeypatch, computed):
@@ -154,11 +153,11 @@ def test_an_image_that_can_be_read_again_is_not_left_out(tmp_path, monkeypatch, 
         return read(self, index)
 
     monkeypatch.setattr(SyntheticSource, "read", away)
-    assert store_in(tmp_path, source).unreadable == 1
-    assert store_in(tmp_path, source).unreadable == 1
+    for _ in range(2):
+        assert len(store_in(tmp_path, source)[1]) == 4
     assert sum(computed) == 4
     monkeypatch.setattr(SyntheticSource, "read", read)
-    assert store_in(tmp_path, source).unreadable == 0
+    assert len(store_in(tmp_path, source)[1]) == 5
 
 
 def test_a_source_without_one_readable_image_is_refused(tmp_path, folder):
@@ -206,13 +205,13 @@ def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
 
 
 def fail_at_the_third_batch():
-    compute, count = frozen.Extraction.compute, 0
+    compute, count = FrozenBackbone.compute, 0
 
-    def fail(self, images):
+    def fail(self, images, spec):
         nonlocal count
         count += 1
         if count == 3:
             raise OSError(12, "out of memory")
-        return compute(self, images)
+        return compute(self, images, spec)
 
-    frozen.Extraction.compute = fail
+    FrozenBackbone.compute = fail

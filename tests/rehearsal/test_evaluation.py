@@ -9,7 +9,7 @@ from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning
 from dino_vit.config.loading import load
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval import linear
-from dino_vit.eval.features import Extraction, FeatureSpec, in_batches
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
@@ -29,11 +29,8 @@ def test_features_are_computed_without_a_wait_between_batches(monkeypatch, token
             SyntheticSource(length=20, size=40),
             EvalTransform(size=(32, 32), mean=MEAN, std=STD),
         )
-        spec = FeatureSpec(tokens=tokens)
-        extraction = Extraction(
-            model=model, source=source, transform=transform, spec=spec, autocast=torch.bfloat16
-        )
-        batches = extraction(in_batches(range(20), 8))
+        frozen = FrozenBackbone(model=model, transform=transform, autocast=torch.bfloat16)
+        batches = frozen.features(source, in_batches(range(20), 8), FeatureSpec(tokens=tokens))
         next(batches)
         rehearsal.answers = False
         later = list(batches)

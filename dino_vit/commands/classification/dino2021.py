@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Settings, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.storage import pickled, write_bytes
-from dino_vit.eval.features import FeatureSpec, eval_mode
-from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, eval_mode
 from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, labelled_features
 from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
 from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
@@ -88,7 +87,7 @@ def train_probe(
         train,
         view=View(size=frozen.transform.size, scale=(0.08, 1.0), augment=flip, interpolation="bilinear"),
         transform=frozen.transform,
-        batch_size=frozen.config.batch_size,
+        batch_size=frozen.batch_size,
         seed=seed,
         workers=settings.workers,
         device=device,

@@ -24,7 +24,7 @@ from dino_vit.eval.accuracy import (
     write_results,
 )
 from dino_vit.eval.confidence import measured_share
-from dino_vit.eval.frozen import EvaluationConfig, frozen_backbone
+from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.knn import rank_all, weighted_knn
 from dino_vit.eval.labelled import (
     FewShotConfig,
@@ -38,7 +38,7 @@ _CLASSES_SHOWN = 20
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-class KnnConfig(FewShotConfig, EvaluationConfig):
+class KnnConfig(FewShotConfig, CachedConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     examples: ClassVar = ("knn photos weights=runs/demo", "knn val train=train weights=runs/demo")

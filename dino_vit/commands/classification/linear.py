@@ -26,8 +26,8 @@ from dino_vit.eval.accuracy import (
     summary,
     write_results,
 )
-from dino_vit.eval.features import CLS, FeatureSpec
-from dino_vit.eval.frozen import EvaluationConfig, FrozenBackbone, frozen_backbone
+from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
+from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.labelled import (
     FewShotConfig,
     LabelledFeatures,
@@ -72,7 +72,7 @@ class Logistic(Settings):
     cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
 
 
-class LinearConfig(FewShotConfig, EvaluationConfig):
+class LinearConfig(FewShotConfig, CachedConfig):
     """Train linear classifiers on a frozen backbone, and report their accuracy."""
 
     examples: ClassVar = (
@@ -91,6 +91,7 @@ class LinearConfig(FewShotConfig, EvaluationConfig):
     dino2021: Dino2021 = Dino2021()
 
     def contradictions(self) -> Iterator[Problem]:
+        yield from super().contradictions()
         if self.method != "logistic" and self.shots:
             text = "few images are classified by logistic regression: set method=logistic for shots"
             yield Problem(text, ("method", "shots"))

@@ -18,13 +18,14 @@ from dino_vit.eval.embeddings import (
     read_embeddings,
     write_embeddings,
 )
-from dino_vit.eval.features import FeatureSpec, Tokens
-from dino_vit.eval.frozen import EvaluationConfig, FrozenBackbone, StoredFeatures, frozen_backbone
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
+from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
 
 
-class EmbedConfig(EvaluationConfig):
+class EmbedConfig(CachedConfig):
     """Write the embeddings of images to a file."""
 
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     output: str = setting("embeddings.parquet", "file to write: .parquet or .npy")
     tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
@@ -71,26 +72,25 @@ def run(config: EmbedConfig) -> EmbeddingFile:
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
-    stored = backbone.features(source, spec=spec, title=f"embeddings of {config.source}")
+    values, indices = cached_features(backbone, source, spec=spec, title=f"embeddings of {config.source}")
     if is_main_process():
-        indices = stored.indices.tolist()
-        labels = [source.label(i) for i in indices]
+        labels = [source.label(i) for i in indices.tolist()]
         embeddings = Embeddings(
-            values=stored.values,
-            names=[source.name(i) for i in indices],
+            values=values,
+            names=[source.name(i) for i in indices.tolist()],
             labels=[None if label is None else source.classes[label] for label in labels],
-            indices=stored.indices,
-            metadata=provenance(stored, source, backbone, config),
+            indices=indices,
+            metadata=provenance(values, source, backbone, config),
         )
         write_embeddings(output, embeddings, dtype=config.dtype, normalise=config.normalise)
     wait_for_all()  # the file is complete for all of them
-    shape = " × ".join(map(str, stored.values.shape))
+    shape = " × ".join(map(str, values.shape))
     text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
     return EmbeddingFile(path=output, text=text)
 
 
 def provenance(
-    stored: StoredFeatures, source: Source, backbone: FrozenBackbone, config: EmbedConfig
+    values: Array, source: Source, backbone: FrozenBackbone, config: EmbedConfig
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
     path, weights = Path(config.source), backbone.describe_weights()
@@ -100,19 +100,19 @@ def provenance(
         "weights": {
             "path": str(Path(weights["source"]).absolute()),
             "file_sha256": weights["sha256"],
-            "sha256": stored.metadata["weights"],
+            "sha256": backbone.weights_digest,
             "network": config.network,
             "step": weights["step"],
         },
         "source": {
             "spec": str(path.absolute()) if path.exists() else config.source,
-            "fingerprint": stored.metadata["source"],
+            "fingerprint": source.fingerprint,
             "images": len(source),
-            "unreadable": stored.unreadable,
+            "unreadable": len(source) - len(values),
         },
         "transform": asdict(backbone.transform),
         "tokens": {"kind": config.tokens, "blocks": config.blocks},
-        "precision": stored.metadata["precision"],
+        "precision": backbone.precision,
         "normalised": config.normalise,
-        "shape": list(stored.values.shape[1:]),
+        "shape": list(values.shape[1:]),
     }

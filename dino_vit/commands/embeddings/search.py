@@ -16,8 +16,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import printable
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
-from dino_vit.eval.features import FeatureSpec, extract_features
-from dino_vit.eval.frozen import weights_digest
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone
 from dino_vit.eval.knn import format_cosines, nearest
 from dino_vit.eval.maps.pictures import shorten, thumbnail, write_sheet
 from dino_vit.weights import load_backbone
@@ -136,21 +135,19 @@ def query_features(config: SearchConfig, queries: ImageFiles, embeddings: Embedd
             f"search needs the weights that computed the embeddings: {error}. If they were moved, give their "
             "new path with weights="
         ) from error
-    if weights_digest(model) != recorded["sha256"]:
+    precision = getattr(torch, embeddings.metadata["precision"])
+    frozen = FrozenBackbone(
+        model=model.to(start_processes().device),
+        transform=embeddings.transform,
+        autocast=None if precision == torch.float32 else precision,
+    )
+    if frozen.weights_digest != recorded["sha256"]:
         raise ValueError(
             f"{path} are not the weights that computed the embeddings (step {recorded['step']} of "
             f"{recorded['path']}): give those with weights=, or embed the images again"
         )
-    precision = getattr(torch, embeddings.metadata["precision"])
-    features = extract_features(
-        model.to(start_processes().device),
-        queries,
-        range(len(queries)),
-        transform=embeddings.transform,
-        batch_size=32,
-        spec=FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"]),
-        autocast=None if precision == torch.float32 else precision,
-    )
+    spec = FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"])
+    features = frozen.extract(queries, range(len(queries)), spec)
     if features.unreadable:
         raise ValueError(f"an image to search for cannot be read: {features.unreadable[0]}")
     return features.values

@@ -23,8 +23,7 @@ from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.confidence import Interval, Measured, measured_share, with_confidence
-from dino_vit.eval.features import FeatureSpec, in_batches
-from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
 from dino_vit.eval.maps.attention import MASS, attended_patches, mass_mask
@@ -69,7 +68,8 @@ def read_patches(
     """Yield batches of images in order, their masks cropped as the images are; name those left out."""
     model = frozen.model
     if not model.has_patches:
-        raise ValueError(f"{frozen.config.weights} has no patches: its features are made after pooling")
+        path = frozen.describe_weights()["source"]
+        raise ValueError(f"{path} has no patches: its features are made after pooling")
     height, _ = model.grid_of(*frozen.transform.size)
 
     def read_mask(index: int) -> Tensor | UnreadableImage:
@@ -78,9 +78,9 @@ def read_patches(
         except UnreadableImage as error:
             return error
 
-    extraction = frozen.extraction(source, AttendedPatches())
+    batches = in_batches(indices, frozen.batch_size)
     with progress(title, len(indices)) as advance:
-        for batch in extraction(in_batches(indices, frozen.config.batch_size)):
+        for batch in frozen.features(source, batches, AttendedPatches()):
             read = in_threads(read_mask, batch.indices.tolist())
             failures = [mask for mask in read if isinstance(mask, UnreadableImage)]
             for failure in (*batch.unreadable, *failures):
