@@ -20,8 +20,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.accuracy import write_results
-from dino_vit.eval.confidence import Interval, Measured, Pair, measured_share, verdict
+from dino_vit.eval.accuracy import Interval, Measured, Pair, measured_share, verdict, write_results
 from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
 from dino_vit.eval.labelled import SupervisedConfig
 from dino_vit.eval.online import random_indices, rankme

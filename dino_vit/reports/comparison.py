@@ -12,8 +12,7 @@ from torch import Tensor
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.source import Source, spread
-from dino_vit.eval.accuracy import Predictions
-from dino_vit.eval.confidence import Interval, Measured, Pair, compare_pairs, standings, verdict
+from dino_vit.eval.accuracy import Interval, Measured, Pair, Predictions, compare_pairs, standings, verdict
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.maps.attention import cls_attention, patch_tokens, principal_colours
 from dino_vit.eval.maps.pictures import EMPTY, enlarge, heat, resize_sides, shorten, thumbnail

@@ -1,10 +1,31 @@
+"""Figures and comparisons, against the definitions computed in plain Python; which backbone is best."""
+
 import json
 import math
+from fractions import Fraction
+from math import comb
 
+import numpy as np
 import pytest
 import torch
 
-from dino_vit.eval.accuracy import accuracy, per_class_accuracy, results_path, top_k_accuracy, write_results
+from dino_vit.eval.accuracy import (
+    RESAMPLES,
+    Measured,
+    accuracy,
+    compare_pairs,
+    difference,
+    mcnemar,
+    measured_share,
+    per_class_accuracy,
+    results_path,
+    standings,
+    top_k_accuracy,
+    verdict,
+    write_results,
+)
+
+RANDOM = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(("correct", "count"), [(0, 1), (1, 1), (0, 7), (3, 7), (81, 263), (49_999, 50_000)])
@@ -68,3 +89,115 @@ def test_results_are_whole_or_not_there(tmp_path):
         write_results(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [file.name for file in path.parent.iterdir()] == ["x.json"]
+
+
+def by_definition(first, second):
+    """The share of all ways to split the images that are at least as uneven."""
+    count = first + second
+    ways = sum(comb(count, k) for k in range(count + 1) if abs(2 * k - count) >= abs(first - second))
+    return float(Fraction(ways, 2**count))
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (5, 5), (40, 71), (0, 30)])
+def test_mcnemar_is_the_exact_test(first, second):
+    assert mcnemar(first, second) == pytest.approx(by_definition(first, second), rel=1e-9)
+
+
+def test_mcnemar_of_many_images():
+    assert 0 < mcnemar(40_000, 41_000) < 1e-3
+    assert mcnemar(40_000, 40_000) == pytest.approx(1)
+
+
+def test_resampled_figures_are_those_of_images_drawn_with_replacement():
+    values = torch.from_numpy(RANDOM.random((7, 2)))
+    measured = Measured(
+        title="", images=np.arange(7), parts=[values], figure=lambda total: total[0] / total[1]
+    )
+    resampled = measured.resampled()
+    generator = torch.Generator().manual_seed(0)
+    assert len(resampled) == RESAMPLES
+    for figure in resampled[:20]:
+        rows = torch.randint(7, (7,), generator=generator)
+        total = sum(values[row] for row in rows)
+        assert float(figure) == pytest.approx(float(total[0] / total[1]))
+
+
+def rightly(title, images, right):
+    return measured_share(title, np.array(images), torch.tensor(right, dtype=torch.double))
+
+
+def test_backbones_are_compared_on_the_images_that_both_judged():
+    first = rightly("a", [4, 2, 9, 7], [1, 1, 0, 1])
+    second = rightly("b", [9, 4, 7, 1], [1, 0, 1, 0])
+    found = difference(first, second)  # on images 4, 7 and 9: 1, 1, 0 against 0, 1, 1
+    assert found.points == pytest.approx(0)
+    assert found.p == by_definition(1, 1)
+    assert first.interval.percent == pytest.approx(75)
+
+
+def test_pairing_sees_what_intervals_alone_do_not():
+    hard = RANDOM.random(2000) < 0.5
+    better = (~hard).astype(float)
+    better[np.flatnonzero(hard)[:30]] = 1  # what the other gets, and 30 images more
+    images = np.arange(2000)
+    first, second = (rightly("", images, one) for one in (better, (~hard).astype(float)))
+    found = difference(first, second)
+    assert found.points == pytest.approx(1.5)
+    assert found.low > 0
+    assert found.p == pytest.approx(by_definition(30, 0))
+    assert first.interval.low < second.interval.percent  # though the intervals overlap
+
+
+def test_other_figures_are_compared_by_the_bootstrap():
+    true = torch.full((50,), 10.0)
+    noise = torch.from_numpy(RANDOM.random(50))
+
+    def measured(right):
+        return Measured(title="", images=np.arange(50), parts=[right, true], figure=lambda r, t: r / t)
+
+    worse, better = measured(5 + noise), measured(6 + noise)
+    found = difference(better, worse)
+    assert (found.points, found.low, found.high) == pytest.approx((10, 10, 10))
+    assert found.p == pytest.approx(2 / (RESAMPLES + 1))
+    assert difference(worse, better).points == pytest.approx(-10)
+    assert difference(worse, worse).p == 1
+
+
+def figures_of(**right):
+    """One figure of several backbones: the images that each gets right, of a hundred."""
+    images = np.arange(100)
+    shares = {name: torch.from_numpy(np.isin(images, rows)).double() for name, rows in right.items()}
+    return {"k-NN": {name: measured_share("k-NN", images, of) for name, of in shares.items()}}
+
+
+def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise():
+    figures = figures_of(a=range(40), b=range(60), c=range(2, 60))
+    pairs = compare_pairs(figures)
+    assert [(pair.better, pair.other) for pair in pairs] == [("b", "a"), ("c", "a"), ("b", "c")]
+    assert all(pair.difference.points > 0 and pair.difference.low <= pair.difference.high for pair in pairs)
+    assert pairs[0].difference.p < 1e-4
+    assert pairs[2].difference.p == 0.5  # two images that only one of them gets right
+    assert standings(figures, pairs) == {"k-NN": ("b", "c")}
+
+
+def test_of_many_backbones_some_look_worse_by_chance():
+    lower = range(6, 60)  # six images fewer, none more: p = 0.03
+    for others in ({"b": lower}, {"b": lower, "c": lower}):
+        figures = figures_of(a=range(60), **others)
+        tied = standings(figures, compare_pairs(figures))["k-NN"][1:]
+        assert tied == (() if len(others) == 1 else ("b", "c"))
+
+
+def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
+    knn, linear = ("a",), ("b", "a")
+    assert verdict({"k-NN": knn}) == "Take a: it is the best by k-NN."
+    assert verdict({"k-NN": knn, "linear": linear}) == (
+        "Take a: it is the best or as good as the best by k-NN and linear."
+    )
+    assert verdict({"linear": linear}) == (
+        "Take b: it is the best by linear. On these images a cannot be told from it."
+    )
+    assert verdict({"k-NN": knn, "linear": ("b",)}) == (
+        "It depends on what you need. The best is by k-NN a; by linear b."
+    )
+    assert "no labels" in verdict({})

@@ -19,11 +19,11 @@ from dino_vit.eval.accuracy import (
     accuracy,
     classification_results,
     describe_guess,
+    measured_share,
     results_path,
     top_k_accuracy,
     write_results,
 )
-from dino_vit.eval.confidence import measured_share
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.knn import rank_all, weighted_knn
 from dino_vit.eval.labelled import (

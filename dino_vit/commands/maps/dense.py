@@ -11,8 +11,7 @@ from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, Problem, setting
 from dino_vit.core.distributed import is_main_process
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
-from dino_vit.eval.accuracy import results_path, write_results
-from dino_vit.eval.confidence import Interval, Measured
+from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.dense import JUDGES, PixelClassifier, PixelFigures, judge, patch_bank
 from dino_vit.eval.maps.pictures import write_sheet

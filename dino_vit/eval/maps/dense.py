@@ -22,7 +22,7 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.confidence import Interval, Measured, measured_share, with_confidence
+from dino_vit.eval.accuracy import Interval, Measured, measured_share, with_confidence
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit.data.sources.masks import IGNORED
-from dino_vit.eval.confidence import with_confidence
+from dino_vit.eval.accuracy import with_confidence
 from dino_vit.eval.maps.attention import mass_mask
 from dino_vit.eval.maps.dense import (
     Bank,
