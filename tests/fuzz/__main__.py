@@ -5,7 +5,7 @@ import random
 import sys
 
 from tests.fuzz.generators import GENERATORS
-from tests.fuzz.worker import Worker, try_here
+from tests.fuzz.worker import Worker
 
 
 def main() -> int:
@@ -13,11 +13,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--kinds", nargs="+", choices=GENERATORS, default=list(GENERATORS))
-    parser.add_argument("--only", metavar="KIND:NUMBER", help="try one input in this process")
+    parser.add_argument("--only", metavar="KIND:NUMBER", help="try one input, and print all of what it says")
     args = parser.parse_args()
     if args.only:
         kind, _, number = args.only.partition(":")
-        print(try_here(GENERATORS[kind], f"{args.seed} {kind} {number}") or "ended well")
+        print(Worker(args.seed).try_input(kind, int(number)) or "ended well")
         return 0
     return fuzz(args.seed, args.inputs, args.kinds)
 

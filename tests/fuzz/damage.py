@@ -11,32 +11,10 @@ import pyarrow as pa
 EDGES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 2**63 - 1, 2**64 - 1)
 DTYPES = ["|u1", "<u2", "<f2", "<f4", ">f8", "<c16", "|b1", "<U9", "<i8"]
 NUMBERS = ["nan", "1e999", "-1", "1_000", "9" * 5000, "0x1f", "", "١", "1,5"]
-TEXTS = [
-    "a.png",
-    "b.png",
-    "cat",
-    "\x1b[31mred",
-    "\n",
-    "\r",
-    "\t",
-    '"',
-    "'",
-    ",",
-    "\0",
-    "é日",
-    "\u2028",
-    "\ufeff",
-    "../../etc/passwd",
-    '{"label": 1}',
-    "{",
-    "NaN",
-    '{"label": "\\ud800"}',
-    "memory://x.png",
-    "nosuch://x.png",
-    "C:\\x.png",
-    "x" * 10_000,
-    *NUMBERS,
-]
+WORDS = "a.png b.png cat é日 ../../etc/passwd { NaN memory://x.png nosuch://x.png C:\\x.png"
+QUOTES = ['"', "'", ",", '{"label": 1}', '{"label": "\\ud800"}']
+CONTROLS = ["\x1b[31mred", "\n", "\r", "\t", "\0", "\u2028", "\ufeff"]
+TEXTS = [*WORDS.split(), *QUOTES, *CONTROLS, "x" * 10_000, *NUMBERS]
 VALUES: list[tuple[Any, pa.DataType]] = [
     (b"\x89PNG", pa.binary()),
     (b"\xff" * 4, pa.binary(4)),
