@@ -36,7 +36,7 @@ def test_our_file_holds_the_name_and_what_rebuilds_it(tmp_path):
     assert loaded.architecture == model.architecture
     assert (loaded.provenance.mean, loaded.provenance.std) == tuple(STATISTICS.values())
     assert torch.equal(loaded(IMAGES), model(IMAGES))
-    assert loaded.transform.transform.size == (64, 64)
+    assert loaded.transform.size == (64, 64)
     assert loaded.embed(IMAGES.sigmoid()).shape == (2, loaded.width)
     larger = dino_vit.load_backbone(tmp_path / "a.safetensors", image_size=96, drop_path=0.0)
     assert larger.grid_of(96, 96) == (3, 3)
