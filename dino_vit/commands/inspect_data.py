@@ -20,11 +20,10 @@ from dino_vit.core import log
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.labels import LabelledSource
+from dino_vit.data.labels import LabelledSource, splits_of
 from dino_vit.data.sources.archives import ArchiveSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
-from dino_vit.data.splits import splits_of
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
 from dino_vit.eval.maps.pictures import as_picture, write_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views

@@ -1,12 +1,14 @@
-"""Labels of any kind as class indices, and labels from a file."""
+"""Labels of any kind as class indices, splits such as train and val, and labels and weights from files."""
 
 import csv
+import hashlib
 import io
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +19,6 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
-from dino_vit.data.splits import below_shared, find_splits, splits_of
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
@@ -25,6 +26,11 @@ PATH_COLUMNS = tuple(
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
+WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
+TRAIN = ("train", "training")
+# The first of these that has labels is evaluated on.
+HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
+_SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
 _END = re.compile(rf"(?:{_IMAGE})(?=[\t ,]|$)", re.IGNORECASE)  # of a path, before its label
 
@@ -70,6 +76,64 @@ def folder_labels(names: Sequence[bytes]) -> Labels:
         paths = [path.partition(b"/")[2] for path in paths]
     tops = (path.partition(b"/") for path in paths)
     return number_labels([top if slash else None for top, slash, _ in tops])
+
+
+def below_shared(names: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield sorted paths below the folder that they all share."""
+    # The names are sorted: what the first and the last share, all share.
+    folders = (name.split(b"/")[:-1] for name in (names[0], names[-1]))
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(*folders, strict=False))
+    start = sum(len(folder) + 1 for folder, _ in shared)
+    return (name[start:] for name in names)
+
+
+def find_splits(names: Iterable[bytes]) -> dict[str, tuple[int, int]]:
+    """Return the first and the last index, plus one, of each split among sorted paths.
+
+    The first-level folders are splits if there are several and all have names of splits; otherwise empty.
+    """
+    folders: dict[str, tuple[int, int]] = {}
+    for index, name in enumerate(names):
+        folder, slash, _ = name.partition(b"/")
+        if slash:
+            text = folder.decode(errors="replace")
+            folders[text] = folders.get(text, (index, 0))[0], index + 1
+    return folders if len(folders) > 1 and all(name.lower() in _SPLITS for name in folders) else {}
+
+
+class Splits(NamedTuple):
+    """The folders to learn from and to evaluate on, and the indices of their images."""
+
+    train: str
+    held_out: str
+    train_images: range
+    held_out_images: range
+
+
+def splits_of(source: Source) -> Mapping[str, range]:
+    """Return the images of each split by the name of its folder; empty if the source has none."""
+    return getattr(source, "splits", {})
+
+
+def choose_splits(source: Source) -> Splits | None:
+    """Return what to learn from and what to evaluate on; None unless the source has both, with labels."""
+    labelled = {
+        name.lower(): (name, images)
+        for name, images in splits_of(source).items()
+        if any(source.label(index) is not None for index in images)
+    }
+    train = next((labelled[name] for name in TRAIN if name in labelled), None)
+    held_out = next((labelled[name] for name in HELD_OUT if name in labelled), None)
+    if train is None or held_out is None:
+        return None
+    return Splits(train[0], held_out[0], train[1], held_out[1])
+
+
+def describe_use(source: Source, splits: Splits, name: str) -> str:
+    """Return what a source is split into and how that is used, as a sentence."""
+    sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in splits_of(source).items())
+    used = f"{splits.held_out} is classified from {splits.train}"
+    return f"{name} has the splits {', '.join(sizes)}: {used}"
 
 
 class Entry(NamedTuple):
@@ -230,3 +294,44 @@ def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, o
         printable(name): printable(value) if isinstance(value, str) else value
         for name, value in content.items()
     }
+
+
+def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
+    """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
+    values = values_by_name(source, str(path), WEIGHT_COLUMNS)
+    missing = [index for index, value in enumerate(values) if value in (None, "")]
+    if missing:
+        count = f"{len(missing)} of {len(values)} images"
+        example = source.name(missing[0])
+        raise ValueError(f"{path} has no weight for {count}, such as '{example:.200}'; 0 is for never")
+    weights = np.array([_weight(str(path), source.name(row), value) for row, value in enumerate(values)])
+    total = sum(weights.tolist())
+    if not 1e-300 < total < math.inf:  # smaller numbers lose precision
+        raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
+    return weights
+
+
+def _weight(path: str, name: str, value: object) -> float:
+    try:
+        weight = float(str(value))
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        text = "it must be a finite number, 0 or more"
+        raise ValueError(f"{path} gives '{name:.200}' the weight {value!r:.200}; {text}")
+    return weight
+
+
+def describe_sampling(weights: NDArray[np.float64]) -> str:
+    """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
+    probabilities = weights / weights.sum()
+    never = np.count_nonzero(weights == 0)
+    text = f"sampling weights: {1 / (probabilities**2).sum():,.0f} of {len(weights):,} images effectively"
+    return f"{text}; {never:,} are never drawn" if never else text
+
+
+def sampling_fingerprint(weights: NDArray[np.float64] | None) -> str | None:
+    """Return a digest of the weights."""
+    if weights is None:
+        return None
+    return hashlib.sha256(weights.astype("<f8").tobytes()).hexdigest()[:16]

@@ -16,9 +16,9 @@ from dino_vit.config.settings import Count, Few, Problem, Seed, Settings, settin
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural
+from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
-from dino_vit.data.splits import choose_splits, describe_use
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 

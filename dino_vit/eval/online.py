@@ -12,8 +12,8 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
-from dino_vit.data.splits import choose_splits
 from dino_vit.eval.accuracy import trivial_baselines
 from dino_vit.eval.features import CLS, Features, FeatureSpec, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.sampling_weights import read_sampling_weights
+from dino_vit.data.labels import read_sampling_weights
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
 from dino_vit.reports.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri

@@ -14,7 +14,7 @@ from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import brief, plural
-from dino_vit.data.sampling_weights import sampling_fingerprint
+from dino_vit.data.labels import sampling_fingerprint
 from dino_vit.training.metrics import Count
 from dino_vit.training.resolve import RunContext, started_config
 

@@ -14,9 +14,8 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
-from dino_vit.data.sampling_weights import describe_sampling, read_sampling_weights
+from dino_vit.data.labels import choose_splits, describe_sampling, describe_use, read_sampling_weights
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.splits import choose_splits, describe_use
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
 from dino_vit.method.optim import build_optimizer, parameter_groups

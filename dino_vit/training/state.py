@@ -18,7 +18,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
-from dino_vit.data.sampling_weights import sampling_fingerprint
+from dino_vit.data.labels import sampling_fingerprint
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective

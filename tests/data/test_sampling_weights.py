@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dino_vit.core.storage import read_metadata
-from dino_vit.data.sampling_weights import read_sampling_weights, sampling_fingerprint
+from dino_vit.data.labels import read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from tests.support.runs import assert_same_end, history, run, signal_within_step

@@ -31,9 +31,8 @@ from numpy.typing import ArrayLike, NDArray
 from dino_vit.core import log
 from dino_vit.core.storage import StorageError, replacing, utf8_path
 from dino_vit.core.text import brief, printable
-from dino_vit.data.labels import Labels, folder_labels
+from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
 from dino_vit.data.sources.files import file_signatures, is_url
-from dino_vit.data.splits import below_shared, find_splits
 
 TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy

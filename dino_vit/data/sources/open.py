@@ -24,10 +24,10 @@ from pathlib import Path
 
 from dino_vit.config.objects import is_object
 from dino_vit.core.text import brief, plural
+from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels
 from dino_vit.data.sources.files import exists, is_folder, is_url, plain, remotely
 from dino_vit.data.sources.folder import FilesSource, FolderSource, ListSource, NoImages
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
-from dino_vit.data.splits import HELD_OUT, TRAIN
 
 __all__ = ["FolderSource", "Source", "open_source"]
 
@@ -44,11 +44,7 @@ _SPLIT = re.compile(rf"(?<![a-z])({'|'.join((*TRAIN, *HELD_OUT))})(?![a-z])", re
 def open_source(spec: str, labels: str | Path | None = None) -> Source:
     """Open a set of images; `labels` is a file of labels by name that replace its own."""
     source = _open(spec)
-    if labels is None:
-        return source
-    from dino_vit.data.labels import join_labels
-
-    return join_labels(source, labels)
+    return source if labels is None else join_labels(source, labels)
 
 
 def _open(spec: str) -> Source:
