@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from einops import rearrange
 from PIL import Image
 from pydantic import Field
-from torch import Tensor, uint8
+from torch import Tensor
+from torch.nn import functional as F
 
 from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
@@ -30,7 +32,7 @@ from dino_vit.core import log
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
-from dino_vit.data.images.reducing import NotReducible, reduce_image
+from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.archives import REDUCED_TO
@@ -40,6 +42,8 @@ from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 from dino_vit.eval.features import in_batches
 
 _BLOCK = 256  # items that are read at a time
+_QUALITY = 95
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tiff", "unknown": ".img"}  # of others, the format in lower case
 
 
@@ -159,36 +163,60 @@ def _read(source: Source, index: int, *, size: int | None) -> _Item | Unreadable
     """Read an item, as it is or reduced, with its label."""
     inner, label = source.source if isinstance(source, LabelledSource) else source, source.label(index)
     name = os.fsdecode(inner.raw_name(index)) if isinstance(inner, IndexedSource) else inner.name(index)
-    item: bytes | Tensor = b""
-    smaller, reducible = None, True
     try:
         item = source.read(index)
-        if size:
-            smaller = reduce_image(item, name, size)
-        elif not isinstance(item, Tensor):
-            decode(item, name)
-    except NotReducible:
-        reducible = False
+        image = item if isinstance(item, Tensor) else decode(item, name)
+        height, width = image.shape[1:]
+        smaller = reduced_size(height, width, size) if size else (height, width)
+        larger = smaller != (height, width)
+        reduced = larger and _is_reducible(image, item, name)
+        if reduced:
+            # Channels are resized one by one: Pillow would blacken the pixels under a transparent alpha.
+            image = F.interpolate(image[None], size=smaller, mode="bicubic", antialias=True)[0]
+        data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
     except (OSError, ValueError) as error:
         return unreadable(name, error)
     except UnreadableImage as error:
         return error
-    written = item if smaller is None else smaller
-    data = _encode(written) if isinstance(written, Tensor) else written
     member = _member_name(name, data, label is not None)
     class_name = None if label is None else source.classes[label]
-    return _Item(member, data, class_name, smaller is not None, reducible)
+    return _Item(member, data, class_name, reduced, reduced or not larger)
 
 
-def _encode(image: Tensor) -> bytes:
-    """Encode an array without loss: as PNG if possible, else as npy."""
+def _is_reducible(image: Tensor, item: bytes | Tensor, name: str) -> bool:
+    """Tell whether an image would lose no more than pixels: no deep values, no channels but colours."""
+    channels = len(image)
+    if not isinstance(item, Tensor) and channels in (2, 4):  # alpha, or channels that only TIFF and npy have
+        channels = len(decode(item, name, alpha=False))
+    return image.dtype == torch.uint8 and channels in (1, 3)
+
+
+def _encode(image: Tensor, item: bytes | Tensor) -> bytes:
+    """Encode the image of an item: of a lossy file as JPEG, otherwise as PNG, or as npy if it must be."""
     buffer = io.BytesIO()
-    if image.dtype == uint8 and len(image) in (1, 3):
-        pixels = rearrange(image, "c y x -> y x c").contiguous().numpy()
-        Image.fromarray(pixels.squeeze(-1) if len(image) == 1 else pixels).save(buffer, "PNG")
-    else:
+    if isinstance(item, Tensor) and (image.dtype != torch.uint8 or len(image) not in (1, 3)):
         np.save(buffer, image.numpy())
+        return buffer.getvalue()
+    mode = _MODES[len(image)]
+    options = {"format": "PNG"} if isinstance(item, Tensor) else _options(item, mode)
+    pixels = rearrange(image, "c y x -> y x c").contiguous().numpy()
+    Image.fromarray(pixels.squeeze(-1) if mode == "L" else pixels).save(buffer, **options)
     return buffer.getvalue()
+
+
+def _options(file: bytes, mode: str) -> dict[str, Any]:
+    """Return how to save a reduced image of a file: as lossy as the file was, with its colour profile."""
+    kind = format_of(file)
+    lossy = kind == "JPEG" or (kind == "WebP" and b"VP8L" not in file)
+    options: dict[str, Any] = {"format": "PNG"}
+    if lossy and mode in ("L", "RGB"):
+        options = {"format": "JPEG", "quality": _QUALITY, "subsampling": 0}
+    if kind in ("JPEG", "PNG", "WebP"):
+        with Image.open(io.BytesIO(file)) as original:
+            # A profile of another kind of colours, such as CMYK, is not one of what was decoded.
+            if original.mode.removesuffix("A") == mode.removesuffix("A"):
+                options["icc_profile"] = original.info.get("icc_profile")
+    return options
 
 
 def _member_name(name: str, data: bytes, labelled: bool) -> str:

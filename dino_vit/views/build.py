@@ -17,8 +17,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.core.runtime import cores_of_a_process, local_rank
 from dino_vit.core.text import plural, printable
-from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.images.reducing import reduced_size
+from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import (
     LocalCopies,
     Prefetch,
