@@ -12,13 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace as replace_field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, stdev
 from tempfile import TemporaryDirectory
-from threading import Event
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from benchmarks.small import knn
 from dino_vit.commands.pack import pack
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.data.shards import Prefetch, ShardCache, ShardedSource
+from dino_vit.data.shards import LocalCopies, Prefetch, ShardedSource
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -160,18 +158,18 @@ def paths(folder: Path, suffix: str) -> str:
     return "{" + ",".join(sorted(path.name for path in folder.glob(f"*.{suffix}"))) + "}"
 
 
-def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, ShardCache]:
-    """Return a loader in the window order and, where it reads remotely, the cache of its shards."""
+def loader_of(spec: str, copies: Path | None = None) -> tuple[Loader, LocalCopies]:
+    """Return a loader in the window order and, where it reads remotely, the copies of its shards."""
     source = open_source(spec)
     assert isinstance(source, ShardedSource)
-    source.local_copies = replace_field(source.local_copies, folder=copies or Path())
-    cache = ShardCache(source, float(np.sort(source.local_copies.sizes)[-2 * WINDOW :].sum()))
+    disk = source.local_copies
+    disk.folder, disk.limit = copies or Path(), float(np.sort(disk.sizes)[-2 * WINDOW :].sum())
     shards = source.shards
     sampler = Sampler(length=len(source), batch_size=BATCH, seed=0, shards=shards, window=WINDOW)
     ahead = sampler.span // 2 + (PREFETCH + 1) * BATCH
-    prefetch = Prefetch(cache, ShardUses(sampler, shards).next, ahead) if copies else None
+    prefetch = Prefetch(disk, ShardUses(sampler, shards).next, ahead) if copies else None
     views = build_views(PretrainConfig())
-    return Loader(source=source, views=views, sampler=sampler, prefetch=prefetch, workers=1), cache
+    return Loader(source=source, views=views, sampler=sampler, prefetch=prefetch, workers=1), disk
 
 
 def first_batch(loader: Loader) -> float:
@@ -185,7 +183,6 @@ def first_batch(loader: Loader) -> float:
 def window_complete(prefetch: Prefetch) -> float:
     """Return the seconds until all is copied that comes next."""
     start = time.perf_counter()
-    prefetch.cache.stop = Event()
     while prefetch.copy_next():
         pass
     return time.perf_counter() - start
@@ -194,8 +191,8 @@ def window_complete(prefetch: Prefetch) -> float:
 class MetricsRecord:
     """Batches of a loader, taken as fast as they come."""
 
-    def __init__(self, loader: Loader, cache: ShardCache | None = None) -> None:
-        self.batches, self.cache, self.count = loader.batches(), cache, BATCHES
+    def __init__(self, loader: Loader, copies: LocalCopies | None = None) -> None:
+        self.batches, self.copies, self.count = loader.batches(), copies, BATCHES
         self.seen = [0]  # bytes in the folder of the copies
 
     @contextmanager
@@ -207,10 +204,9 @@ class MetricsRecord:
     def __call__(self) -> None:
         for _ in range(self.count):
             next(self.batches)
-            if self.cache:
-                self.seen.append(
-                    sum(path.stat().st_size for path in self.cache.copies.folder.glob("*.shard"))
-                )
+            if self.copies:
+                files = self.copies.folder.glob("*.shard")
+                self.seen.append(sum(path.stat().st_size for path in files))
 
 
 def mixing() -> Table:

@@ -5,6 +5,7 @@ appears under its name when it is complete; a shard without a copy is read by a 
 """
 
 import hashlib
+import math
 import os
 import re
 import threading
@@ -13,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
@@ -49,45 +49,6 @@ def shard_cache_folder(given: str | None = None) -> Path:
     return Path(given).expanduser() if given else cache_folder() / "shards"
 
 
-@dataclass(frozen=True)
-class LocalCopies:
-    """Where the local copies of some remote shards lie, and their reading."""
-
-    folder: Path
-    paths: Sequence[str]
-    file_signatures: NDArray[np.int64]
-    sizes: NDArray[np.int64]  # about how long each copy is
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The names of the copies, other ones if a shard was changed."""
-        keys = (
-            f"{url}\0{size}\0{version}"
-            for url, (size, version, _) in zip(self.paths, self.file_signatures, strict=True)
-        )
-        return [f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}" for key in keys]
-
-    def path(self, shard: int) -> Path:
-        return self.folder / self.names[shard]
-
-    def present(self) -> int:
-        """Return the bytes of the copies that there are."""
-        return sum(self.size(shard) for shard in range(len(self.paths)) if self.path(shard).exists())
-
-    def size(self, shard: int) -> int:
-        return int(self.sizes[shard])
-
-    def read(self, shard: int, start: int, size: int) -> bytes | None:
-        """Return a range of the copy of a shard, or None if there is none.
-
-        A copy is not held open: once deleted, it must not take room on the disk.
-        """
-        with suppress(OSError), self.path(shard).open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), size, start)
-            return data if len(data) == size else None
-        return None
-
-
 class ShardedSource(IndexedSource):
     """Images in some large files. Remote files are copied to a local disk, shard by shard."""
 
@@ -100,10 +61,9 @@ class ShardedSource(IndexedSource):
         sizes: NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(index)
-        signatures = index.file_signatures
-        self.ranges, self.unpack = ByteRangeReader(files, signatures), unpack
-        sizes = signatures[:, 0] if sizes is None else sizes
-        self.local_copies = LocalCopies(shard_cache_folder(), files, signatures, sizes)
+        self.ranges = ByteRangeReader(files, index.file_signatures)
+        sizes = index.file_signatures[:, 0] if sizes is None else sizes
+        self.local_copies = LocalCopies(self.ranges, sizes, unpack)
 
     @property
     def shards(self) -> NDArray[np.int32]:
@@ -119,55 +79,86 @@ def shards_of(source: Source) -> tuple[ShardedSource, NDArray[np.int32]] | None:
     return (source, source.shards) if isinstance(source, ShardedSource) else None
 
 
-class ShardCache:
-    """Make local copies of shards, and delete others so that all in the folder stay within `limit` bytes."""
+class LocalCopies:
+    """Local copies of remote shards, which all processes of a host read and one makes.
 
-    def __init__(self, source: ShardedSource, limit: float) -> None:
-        self.copies, self.ranges, self.unpack = source.local_copies, source.ranges, source.unpack
-        self.limit = limit
-        self.stop = threading.Event()
-        self._sums = cache(_read_sums)
+    All files in the folder, also those of other runs, stay within `limit` bytes together.
+    """
 
-    def copy(self, shard: int) -> bool:
+    def __init__(
+        self, ranges: ByteRangeReader, sizes: NDArray[np.int64], unpack: Unpack | None = None
+    ) -> None:
+        self.ranges, self.unpack = ranges, unpack
+        self.sizes = sizes  # about how long each copy is
+        self.folder, self.limit = shard_cache_folder(), math.inf
+        self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the copies, other ones if a shard was changed."""
+        keys = (
+            f"{url}\0{size}\0{version}"
+            for url, (size, version, _) in zip(self.ranges.paths, self.ranges.file_signatures, strict=True)
+        )
+        return [f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}" for key in keys]
+
+    def path(self, shard: int) -> Path:
+        return self.folder / self.names[shard]
+
+    def present(self) -> int:
+        """Return the bytes of the copies that there are."""
+        return sum(int(size) for shard, size in enumerate(self.sizes) if self.path(shard).exists())
+
+    def read(self, shard: int, start: int, size: int) -> bytes | None:
+        """Return a range of the copy of a shard, or None if there is none.
+
+        A copy is not held open: once deleted, it must not take room on the disk.
+        """
+        with suppress(OSError), self.path(shard).open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, start)
+            return data if len(data) == size else None
+        return None
+
+    def copy(self, shard: int, stop: threading.Event | None = None) -> bool:
         """Copy a shard if it has no copy, or return False if another run is about to."""
-        path = self.copies.path(shard)
+        path = self.path(shard)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(PARTIAL)
         with _claimed(partial) as descriptor:
             if descriptor is None:
                 return False
             if not path.exists():
-                self._write(shard, descriptor)
+                self._write(shard, descriptor, stop)
                 os.fsync(descriptor)
                 os.replace(partial, path)
         return True
 
-    def _write(self, shard: int, descriptor: int) -> None:
+    def _write(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
         """Write the copy of a shard to an open file."""
         if self.unpack is None:
-            self._download(shard, descriptor)
+            self._download(shard, descriptor, stop)
             return
-        with TemporaryFile(dir=self.copies.folder) as packed, open(descriptor, "wb", closefd=False) as copy:
-            self._download(shard, packed.fileno())
-            self.unpack(self.copies.paths[shard], packed, copy)
+        with TemporaryFile(dir=self.folder) as packed, open(descriptor, "wb", closefd=False) as copy:
+            self._download(shard, packed.fileno(), stop)
+            self.unpack(self.ranges.paths[shard], packed, copy)
 
-    def _download(self, shard: int, descriptor: int) -> None:
+    def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
-        url, size = self.copies.paths[shard], int(self.copies.file_signatures[shard, 0])
+        url, size = self.ranges.paths[shard], int(self.ranges.file_signatures[shard, 0])
 
         def download(start: int) -> None:
-            if self.stop.is_set():
+            if stop and stop.is_set():
                 raise SourceLost(f"{url} is no longer needed")
             length = min(PART, size - start)
-            data = retry(lambda: self.ranges.request(shard, start, length), url, self.stop)
+            data = retry(lambda: self.ranges.request(shard, start, length), url, stop)
             os.pwrite(descriptor, data, start)
 
         for _ in range(2):
-            retry(lambda: self.ranges.check_unchanged(shard), url, self.stop)
+            retry(lambda: self.ranges.check_unchanged(shard), url, stop)
             os.ftruncate(descriptor, 0)
             with ThreadPoolExecutor(REQUESTS) as pool:
                 deque(pool.map(download, range(0, size, PART)), maxlen=0)
-            retry(lambda: self.ranges.check_unchanged(shard), url, self.stop)
+            retry(lambda: self.ranges.check_unchanged(shard), url, stop)
             if self._has_stated_digest(url, descriptor):
                 return
         raise DamagedShard(
@@ -177,7 +168,9 @@ class ShardCache:
     def _has_stated_digest(self, url: str, descriptor: int) -> bool:
         """Tell whether a file has the digest that is stated beside the shard, if one is."""
         folder, _, name = url.rpartition("/")
-        stated = self._sums(folder).get(name)
+        if folder not in self._sums:
+            self._sums[folder] = _read_sums(folder)
+        stated = self._sums[folder].get(name)
         if stated is None:
             return True
         with open(descriptor, "rb", closefd=False) as file:
@@ -189,11 +182,11 @@ class ShardCache:
 
         Copies in `keep` stay, and those of other runs as long as they are used, if that is enough.
         """
-        ours = dict(zip(self.copies.names, uses.tolist(), strict=True))
-        kept = {self.copies.names[number] for number in keep}
-        files, total = [], self.copies.size(shard)
-        self.copies.folder.mkdir(parents=True, exist_ok=True)
-        for entry in os.scandir(self.copies.folder):
+        ours = dict(zip(self.names, uses.tolist(), strict=True))
+        kept = {self.names[number] for number in keep}
+        files, total = [], int(self.sizes[shard])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):  # another run deletes too
                 status = entry.stat()
                 if entry.name.endswith(PARTIAL) and _delete_if_abandoned(Path(entry.path)):
@@ -214,11 +207,13 @@ class Prefetch:
     """A thread that keeps local copies of the shards that come next, the nearest first.
 
     `next_uses` tells, from a position of the run on, after how many images each shard is needed next; those
-    within `ahead` images are copied, as far as the cache holds them.
+    within `ahead` images are copied, as far as their limit allows.
     """
 
-    def __init__(self, cache: ShardCache, next_uses: Callable[[int], NDArray[np.int64]], ahead: int) -> None:
-        self.cache, self.next_uses, self.ahead = cache, next_uses, ahead
+    def __init__(
+        self, copies: LocalCopies, next_uses: Callable[[int], NDArray[np.int64]], ahead: int
+    ) -> None:
+        self.copies, self.next_uses, self.ahead = copies, next_uses, ahead
         self.position = 0
         self.failure: ValueError | ChangedFile | None = None  # why a run must end
 
@@ -226,7 +221,7 @@ class Prefetch:
     def running(self, position: int) -> Iterator[None]:
         """Run the thread, from a position of the run (in steps) on, which `self.position` then follows."""
         self.position, self.failure = position, None
-        stop = self.cache.stop = threading.Event()
+        stop = threading.Event()
         thread = threading.Thread(target=self._run, args=(stop,), name="shards", daemon=True)
         thread.start()
         try:
@@ -238,7 +233,7 @@ class Prefetch:
     def _run(self, stop: threading.Event) -> None:
         while not stop.is_set():
             try:
-                pause = 0.0 if self.copy_next() else POLL_S
+                pause = 0.0 if self.copy_next(stop) else POLL_S
             except (DamagedShard, ChangedFile) as error:
                 self.failure = error
                 return
@@ -249,21 +244,20 @@ class Prefetch:
                 pause = 10
             stop.wait(pause)
 
-    def copy_next(self) -> bool:
+    def copy_next(self, stop: threading.Event | None = None) -> bool:
         """Copy the nearest shard that is missing; return False if there is none."""
-        copies = self.cache.copies
+        copies = self.copies
         uses = self.next_uses(self.position)
         near = [shard for shard in np.argsort(uses, kind="stable").tolist() if uses[shard] < self.ahead]
-        sizes = np.cumsum([copies.size(shard) for shard in near])
-        near = near[: np.searchsorted(sizes, self.cache.limit, side="right")]
+        near = near[: np.searchsorted(np.cumsum(copies.sizes[near]), copies.limit, side="right")]
         for shard in near:
             path = copies.path(shard)
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > RECENT_S / 10:
                     os.utime(path)  # tells other runs that it is used
                 continue
-            self.cache.make_room(shard, uses, near)
-            if self.cache.copy(shard):
+            copies.make_room(shard, uses, near)
+            if copies.copy(shard, stop):
                 return True
         return False
 

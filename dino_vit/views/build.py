@@ -1,7 +1,6 @@
 """Build the input from a configuration: views, augmentation, loader, and advice on what these cost."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import ceil, prod, sqrt
 from shutil import disk_usage
 from statistics import median
@@ -21,7 +20,6 @@ from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import (
     LocalCopies,
     Prefetch,
-    ShardCache,
     ShardedSource,
     shard_cache_folder,
     shards_of,
@@ -171,12 +169,13 @@ def build_prefetch(
     config: PretrainConfig, sharded: tuple[ShardedSource, NDArray[np.int32]], sampler: Sampler
 ) -> Prefetch | None:
     """Let the source read from copies of its shards, if they help; one process of a host makes them."""
-    (source, shards), limit = sharded, config.data.cache_gb * 1e9
-    source.local_copies = replace(source.local_copies, folder=shard_cache_folder(config.data.cache))
-    sizes = np.sort(source.local_copies.sizes)[::-1]
+    source, shards = sharded
+    copies, limit = source.local_copies, config.data.cache_gb * 1e9
+    copies.folder, copies.limit = shard_cache_folder(config.data.cache), limit
+    sizes = np.sort(copies.sizes)[::-1]
     if not limit or not source.ranges.is_remote or (sampler.shards is None and sizes.sum() > limit):
         return None
-    _check_room(config, source.local_copies, sizes)
+    _check_room(config, copies, sizes)
     if local_rank() > 0:
         return None
     # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
@@ -184,14 +183,14 @@ def build_prefetch(
     ahead = sampler.span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
     if sampler.shards is None:
         ahead = 2 * sampler.length
-    return Prefetch(ShardCache(source, limit), ShardUses(sampler, shards).next, ahead)
+    return Prefetch(copies, ShardUses(sampler, shards).next, ahead)
 
 
 def _check_room(config: PretrainConfig, copies: LocalCopies, sizes: NDArray[np.int64]) -> None:
     """Raise if the copies that a run needs at a time do not fit into the cache, or the cache on its disk."""
-    window, limit = config.data.window, config.data.cache_gb * 1e9
+    window = config.data.window
     needed = sizes[: window + 2].sum()
-    if config.data.order == "window" and needed > limit:
+    if config.data.order == "window" and needed > copies.limit:
         raise ValueError(
             f"data.window={window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
             f"data.cache_gb={config.data.cache_gb:g}: give a larger cache or a smaller window (or "
@@ -199,7 +198,7 @@ def _check_room(config: PretrainConfig, copies: LocalCopies, sizes: NDArray[np.i
         )
     copies.folder.mkdir(parents=True, exist_ok=True)
     room = disk_usage(copies.folder).free + copies.present()
-    if room < min(limit, sizes.sum()):
+    if room < min(copies.limit, sizes.sum()):
         raise ValueError(
             f"data.cache_gb={config.data.cache_gb:g}, but {copies.folder} has room for {room / 1e9:.2g} GB: "
             "give data.cache_gb less, or data.cache another folder"

@@ -4,13 +4,12 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dino_vit.data import shards as module
-from dino_vit.data.shards import DamagedShard, Prefetch, ShardCache
+from dino_vit.data.shards import DamagedShard, Prefetch
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, SourceLost
 from dino_vit.data.sources.open import open_source
@@ -37,11 +36,11 @@ def server(folder):
         yield server
 
 
-def opened(url, copies, *, limit=1e9):
-    """Open the shards below a URL and return the source and a cache of them."""
+def opened(url, folder):
+    """Open the shards below a URL and return the source and the copies of them."""
     source = open_source(f"{url}/{{000..{COUNT - 1:03d}}}.tar")
-    source.local_copies = replace(source.local_copies, folder=copies)
-    return source, ShardCache(source, limit)
+    source.local_copies.folder = folder
+    return source, source.local_copies
 
 
 def content(copies, shard):
@@ -54,66 +53,66 @@ def files_in(folder):
 
 def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
     local = open_source(str(folder / "*.tar"))
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     remotely = [source.read(index) for index in range(3)]
     for shard in range(COUNT):
-        assert cache.copy(shard)
-        assert content(cache.copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
+        assert copies.copy(shard)
+        assert content(copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
     asked = len(server.requests)
     assert [source.read(index) for index in range(len(source))] == [
         local.read(index) for index in range(len(local))
     ]
     assert remotely == [local.read(index) for index in range(3)]
     assert len(server.requests) == asked
-    cache.copies.path(0).unlink()  # as another run may
+    copies.path(0).unlink()  # as another run may
     assert source.read(0) == local.read(0)
     assert len(server.requests) > asked
 
 
 @pytest.mark.parametrize("fault", ["500", "cut", "short", "long"])
 def test_requests_that_fail_are_made_again(server, folder, tmp_path, fault):
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     server.faults = [fault] * 3
     expected = open_source(str(folder / "*.tar")).read(0)
     assert source.read(0) == expected
     assert server.faults == []
     server.faults = [fault] * 3
-    assert cache.copy(2)
-    assert content(cache.copies, 2) == (folder / "002.tar").read_bytes()
+    assert copies.copy(2)
+    assert content(copies, 2) == (folder / "002.tar").read_bytes()
     assert server.faults == []
 
 
 def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_path):
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     server.down = True
     with pytest.raises(SourceLost, match=r"000\.tar could not be read for 1 seconds.*run the same command"):
         source.read(0)
     assert SourceLost.exit_code == 75
     with pytest.raises(SourceLost):
-        cache.copy(0)
+        copies.copy(0)
     assert list((tmp_path / "copies").iterdir()) == []
 
 
 def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     data = (folder / "001.tar").read_bytes()
     (folder / "001.tar").write_bytes(data[::-1])
     with pytest.raises(ChangedFile, match="changed after it was indexed; start again"):
-        cache.copy(1)
+        copies.copy(1)
     with pytest.raises(ChangedFile):
         source.read(IMAGES)
-    assert not cache.copies.path(1).exists()
+    assert not copies.path(1).exists()
     assert source.read(0)  # of another shard
 
 
 def test_a_shard_that_does_not_have_its_digest_is_refused(server, folder, tmp_path):
     sums = (folder / "SHA256SUMS").read_text()
     (folder / "SHA256SUMS").write_text(sums.replace(sums[:8], "0" * 8))
-    _, cache = opened(server.url, tmp_path / "copies")
+    _, copies = opened(server.url, tmp_path / "copies")
     with pytest.raises(DamagedShard, match=r"000\.tar is damaged.*SHA256SUMS"):
-        cache.copy(0)
-    assert cache.copy(1)
-    assert [path.name for path in (tmp_path / "copies").iterdir()] == [cache.copies.path(1).name]
+        copies.copy(0)
+    assert copies.copy(1)
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == [copies.path(1).name]
 
 
 def test_digests_are_requested_again_and_missed_if_they_cannot_be_read(
@@ -121,60 +120,60 @@ def test_digests_are_requested_again_and_missed_if_they_cannot_be_read(
 ):
     sums = (folder / "SHA256SUMS").read_text()
     (folder / "SHA256SUMS").write_text(sums.replace(sums[:8], "0" * 8))
-    _, cache = opened(server.url, tmp_path / "copies")
+    _, copies = opened(server.url, tmp_path / "copies")
     server.statuses["SHA256SUMS"] = [503, 503]
     with pytest.raises(DamagedShard):
-        cache.copy(0)
+        copies.copy(0)
     assert server.statuses == {"SHA256SUMS": []}
     monkeypatch.setattr(module, "SUMS_TIMEOUT_S", 0.5)
     server.statuses["SHA256SUMS"] = [403] * 20
-    _, cache = opened(server.url, tmp_path / "copies")
-    assert cache.copy(0)
+    _, copies = opened(server.url, tmp_path / "copies")
+    assert copies.copy(0)
     assert "not verified by" in caplog.text
     assert "403" in caplog.text
 
 
 def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_path):
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     sizes = source.ranges.file_signatures[:, 0]
-    cache.limit = int(np.sort(sizes)[-3:].sum())
+    copies.limit = int(np.sort(sizes)[-3:].sum())
     order = np.random.default_rng(0).permutation(COUNT)
     uses = np.empty(COUNT, dtype=np.int64)
     uses[order] = 100 * np.arange(COUNT)
-    prefetch = Prefetch(cache, lambda position: np.where(uses < position, 10**6, uses - position), ahead=250)
+    prefetch = Prefetch(copies, lambda position: np.where(uses < position, 10**6, uses - position), ahead=250)
     for position in range(0, 100 * COUNT, 50):
         prefetch.position = position
         while prefetch.copy_next():
-            assert files_in(tmp_path / "copies") <= cache.limit
+            assert files_in(tmp_path / "copies") <= copies.limit
         near = [shard for shard in order if position <= uses[shard] < position + 250]
-        assert all(cache.copies.path(shard).exists() for shard in near)
+        assert all(copies.path(shard).exists() for shard in near)
     assert server.requested() == {f"{shard:03d}.tar" for shard in range(COUNT)}
 
 
 def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(server, tmp_path):
-    _, cache = opened(server.url, tmp_path / "copies")
+    _, copies = opened(server.url, tmp_path / "copies")
     for shard in range(5):
-        cache.copy(shard)
-    used, unused = (cache.copies.folder / f"{name}.shard" for name in ("used", "unused"))
-    shutil.copy(cache.copies.path(0), used)
-    shutil.copy(cache.copies.path(0), unused)
+        copies.copy(shard)
+    used, unused = (copies.folder / f"{name}.shard" for name in ("used", "unused"))
+    shutil.copy(copies.path(0), used)
+    shutil.copy(copies.path(0), unused)
     os.utime(unused, (0, 0))
     uses = np.array([50, 10, 90, 30, 70, 0, 0, 0])
-    for gone in (unused, *map(cache.copies.path, (2, 4, 0)), used):
+    for gone in (unused, *map(copies.path, (2, 4, 0)), used):
         assert gone.exists()
-        cache.limit = files_in(cache.copies.folder) + cache.copies.size(5) - 1
-        cache.make_room(5, uses, keep=[1, 3])
+        copies.limit = files_in(copies.folder) + copies.sizes[5] - 1
+        copies.make_room(5, uses, keep=[1, 3])
         assert not gone.exists()
-    assert cache.copies.path(1).exists()
-    assert cache.copies.path(3).exists()
+    assert copies.path(1).exists()
+    assert copies.path(3).exists()
 
 
 def copy_all(url, folder):
     """Copy all shards, as one of several runs."""
-    _, cache = opened(url, folder)
+    _, copies = opened(url, folder)
     missing = set(range(COUNT))
     while missing:
-        missing -= {shard for shard in missing if cache.copy(shard)}
+        missing -= {shard for shard in missing if copies.copy(shard)}
 
 
 def copying(server, folder):
@@ -185,7 +184,7 @@ def copying(server, folder):
 
 
 def test_two_runs_share_a_folder_and_copy_each_shard_once(server, folder, tmp_path):
-    _, cache = opened(server.url, tmp_path / "copies")
+    _, copies = opened(server.url, tmp_path / "copies")
     server.requests.clear()
     server.latency = 0.02
     processes = [copying(server, tmp_path / "copies") for _ in range(2)]
@@ -193,30 +192,29 @@ def test_two_runs_share_a_folder_and_copy_each_shard_once(server, folder, tmp_pa
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     for shard in range(COUNT):
-        assert content(cache.copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
+        assert content(copies, shard) == (folder / f"{shard:03d}.tar").read_bytes()
     assert len(list((tmp_path / "copies").iterdir())) == COUNT
     asked = [one for one in server.requests if one.ranged]
     assert len(asked) == len(set(asked)) == COUNT
 
 
 def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp_path):
-    copies = tmp_path / "copies"
-    _, cache = opened(server.url, copies)
+    _, copies = opened(server.url, tmp_path / "copies")
     server.faults = ["late"]
-    process = copying(server, copies)
-    while not list(copies.glob("*.partial")):
+    process = copying(server, copies.folder)
+    while not list(copies.folder.glob("*.partial")):
         assert process.is_alive()
         time.sleep(0.01)
-    (partial,) = copies.glob("*.partial")
-    assert not cache.copy(0)  # another run is at it
+    (partial,) = copies.folder.glob("*.partial")
+    assert not copies.copy(0)  # another run is at it
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert partial.exists()
-    cache.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
+    copies.make_room(1, np.zeros(COUNT, dtype=np.int64), keep=[])
     assert not partial.exists()
     partial.write_bytes(b"incomplete")
-    assert cache.copy(0)
-    assert content(cache.copies, 0) == (folder / "000.tar").read_bytes()
+    assert copies.copy(0)
+    assert content(copies, 0) == (folder / "000.tar").read_bytes()
     assert not partial.exists()
 
 
@@ -244,13 +242,12 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
     local = open_source(str(tmp_path / "shards" / f"*{suffix}"))
     with gcs_bucket(tmp_path / "shards", int(port)) as put:
         source = open_source(f"gs://shards/*{suffix}")
-        source.local_copies = replace(source.local_copies, folder=tmp_path / "copies")
+        source.local_copies.folder = tmp_path / "copies"
         assert [source.read(index) for index in (0, 40)] == [local.read(index) for index in (0, 40)]
-        cache = ShardCache(source, 1e9)
-        assert cache.copy(1)
+        assert source.local_copies.copy(1)
         put(f"002{suffix}", bytes(int(source.ranges.file_signatures[2, 0])))
         with pytest.raises(ChangedFile):
-            cache.copy(2)
+            source.local_copies.copy(2)
     assert source.read(IMAGES) == local.read(IMAGES)
 
 
@@ -259,9 +256,9 @@ def test_shards_are_copied_from_s3(bucket, folder, tmp_path):
     assert [source.read(index) for index in (0, 100)] == [
         open_source(str(folder / "*.tar")).read(index) for index in (0, 100)
     ]
-    _, cache = opened("s3://shards", tmp_path / "copies")
-    assert cache.copy(3)
-    assert content(cache.copies, 3) == (folder / "003.tar").read_bytes()
+    _, copies = opened("s3://shards", tmp_path / "copies")
+    assert copies.copy(3)
+    assert content(copies, 3) == (folder / "003.tar").read_bytes()
     put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
     with pytest.raises(ChangedFile):
-        cache.copy(4)
+        copies.copy(4)

@@ -2,13 +2,12 @@
 
 import os
 import pickle
-from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dino_vit.data.shards import DamagedShard, ShardCache
+from dino_vit.data.shards import DamagedShard
 from dino_vit.data.sources import files, parquet
 from dino_vit.data.sources.files import ChangedFile
 from dino_vit.data.sources.open import open_source
@@ -35,10 +34,10 @@ def server(folder):
         yield server
 
 
-def opened(url, copies):
+def opened(url, folder):
     source = open_source(f"{url}/{{000..{COUNT - 1:03d}}}.parquet")
-    source.local_copies = replace(source.local_copies, folder=copies)
-    return source, ShardCache(source, 1e9)
+    source.local_copies.folder = folder
+    return source, source.local_copies
 
 
 def all_of(source):
@@ -52,20 +51,20 @@ def write_table(path, columns, **options):
 
 def test_an_image_is_read_with_its_row_group_or_from_an_unpacked_copy(server, folder, tmp_path):
     expected = all_of(open_source(str(folder / "*.parquet")))
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     assert all_of(source) == expected
     asked = len(server.requests)
     assert source.read(len(source) - 1) == expected[-1][2]  # its row group is still there
     assert len(server.requests) == asked
     for shard in range(COUNT):
-        assert cache.copy(shard)
+        assert copies.copy(shard)
     asked = len(server.requests)
     fresh = pickle.loads(pickle.dumps(source))
     assert all_of(fresh) == expected
     assert len(server.requests) == asked
     assert len(list((tmp_path / "copies").iterdir())) == COUNT
-    used = cache.copies.path(1).stat().st_size
-    assert used <= cache.copies.size(1) < 2 * used  # page headers repeat images
+    used = copies.path(1).stat().st_size
+    assert used <= copies.sizes[1] < 2 * used  # page headers repeat images
 
 
 def test_an_index_has_no_image_and_an_image_only_its_row_group(server, folder):
@@ -88,15 +87,15 @@ def test_a_file_that_was_changed_or_is_damaged_is_refused(server, folder, tmp_pa
     data[4:40] = bytes(36)  # the header of the first page
     sums.unlink()
     path.write_bytes(data)
-    source, cache = opened(server.url, tmp_path / "copies")
+    source, copies = opened(server.url, tmp_path / "copies")
     with pytest.raises(DamagedShard, match=r"001\.parquet is damaged or not a Parquet file: "):
-        cache.copy(1)
+        copies.copy(1)
     with pytest.raises(OSError, match="its row group is damaged"):
         source.read(IMAGES)
     assert source.read(IMAGES + 11)
     (folder / "002.parquet").write_bytes(data)
     with pytest.raises(ChangedFile):
-        cache.copy(2)
+        copies.copy(2)
     with pytest.raises(ChangedFile):
         source.read(2 * IMAGES)
     assert list((tmp_path / "copies").iterdir()) == []
@@ -115,8 +114,8 @@ def test_tables_of_all_layouts_are_as_local_ones(tmp_path):
             source = open_source(f"{server.url}/{name}.parquet")
             assert isinstance(source, ParquetShards)
             assert all_of(source) == all_of(local)
-            source.local_copies = replace(source.local_copies, folder=tmp_path / "copies")
-            assert ShardCache(source, 1e9).copy(0)
+            source.local_copies.folder = tmp_path / "copies"
+            assert source.local_copies.copy(0)
             assert all_of(source) == all_of(local)
             assert list(source.classes) == list(local.classes)
 
