@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from io import BufferedReader
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -117,14 +117,15 @@ class ParquetShards(ShardedSource):
 
     def _build(self, _: WriteImages) -> IndexContents:
         with progress(f"Indexing {self._spec}") as advance:
-            listed = in_threads(_list_rows, self._files, lambda table: advance(table.length))
-        columns, counts = listed[0].columns, [table.length for table in listed]
-        _check_same(self._files, [table.columns for table in listed])
-        # The sizes of images are not known before they are read; those of their files tell sets apart.
-        rows = Rows(sizes=np.repeat(file_signatures(self._files)[:, 0], counts).tolist())
-        for table in listed:
-            rows.names += table.rows.names
-            rows.labels += table.rows.labels
+            listed = in_threads(_list_rows, self._files, lambda table: advance(len(table[1].names)))
+        columns, counts = listed[0][0], [len(rows.names) for _, rows, _ in listed]
+        _check_same(self._files, [columns for columns, _, _ in listed])
+        rows = Rows(
+            names=[name for _, rows, _ in listed for name in rows.names],
+            labels=[label for _, rows, _ in listed for label in rows.labels],
+            # The sizes of images are not known before they are read; those of their files tell sets apart.
+            sizes=np.repeat(file_signatures(self._files)[:, 0], counts).tolist(),
+        )
         tables = [(os.path.basename(path), count) for path, count in zip(self._files, counts, strict=True)]
         return replace(
             rows.index_contents(columns, tables),
@@ -135,23 +136,16 @@ class ParquetShards(ShardedSource):
             metadata={
                 "leaf": columns.leaf,
                 "rows": counts,
-                "unpacked": [sum(table.group_sizes) + 8 * (table.length + 1) for table in listed],
-                "largest_group": max(size for table in listed for size in (0, *table.group_sizes)),
+                "unpacked": [
+                    sum(sizes) + 8 * (count + 1) for (*_, sizes), count in zip(listed, counts, strict=True)
+                ],
+                "largest_group": max(size for *_, sizes in listed for size in (0, *sizes)),
             },
         )
 
 
-class _Listed(NamedTuple):
-    """What an index holds of a remote file."""
-
-    columns: TableColumns
-    rows: Rows
-    length: int
-    group_sizes: list[int]  # of the images in each row group, in all
-
-
-def _list_rows(path: str) -> _Listed:
-    """List the rows of a remote file, without reading its images."""
+def _list_rows(path: str) -> tuple[TableColumns, Rows, list[int]]:
+    """List the rows of a remote file without its images, and the bytes of the images in each row group."""
     with open_file(path, FOOTER) as file, reading_parquet(path):
         table = pq.ParquetFile(file)
         columns, rows, footer = find_columns(path, table.schema_arrow), Rows(), table.metadata
@@ -159,8 +153,7 @@ def _list_rows(path: str) -> _Listed:
             rows.describe(batch, columns)
     leaf = [leaf.path for leaf in table.schema].index(columns.leaf)
     groups = (footer.row_group(number) for number in range(footer.num_row_groups))
-    sizes = [group.column(leaf).total_uncompressed_size for group in groups]
-    return _Listed(columns, rows, footer.num_rows, sizes)
+    return columns, rows, [group.column(leaf).total_uncompressed_size for group in groups]
 
 
 def unpack_images(path: str, file: BinaryIO, copy: BinaryIO) -> None:
