@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import progress
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, unreadable
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, read_item
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.source import Source
 
@@ -141,15 +141,13 @@ def inspect_images(
 def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
     name = source.name(index)
     try:
-        item = source.read(index)
+        item = read_item(source, index)
         image = item if isinstance(item, Tensor) else decode(item, name, max_pixels=max_pixels)
         color = len(image)
         if not isinstance(item, Tensor) and color in (2, 4):
             color = len(decode(item, name, alpha=False, max_pixels=max_pixels))
     except UnreadableImage as error:
         return error
-    except (OSError, ValueError) as error:
-        return unreadable(name, error)
     if not image.isfinite().all():
         return UnreadableImage(name, NOT_FINITE)
     values = image.numpy().real  # NumPy has min and max of more types than torch

@@ -40,7 +40,7 @@ _WITH_ALPHA = ("LA", "RGBA")
 # Values of TIFF tags.
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB = 0, 1, 2
 _UNSPECIFIED = 0  # use of an extra sample; others are alpha
-_PAGES = "QI"  # axes of TIFF of unknown meaning
+_PAGES = ("Q", "I")  # axes of TIFF of unknown meaning
 _ORIENTATION = 274  # the tag, of TIFF and of EXIF
 
 # A file is reported once, by its exception, and one that can be read in spite of its damage is not.
@@ -263,21 +263,17 @@ def _by_tifffile(page: "TiffPage", series: "TiffPageSeries", max_pixels: int) ->
     """Return the channels, which may be samples or pages, as (H, W, C)."""
     if page.photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB):
         raise _Unsupported(f"TIFF of this color space is supported with 8 bits only, not {page.dtype}")
-    lengths = dict(zip(series.axes, series.shape, strict=True))
-    stacked = [axis for axis in lengths if axis not in "YXS" and ("S" in lengths or axis not in "C" + _PAGES)]
-    if "S" in lengths and len(stacked) == 1 and stacked[0] in _PAGES:
-        lengths, stacked = dict(zip(page.axes, page.shape, strict=True)), []
-    if stacked or len(lengths) > 3 or len(lengths) < len(page.axes):
+    several_in_color = "S" in series.axes and series.axes.strip("YXS") in _PAGES
+    part = page if several_in_color else series
+    lengths = dict(zip(part.axes, part.shape, strict=True))
+    channels = "".join(axis for axis in lengths if axis not in "YX")
+    if channels not in ("", "S", "C", *_PAGES):
         raise _Unsupported(f"a stack along {' and '.join(lengths)} is not an image; save its planes as files")
-    channels = next((axis for axis in lengths if axis not in "YX"), None)
-    _check_size(lengths["X"], lengths["Y"], lengths[channels] if channels else 1, max_pixels)
-    array = np.asarray(page.asarray() if "S" in lengths else series.asarray())
+    _check_size(lengths["X"], lengths["Y"], lengths.get(channels, 1), max_pixels)
+    array = np.asarray(part.asarray())
     if page.photometric == _WHITE_IS_ZERO and array.dtype.kind == "u":
         array = np.iinfo(array.dtype).max - array
-    if channels is None:
-        return array[..., None]
-    names = " ".join(lengths)
-    return rearrange(array, f"{names} -> Y X {channels}")
+    return rearrange(array, f"{' '.join(lengths)} -> Y X {channels}") if channels else array[..., None]
 
 
 def _by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
