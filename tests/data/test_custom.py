@@ -98,17 +98,22 @@ def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
             find(spec)
 
 
-def test_a_run_on_an_object_resumes_exactly(tmp_path):
-    settings = {**PLAIN, "data.workers": 2, "verbose": False}
-    dino_vit.pretrain(Photos(), tmp_path / "whole", **settings)
+def pretrain_in_two(output, *source, **settings):
+    """Pretrain up to an interruption, and then to the end."""
 
     def stop(reading):
         if reading.step == 12:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        dino_vit.pretrain(Photos(), tmp_path / "run", on_metrics=stop, **settings)
-    dino_vit.pretrain(Photos(), tmp_path / "run", **settings)
+        dino_vit.pretrain(*source, output=output, on_metrics=stop, **settings)
+    dino_vit.pretrain(*source, output=output, **settings)
+
+
+def test_a_run_on_an_object_resumes_exactly(tmp_path):
+    settings = {**PLAIN, "data.workers": 2, "verbose": False}
+    dino_vit.pretrain(Photos(), tmp_path / "whole", **settings)
+    pretrain_in_two(tmp_path / "run", Photos(), **settings)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
     same = dino_vit.pretrain(output=tmp_path / "same", **{**settings, "data.source": "synthetic:64:32"})
     assert same.metrics()[-1]["loss"] == dino_vit.Run(tmp_path / "run").metrics()[-1]["loss"]
@@ -127,15 +132,8 @@ def test_photometry_of_ones_own_is_as_reproducible(tmp_path, where):
     settings = {**SETTINGS, "augment.module": Dimmed(), "data.augment_on": where, "verbose": False}
     settings["data.workers"] = 2 if where == "worker" else 0
     whole = dino_vit.pretrain(output=tmp_path / "whole", **settings)
-
-    def stop(reading):
-        if reading.step == 12:
-            raise InterruptedError
-
     torch.manual_seed(5)
-    with pytest.raises(InterruptedError):
-        dino_vit.pretrain(output=tmp_path / "run", on_metrics=stop, **settings)
-    dino_vit.pretrain(output=tmp_path / "run", **settings)
+    pretrain_in_two(tmp_path / "run", **settings)
     assert_same_end(tmp_path / "run", tmp_path / "whole", 20)
     if where == "device":
         ours = dino_vit.pretrain(output=tmp_path / "ours", **{**settings, "augment.module": None})
@@ -171,9 +169,7 @@ def test_targets_are_indices_of_the_classes(kind):
     assert CustomSource(Plain(kind([2, 5, 2]))).classes == ("2", "5")
     named = CustomSource(Plain(["c", "a"], list("abc")))
     assert [named.label(index) for index in range(2)] == [2, 0]
-    with pytest.raises(
-        ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the index"
-    ):
+    with pytest.raises(ValueError, match="Plain has the label 6, which is none of its 6 classes, nor the"):
         CustomSource(Plain([6], list("abcdef")))
 
 

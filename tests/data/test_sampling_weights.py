@@ -82,9 +82,8 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
 def test_a_fingerprint_tells_weights_apart():
     assert sampling_fingerprint(None) is None
     assert sampling_fingerprint(np.array([1.0, 2])) == sampling_fingerprint(np.array([1.0, 2]))
-    assert (
-        len({sampling_fingerprint(np.array(weights)) for weights in ([1.0, 2], [2.0, 1], [1.0, 2, 0])}) == 3
-    )
+    others = ([1.0, 2], [2.0, 1], [1.0, 2, 0])
+    assert len({sampling_fingerprint(np.array(weights)) for weights in others}) == 3
 
 
 def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):

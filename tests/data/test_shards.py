@@ -218,18 +218,6 @@ def test_what_a_killed_run_leaves_is_deleted_or_copied_again(server, folder, tmp
     assert not partial.exists()
 
 
-@pytest.fixture
-def bucket(folder, monkeypatch):
-    """Serve the shards from S3."""
-    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
-    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
-    (folder / "SHA256SUMS").unlink()
-    with s3_bucket(folder) as url:
-        for name, value in s3_environ(url).items():
-            monkeypatch.setenv(name, value)
-        yield url
-
-
 @pytest.mark.parametrize("suffix", [".tar", ".parquet"])
 def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
     pytest.importorskip("gcp_storage_emulator", reason="a server for tests: pip install gcp-storage-emulator")
@@ -251,14 +239,20 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
     assert source.read(IMAGES) == local.read(IMAGES)
 
 
-def test_shards_are_copied_from_s3(bucket, folder, tmp_path):
-    source = open_source("s3://shards/*.tar")
-    assert [source.read(index) for index in (0, 100)] == [
-        open_source(str(folder / "*.tar")).read(index) for index in (0, 100)
-    ]
-    _, copies = opened("s3://shards", tmp_path / "copies")
-    assert copies.copy(3)
-    assert content(copies, 3) == (folder / "003.tar").read_bytes()
-    put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
-    with pytest.raises(ChangedFile):
-        copies.copy(4)
+def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
+    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
+    (folder / "SHA256SUMS").unlink()
+    local = open_source(str(folder / "*.tar"))
+    with s3_bucket(folder) as bucket:
+        for name, value in s3_environ(bucket).items():
+            monkeypatch.setenv(name, value)
+        source = open_source("s3://shards/*.tar")
+        copies = source.local_copies
+        copies.folder = tmp_path / "copies"
+        assert [source.read(index) for index in (0, 100)] == [local.read(index) for index in (0, 100)]
+        assert copies.copy(3)
+        assert content(copies, 3) == (folder / "003.tar").read_bytes()
+        put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
+        with pytest.raises(ChangedFile):
+            copies.copy(4)
