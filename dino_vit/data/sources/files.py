@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.process import REQUEUE
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, progress
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -191,8 +191,13 @@ def in_threads(
 def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
     """Return size, version and time of change (ns, 0: unknown) of each path; size −1 if it does not exist."""
     chunks = [paths[start : start + 256] for start in range(0, len(paths), 256)]
-    rows = in_threads(lambda chunk: [_signature(path) for path in chunk], chunks)
-    return np.array([signature for row in rows for signature in row], dtype=np.int64).reshape(-1, 3)
+    with progress("Looking at files", len(paths)) as advance:
+        rows = in_threads(_signatures, chunks, lambda signatures: advance(len(signatures)))
+    return np.concatenate([np.empty((0, 3), dtype=np.int64), *rows])
+
+
+def _signatures(paths: Sequence[str]) -> NDArray[np.int64]:
+    return np.array([_signature(path) for path in paths], dtype=np.int64)
 
 
 def _signature(path: str) -> tuple[int, int, int]:

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import number_labels, read_entries
-from dino_vit.data.sources.files import filesystem, in_threads, is_folder, is_url, plain, read_file
+from dino_vit.data.sources.files import (
+    file_signatures,
+    filesystem,
+    in_threads,
+    is_folder,
+    is_url,
+    plain,
+    read_file,
+)
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, is_image, suffix_of
 
@@ -73,7 +81,7 @@ class FolderSource(PathSource):
         paths = [os.path.join(self.root, name) for name in names]
         return IndexContents(
             names=[os.fsencode(name) for name in names],
-            sizes=[sizes[name] for name in names] if sizes else _file_sizes(paths),
+            sizes=[sizes[name] for name in names] if sizes else file_signatures(paths)[:, 0],
             watched=folders,
             file_signatures=signatures,
         )
@@ -101,7 +109,7 @@ class ListSource(PathSource):
         """Return the sizes of local files, and 0 for remote ones, which would take too long to ask for."""
         local = [row for row, path in enumerate(paths) if not is_url(path)]
         sizes = np.zeros(len(paths), dtype=np.int64)
-        sizes[local] = _file_sizes([paths[row] for row in local])
+        sizes[local] = file_signatures([paths[row] for row in local])[:, 0]
         missing = np.flatnonzero(sizes < 0)
         if len(missing) == len(paths):
             raise ValueError(
@@ -176,21 +184,6 @@ def _leads_back(link: str) -> bool:
     """Tell whether a link is to a folder that contains it."""
     target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
     return os.path.commonpath([target, folder]) == target
-
-
-def _file_sizes(paths: Sequence[str]) -> NDArray[np.int64]:
-    """Return the sizes of files, −1 for a missing one."""
-    chunks = [paths[start : start + 1024] for start in range(0, len(paths), 1024)]
-    with progress("Reading the sizes of files", len(paths)) as advance:
-        rows = in_threads(lambda chunk: [_size(p) for p in chunk], chunks, lambda row: advance(len(row)))
-    return np.array([size for row in rows for size in row], dtype=np.int64)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
 
 
 def _list_remote(root: str) -> dict[str, int]:
