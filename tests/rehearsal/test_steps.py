@@ -9,6 +9,7 @@ from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.training.loop import take_step
 from tests.support.backbones import backbone
+from tests.support.runs import RESNET
 from tests.support.training import configured, trained
 
 SMALL = {
@@ -20,22 +21,24 @@ SMALL = {
     "budget.steps": 100,
 }
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1}
-OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
-OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
 CASES = {  # beside the recipes themselves, whose kernels are counted below
-    "float16": {"run.precision": "fp16", "optim.clip_mode": "module"},
-    "float32": {"run.precision": "no", "optim.clip_mode": "none"},
-    "accumulation": {"optim.accumulate": 2, "model.drop_path": 0.2},
-    "recomputation": {"model.grad_checkpointing": "true", "optim.layer_decay": 0.9},
-    "rotary": {"model.positions": "rotary", "model.rotary_rescale": 2, "augment.noise": 0.5},
-    "patches with a mean": {**PATCHES, "loss.centering": "ema", "head.shared": "true"},
-    "sgd": {"optim.name": "sgd", "head.batch_norm": "true"},
-    "lars": {"optim.name": "lars", "optim.clip_mode": "global"},
-    "resnet": {**OF_TIMM, "model.arch": "timm:test_resnet"},
-    "imitation": {"teacher.weights": "wide.safetensors", "loss.koleo_weight": 0.1},
-    "imitation of patches": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5},
-    "frozen teacher": {**PATCHES, "teacher.weights": "run"},
-    "gram": {**PATCHES, "gram.weights": "run", "gram.scale": 2},
+    "float16": {"run.precision": "fp16", "optim.clip_mode": "module", "optim.accumulate": 2},
+    "rotary": {
+        "model.positions": "rotary",
+        "model.rotary_rescale": 2,
+        "augment.noise": 0.5,
+        "model.drop_path": 0.2,
+    },
+    "recomputation": {"model.grad_checkpointing": "true", "optim.name": "sgd", "optim.layer_decay": 0.9},
+    "patches with a mean": {
+        **PATCHES,
+        "loss.centering": "ema",
+        "head.shared": "true",
+        "optim.clip_mode": "none",
+    },
+    "resnet": {**RESNET, "optim.name": "lars", "optim.clip_mode": "global", "head.batch_norm": "true"},
+    "imitation": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5, "run.precision": "no"},
+    "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
 }
 # A little more than the kernels of a step of ViT-S/16: 16 images, bf16, augment on the device.
 MOST = {"dino": 2350, "dinov2": 3030}

@@ -54,6 +54,11 @@ TINY = {
     "run.trackers": "[]",
 }
 
+# What is left to a model of timm, at a size that it takes.
+OF_TIMM = {"model.width": "null", "model.depth": "null", "model.heads": "null", "model.patch_size": 16}
+OF_TIMM |= {"views.global_size": 64, "views.local_size": 32, "data.source": "synthetic:64:64"}
+RESNET = {**OF_TIMM, "model.arch": "timm:test_resnet"}  # with BatchNorm
+
 # The same as values, for the functions of the package.
 SETTINGS = {key: {"null": None, "[]": []}.get(str(value), value) for key, value in TINY.items()}
 
