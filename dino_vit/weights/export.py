@@ -143,9 +143,7 @@ def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -
     """Write the tensors under the names of another library."""
     about = {EXPORT_KEY: describe_export(model, format)}
     if isinstance(model, TimmBackbone):
-        tensors = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in model.model.state_dict().items()
-        }
+        tensors = _plain(model.model)
     else:
         tensors = _to_layout(model, _layout_of(model, format))
     if format == "huggingface":

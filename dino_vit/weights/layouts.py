@@ -24,7 +24,9 @@ class Layout:
     format: str
     position_mode: PositionMode
     marks: tuple[str, ...] = ()  # patterns: a file of this layout has a name for each
-    pairs: tuple[tuple[str, str], ...] = ()  # (theirs, ours); {i} is the number of a block
+    names: Mapping[str, str] = field(default_factory=dict)  # theirs: ours; the first is written
+    in_blocks: Mapping[str, str] = field(default_factory=dict)  # the same, after the number of a block
+    blocks: tuple[str, ...] = ("blocks.",)  # what precedes that number; the first is written
     dropped: Mapping[str, str] = field(default_factory=dict)  # pattern of our names: what they belong to
     norm_eps: float = 1e-6
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = IMAGENET_NORMALISATION
@@ -37,26 +39,26 @@ class Layout:
 
     def to_ours(self, name: str) -> str:
         """Return our name for one of theirs; a name that is not listed stays as it is."""
-        return _translate(re.sub(self.removed, "", name, count=1), self.pairs)
+        name = re.sub(self.removed, "", name, count=1)
+        if match := re.fullmatch(rf"({'|'.join(map(re.escape, self.blocks))})(\d+)\.(.+)", name):
+            ours = _translate(match[3], self.in_blocks.items())
+            return f"blocks.{match[2]}.{ours}" if ours else name
+        return _translate(name, self.names.items()) or name
 
     def to_theirs(self, name: str) -> str:
         """Return the name that this layout writes for one of ours."""
-        return _translate(name, ((ours, theirs) for theirs, ours in self.pairs))
+        if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
+            theirs = _translate(match[2], ((ours, theirs) for theirs, ours in self.in_blocks.items()))
+            return f"{self.blocks[0]}{match[1]}.{theirs}" if theirs else name
+        return _translate(name, ((ours, theirs) for theirs, ours in self.names.items())) or name
 
 
-def _translate(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+def _translate(name: str, pairs: Iterable[tuple[str, str]]) -> str | None:
+    """Return the new name of a module or a parameter, if it is listed."""
     for old, new in pairs:
-        pattern = re.escape(old).replace(r"\{i\}", r"(?P<i>\d+)")
-        match = re.fullmatch(rf"{pattern}(?P<rest>\.weight|\.bias)?", name)
-        if match:
-            parts = match.groupdict()
-            return new.replace("{i}", parts.get("i") or "") + (parts["rest"] or "")
-    return name
-
-
-def _in_blocks(block: str, *pairs: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs of names within a block as pairs of whole names."""
-    return tuple((f"{block}.{theirs}", f"blocks.{{i}}.{ours}") for theirs, ours in pairs)
+        if (rest := name.removeprefix(old)) in ("", ".weight", ".bias"):
+            return new + rest
+    return None
 
 
 DINO_HEADS = {r"(dino_head|ibot_head|projection_head|prototypes|head\.(mlp|last_layer))\..*": "DINO head"}
@@ -69,26 +71,19 @@ DINOV2 = Layout(
     "dinov2",
     "dinov2",
     marks=(*REFERENCE.marks, r"mask_token|blocks\.\d+\.\d+\..*|.*\.mlp\.w12\..*"),
-    pairs=(("blocks.{i}.mlp.w12", "blocks.{i}.mlp.fc1"), ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2")),
+    in_blocks={"mlp.w12": "mlp.fc1", "mlp.w3": "mlp.fc2"},
     dropped={**DINO_HEADS, **MASK_TOKEN},
     removed=r"(?<=^blocks\.)\d+\.(?=\d+\.)",  # training stores blocks in chunks: blocks.{chunk}.{i}
 )
 DINOV2_REGISTERS = replace(DINOV2, position_mode="timm", marks=(*REFERENCE.marks, "register_tokens"))
+_PERIODS = {r"rope_embed\.periods": "periods", r"blocks\.\d+\.attn\.qkv\.bias_mask": "mask"}
 DINOV3 = replace(
     DINOV2,
     format="dinov3",
     marks=("storage_tokens",),
-    pairs=(
-        ("storage_tokens", "register_tokens"),
-        ("blocks.{i}.mlp.w1", "blocks.{i}.mlp.gate"),
-        ("blocks.{i}.mlp.w2", "blocks.{i}.mlp.up"),
-        ("blocks.{i}.mlp.w3", "blocks.{i}.mlp.fc2"),
-    ),
-    dropped={
-        **DINOV2.dropped,
-        r"rope_embed\.periods": "periods",
-        r"blocks\.\d+\.attn\.qkv\.bias_mask": "mask",
-    },
+    names={"storage_tokens": "register_tokens"},
+    in_blocks={"mlp.w1": "mlp.gate", "mlp.w2": "mlp.up", "mlp.w3": "mlp.fc2"},
+    dropped={**DINOV2.dropped, **_PERIODS},
     norm_eps=1e-5,
     rotary=True,
 )
@@ -96,22 +91,21 @@ TIMM = Layout(
     "timm",
     "timm",
     marks=(*REFERENCE.marks, rf"reg_token|head\.weight|blocks\.0\.ls1\.gamma|{re.escape(HYBRID_ROOT)}"),
-    pairs=(("reg_token", "register_tokens"),),
+    names={"reg_token": "register_tokens"},
     dropped=CLASSIFIER,
     normalisation=None,
 )
 TIMM_DINOV3 = replace(  # an Eva
     TIMM,
     marks=("reg_token", r"blocks\.0\.gamma_1"),
-    pairs=(
-        ("reg_token", "register_tokens"),
-        ("blocks.{i}.gamma_1", "blocks.{i}.ls1.gamma"),
-        ("blocks.{i}.gamma_2", "blocks.{i}.ls2.gamma"),
-        ("blocks.{i}.attn.q_bias", "blocks.{i}.attn.q.bias"),
-        ("blocks.{i}.attn.v_bias", "blocks.{i}.attn.v.bias"),
-        ("blocks.{i}.mlp.fc1_g", "blocks.{i}.mlp.gate"),
-        ("blocks.{i}.mlp.fc1_x", "blocks.{i}.mlp.up"),
-    ),
+    in_blocks={
+        "gamma_1": "ls1.gamma",
+        "gamma_2": "ls2.gamma",
+        "attn.q_bias": "attn.q.bias",
+        "attn.v_bias": "attn.v.bias",
+        "mlp.fc1_g": "mlp.gate",
+        "mlp.fc1_x": "mlp.up",
+    },
     norm_eps=1e-5,
     rotary=True,
 )
@@ -119,113 +113,94 @@ TORCHVISION = Layout(
     "torchvision",
     "hf",
     marks=("class_token",),
-    pairs=(
-        ("class_token", "cls_token"),
-        ("encoder.pos_embedding", "pos_embed"),
-        ("conv_proj", "patch_embed.proj"),
-        *_in_blocks(
-            "encoder.layers.encoder_layer_{i}",
-            ("ln_1", "norm1"),
-            ("self_attention.in_proj_weight", "attn.qkv.weight"),
-            ("self_attention.in_proj_bias", "attn.qkv.bias"),
-            ("self_attention.out_proj", "attn.proj"),
-            ("ln_2", "norm2"),
-            ("mlp.0", "mlp.fc1"),
-            ("mlp.3", "mlp.fc2"),
-            ("mlp.linear_1", "mlp.fc1"),  # before torchvision 0.13
-            ("mlp.linear_2", "mlp.fc2"),
-        ),
-        ("encoder.ln", "norm"),
-        ("heads.head", "head"),
-    ),
+    names={
+        "class_token": "cls_token",
+        "encoder.pos_embedding": "pos_embed",
+        "conv_proj": "patch_embed.proj",
+        "encoder.ln": "norm",
+        "heads.head": "head",
+    },
+    blocks=("encoder.layers.encoder_layer_",),
+    in_blocks={
+        "ln_1": "norm1",
+        "self_attention.in_proj_weight": "attn.qkv.weight",
+        "self_attention.in_proj_bias": "attn.qkv.bias",
+        "self_attention.out_proj": "attn.proj",
+        "ln_2": "norm2",
+        "mlp.0": "mlp.fc1",
+        "mlp.3": "mlp.fc2",
+        "mlp.linear_1": "mlp.fc1",  # before torchvision 0.13
+        "mlp.linear_2": "mlp.fc2",
+    },
     dropped=CLASSIFIER,
 )
 
-_HF_SHARED = (
-    ("embeddings.cls_token", "cls_token"),
-    ("embeddings.mask_token", "mask_token"),
-    ("embeddings.register_tokens", "register_tokens"),
-)
-_OF_HEADS = tuple(
-    (f"attention.{theirs}_proj", f"attn.{ours}")
-    for theirs, ours in zip("qkvo", ("q", "k", "v", "proj"), strict=True)
-)
-_HF_LEARNED = (
-    *_HF_SHARED,
-    ("embeddings.position_embeddings", "pos_embed"),
-    ("embeddings.patch_embeddings.projection", "patch_embed.proj"),
-    ("layernorm", "norm"),
-    ("classifier", "head"),
-    *_in_blocks(
-        "encoder.layer.{i}",
-        ("attention.attention.query", "attn.q"),
-        ("attention.attention.key", "attn.k"),
-        ("attention.attention.value", "attn.v"),
-        ("attention.output.dense", "attn.proj"),
-        *_OF_HEADS,
-    ),
-    *_in_blocks("layers.{i}", *_OF_HEADS),  # state_dict() of a model of transformers 5, unlike its files
-)
-_NORMS = (("layernorm_before", "norm1"), ("layernorm_after", "norm2"))
+_HF_TOKENS = {f"embeddings.{name}": name for name in ("cls_token", "mask_token", "register_tokens")}
+_HF_HEADS = {f"attention.{x}_proj": f"attn.{x}" for x in "qkv"} | {"attention.o_proj": "attn.proj"}
+_HF_ATTENTION = {
+    "attention.attention.query": "attn.q",
+    "attention.attention.key": "attn.k",
+    "attention.attention.value": "attn.v",
+    "attention.output.dense": "attn.proj",
+    **_HF_HEADS,
+}
+_HF_MLP = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+_HF_GATED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.fc2"}
+_HF_SCALED = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "layer_scale1.lambda1": "ls1.gamma",
+    "layer_scale2.lambda1": "ls2.gamma",
+}
 HF_VIT = Layout(
     "huggingface",
     "hf",
     marks=(r".*embeddings\.cls_token",),
-    pairs=(
-        *_HF_LEARNED,
-        *_in_blocks(
-            "encoder.layer.{i}", *_NORMS, ("intermediate.dense", "mlp.fc1"), ("output.dense", "mlp.fc2")
-        ),
-        *_in_blocks("layers.{i}", *_NORMS, ("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")),
-    ),
+    names={
+        **_HF_TOKENS,
+        "embeddings.position_embeddings": "pos_embed",
+        "embeddings.patch_embeddings.projection": "patch_embed.proj",
+        "layernorm": "norm",
+        "classifier": "head",
+    },
+    blocks=("encoder.layer.", "layers."),  # `layers.` in state_dict() of transformers 5, unlike in its files
+    in_blocks={
+        **_HF_ATTENTION,
+        "layernorm_before": "norm1",
+        "layernorm_after": "norm2",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+        **_HF_MLP,
+    },
     dropped={r"pooler\..*": "pooler", **MASK_TOKEN, **CLASSIFIER},
     norm_eps=1e-12,
     normalisation=None,
     removed=r"^(vit|dinov2|dinov2_with_registers)\.",  # classifiers keep their backbone under its name
 )
-_SCALED = (
-    ("norm1", "norm1"),
-    ("norm2", "norm2"),
-    ("layer_scale1.lambda1", "ls1.gamma"),
-    ("layer_scale2.lambda1", "ls2.gamma"),
-)
 HF_DINOV2 = replace(
     HF_VIT,
     marks=(*HF_VIT.marks, ".*layer_scale1.*"),
-    pairs=(
-        *_HF_LEARNED,
-        *_in_blocks(
-            "encoder.layer.{i}",
-            *_SCALED,
-            ("mlp.fc1", "mlp.fc1"),
-            ("mlp.fc2", "mlp.fc2"),
-            ("mlp.weights_in", "mlp.fc1"),
-            ("mlp.weights_out", "mlp.fc2"),
-            ("mlp.gate_proj", "mlp.gate"),
-            ("mlp.up_proj", "mlp.up"),
-            ("mlp.down_proj", "mlp.fc2"),
-        ),
-    ),
+    in_blocks={
+        **_HF_ATTENTION,
+        **_HF_SCALED,
+        **_HF_MLP,
+        "mlp.weights_in": "mlp.fc1",
+        "mlp.weights_out": "mlp.fc2",
+        **_HF_GATED,
+    },
     norm_eps=1e-6,
     normalisation=IMAGENET_NORMALISATION,
 )
 HF_DINOV2_REGISTERS = replace(
     HF_DINOV2, position_mode="timm", marks=(*HF_DINOV2.marks, r".*embeddings\.register_tokens")
 )
-
-
-def _hf_dinov3(*mlp: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the names of a file and, with `model.`, of a state_dict()."""
-    blocks = (*_OF_HEADS, *_SCALED, *mlp, ("mlp.down_proj", "mlp.fc2"))
-    patches = ("embeddings.patch_embeddings", "patch_embed.proj")
-    return (*_HF_SHARED, patches, *_in_blocks("layer.{i}", *blocks), *_in_blocks("model.layer.{i}", *blocks))
-
-
 HF_DINOV3 = Layout(
     "huggingface",
     "hf",
     marks=(r"embeddings\.patch_embeddings\.weight",),
-    pairs=_hf_dinov3(("mlp.up_proj", "mlp.fc1")),
+    names={**_HF_TOKENS, "embeddings.patch_embeddings": "patch_embed.proj"},
+    blocks=("layer.", "model.layer."),  # of a file, and of a state_dict()
+    in_blocks={**_HF_HEADS, **_HF_SCALED, "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
     dropped=MASK_TOKEN,
     norm_eps=1e-5,
     rotary=True,
@@ -233,7 +208,7 @@ HF_DINOV3 = Layout(
 HF_DINOV3_GATED = replace(
     HF_DINOV3,
     marks=(*HF_DINOV3.marks, r".*\.mlp\.gate_proj\.weight"),
-    pairs=_hf_dinov3(("mlp.gate_proj", "mlp.gate"), ("mlp.up_proj", "mlp.up")),
+    in_blocks={**_HF_HEADS, **_HF_SCALED, **_HF_GATED},
 )
 
 LAYOUTS = (  # the first that fits is taken, so those with more marks come before others

@@ -123,11 +123,10 @@ def _of_timm(name: str) -> str:
 
 def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
-    checkpoint = Checkpoints(path).newest() if path.is_dir() else None
-    if checkpoint is not None:
-        metadata = check_metadata(checkpoint.path, checkpoint.metadata)
-        return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
     if path.is_dir():
+        if checkpoint := Checkpoints(path).newest():
+            metadata = check_metadata(checkpoint.path, checkpoint.metadata)
+            return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
         files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not files:
             raise WeightsError(

@@ -6,7 +6,6 @@ import resource
 import onnx
 import onnxruntime
 import pytest
-import timm
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -16,7 +15,7 @@ from transformers import AutoModel
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.weights.layouts import Layout
 from dino_vit.weights.onnx import METADATA_KEY
-from tests.support.backbones import IMAGES, KEYWORDS, backbone
+from tests.support.backbones import KEYWORDS, backbone
 from tests.support.peers import HEADS, PEERS
 
 FORMATS = {name: name.split("-")[0] for name in PEERS}
@@ -43,15 +42,6 @@ def test_from_the_library_to_ours_and_back_changes_no_tensor(name, tmp_path):
     for key, tensor in expected.items():
         if "mask_token" not in key and not ("registers" in name and key == "cls_token"):
             assert torch.equal(written[key], tensor), key
-
-
-def test_auto_model_opens_the_export_and_gives_our_features_at_other_sizes(tmp_path):
-    model = backbone()
-    export_backbone(model, tmp_path / "hf", "huggingface")
-    opened = AutoModel.from_pretrained(tmp_path / "hf", add_pooling_layer=False).eval()
-    for images in (torch.randn(1, 3, 32, 32), IMAGES, torch.randn(1, 3, 16, 40)):
-        theirs = opened(images, interpolate_pos_encoding=True).last_hidden_state
-        assert torch.allclose(model.forward_features(images), theirs, atol=1e-5)
 
 
 def test_the_mask_token_goes_to_hugging_face_and_not_to_others(tmp_path):
@@ -84,14 +74,6 @@ def test_a_graph_of_any_size_gives_the_features_and_says_what_it_is(tmp_path):
         assert_close(patches, tokens[:, 1 + model.registers :], rtol=0, atol=1e-4)
     metadata = json.loads({entry.key: entry.value for entry in onnx.load(path).metadata_props}[METADATA_KEY])
     assert (metadata["mean"], metadata["image_size"], metadata["format"]) == ([0.1] * 3, [32, 32], "onnx")
-
-
-def test_timm_creates_its_own_model_from_the_export(tmp_path):
-    model = load_backbone(timm.create_model("vit_tiny_patch16_224").state_dict(), num_classes=1000)
-    export_backbone(model, tmp_path / "tiny.pth", "timm")
-    opened = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(tmp_path / "tiny.pth")).eval()
-    images = torch.randn(1, 3, 224, 224)
-    assert torch.allclose(opened(images), model(images), atol=1e-5)
 
 
 @pytest.mark.parametrize(
