@@ -24,9 +24,7 @@ import torch
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
 from benchmarks.small import Job, judge, measured_steps, of_set, train
-from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
-from dino_vit.eval.maps.dense import (
+from dino_vit.commands.maps.dense import (
     PixelClassifier,
     count_pixels,
     mean_iou,
@@ -34,6 +32,8 @@ from dino_vit.eval.maps.dense import (
     pixel_accuracy,
     read_patches,
 )
+from dino_vit.data.sources.synthetic import SceneSource
+from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import normalisation

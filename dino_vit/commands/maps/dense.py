@@ -1,21 +1,48 @@
-"""Evaluate the patches of a frozen backbone by masks: their neighbours, a linear layer, the attention."""
+"""Judge the patches of a frozen backbone by masks: learn the classes of pixels from some images, test others.
+
+n images, (H, W) pixels, (h, w) patches, C classes
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
 from pydantic import Field
+from torch import Tensor
 
 from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, Problem, setting
-from dino_vit.core.distributed import is_main_process
+from dino_vit.core import Size, log
+from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
+from dino_vit.core.randomness import RngPurpose, random_uniform
+from dino_vit.core.text import progress
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
-from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
+from dino_vit.data.sources.source import spread
+from dino_vit.eval.accuracy import (
+    Interval,
+    Measured,
+    measured_share,
+    results_path,
+    with_confidence,
+    write_results,
+)
+from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
-from dino_vit.eval.maps.dense import JUDGES, PixelClassifier, PixelFigures, judge, patch_bank
-from dino_vit.eval.maps.pictures import write_sheet
+from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
+from dino_vit.eval.maps.attention import AttendedPatches, best_head_overlap
+from dino_vit.eval.maps.pictures import Panel, as_picture, colour_classes, write_sheet
+from dino_vit.models.positions import Grid
 
+JUDGES = {"knn": "k-NN of patches", "linear": "linear layer"}
 Value = Annotated[int, Field(ge=0, le=255)]  # of a pixel of a mask
 
 
@@ -45,6 +72,14 @@ class DenseConfig(BackboneConfig):
             yield Problem("train_masks are those of train, which is not given", ("train_masks", "train"))
 
 
+class PixelFigures(NamedTuple):
+    """How well pixels are classified, in per cent."""
+
+    mean_iou: Interval
+    pixel_accuracy: Interval
+    iou: dict[str, float]  # by class
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseResult(Result):
     """How well patches tell the class of each pixel."""
@@ -63,22 +98,19 @@ def run(config: DenseConfig) -> DenseResult:
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, patches=config.patches)
     classifier = PixelClassifier(bank, k=config.k, temperature=config.temperature, cs=config.cs)
-    options: dict[str, Any] = {"background": config.background, "pictures": config.pictures}
-    judged = judge(frozen, queries, indices, classifier, **options)
-    classes, true = queries.classes, judged.counts["knn"][:, 2].sum(0)
+    measured, rows = judge(frozen, queries, indices, classifier, config)
+    images, classes, true = len(measured[0].images), queries.classes, measured[0].parts[2].sum(0)
     if not true.sum():
         raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
-    figures, measured = {name: judged.figures(name, classes) for name in JUDGES}, judged.measured()
+    figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=False)}
     attention = measured[-1].interval if measured[-1].title == "attention" else None
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
     path = results_path("dense", weights=config.weights, output=config.output)
-    picture = path.with_suffix(".png") if judged.rows else None
+    picture = path.with_suffix(".png") if rows else None
+    table = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
     lines = [
-        f"pixels of {len(judged.indices):,} images, learned from {len(bank.features):,} patches of others\n",
-        format_table(
-            ["", "mIoU %", "pixels %"],
-            [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()],
-        ),
+        f"pixels of {images:,} images, learned from {len(bank.features):,} patches of others\n",
+        format_table(["", "mIoU %", "pixels %"], table),
         f"{largest}, the largest class, has {percent:.1f} % of the pixels",
         *([f"attention: the best head overlaps the object by {attention} %"] if attention else []),
         f"\n{path}",
@@ -88,7 +120,7 @@ def run(config: DenseConfig) -> DenseResult:
         results = {
             "weights": frozen.describe_weights(),
             "settings": config.model_dump(mode="json"),
-            "images": len(judged.indices),
+            "images": images,
             "bank": len(bank.features),
             "c": classifier.c,
             "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
@@ -101,15 +133,10 @@ def run(config: DenseConfig) -> DenseResult:
         }
         write_results(path, results)
         if picture:
-            panels = [[(image, "") for image in row] for row in judged.rows]
-            write_sheet(panels, picture, titles=["image", "mask", *JUDGES.values()])
+            write_sheet(rows, picture, titles=["image", "mask", *JUDGES.values()])
+    text = "\n".join(lines)
     return DenseResult(
-        **figures,
-        attention=attention,
-        measured=measured,
-        path=path,
-        picture=picture,
-        text="\n".join(lines),
+        **figures, attention=attention, measured=measured, path=path, picture=picture, text=text
     )
 
 
@@ -128,3 +155,203 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
     if list(train.classes) != list(queries.classes):
         raise ValueError(f"{config.train} has other classes than {config.source}")
     return train, range(len(train)), queries, range(len(queries))
+
+
+class Batch(NamedTuple):
+    """Patches of some images, and the class of each pixel."""
+
+    features: Tensor  # (n, h, w, width)
+    attention: Tensor  # of the CLS token in the last block (n, heads, h, w)
+    masks: Tensor  # uint8 (n, H, W)
+    indices: list[int]
+
+
+def read_patches(
+    frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], title: str
+) -> Iterator[Batch]:
+    """Yield batches of images in order, their masks cropped as the images are; name those left out."""
+    model = frozen.model
+    if not model.has_patches:
+        path = frozen.describe_weights()["source"]
+        raise ValueError(f"{path} has no patches: its features are made after pooling")
+    height, _ = model.grid_of(*frozen.transform.size)
+
+    def read_mask(index: int) -> Tensor | UnreadableImage:
+        try:
+            return frozen.transform.place_mask(source.mask(index))
+        except UnreadableImage as error:
+            return error
+
+    batches = in_batches(indices, frozen.batch_size)
+    with progress(title, len(indices)) as advance:
+        for batch in frozen.features(source, batches, AttendedPatches()):
+            read = in_threads(read_mask, batch.indices.tolist())
+            failures = [mask for mask in read if isinstance(mask, UnreadableImage)]
+            for failure in (*batch.unreadable, *failures):
+                log.warning("left out: %s", failure)
+            masks = {row: mask for row, mask in enumerate(read) if isinstance(mask, Tensor)}
+            if masks:
+                values = rearrange(batch.values[list(masks)], "n (h w) d -> n h w d", h=height)
+                yield Batch(
+                    features=values[..., : model.width],
+                    attention=rearrange(values[..., model.width :], "n h w heads -> n heads h w"),
+                    masks=torch.stack(list(masks.values())).to(frozen.device),
+                    indices=batch.indices[list(masks)].tolist(),
+                )
+            advance(len(read) + len(batch.unreadable))
+
+
+def count_classes(pixels: Tensor, classes: int) -> Tensor:
+    """Count the pixels of each class along the last dimension, and behind them the IGNORED ones."""
+    pixels = pixels.long().masked_fill(pixels == IGNORED, classes)
+    counts = torch.zeros(*pixels.shape[:-1], classes + 1, dtype=torch.long, device=pixels.device)
+    return counts.scatter_add_(-1, pixels, torch.ones_like(pixels))
+
+
+def patch_classes(masks: Tensor, grid: Grid, classes: int) -> Tensor:
+    """Return the class of most pixels of each patch, (n, h, w); IGNORED where most have none."""
+    pixels = rearrange(masks, "n (h y) (w x) -> n h w (y x)", h=grid[0], w=grid[1])
+    most = count_classes(pixels, classes).argmax(dim=3)
+    return most.masked_fill(most == classes, IGNORED).to(torch.uint8)
+
+
+class Bank(NamedTuple):
+    """Patches to learn from."""
+
+    features: Tensor  # (patches, width)
+    targets: Tensor  # index of the class of each in `classes`
+    classes: Tensor  # those that occur
+
+
+def patch_bank(frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], *, patches: int) -> Bank:
+    """Return up to so many patches with a class: as many of each image, drawn at random."""
+    indices = [indices[position] for position in spread(len(indices), patches)]
+    width, grid = frozen.model.width, frozen.model.grid_of(*frozen.transform.size)
+    features = [torch.empty(0, width, device=frozen.device)]  # a process may have no image
+    classes = [torch.empty(0, dtype=torch.uint8, device=frozen.device)]
+    for batch in read_patches(frozen, source, rank_slice(indices), "patches to learn from"):
+        of_patches = patch_classes(batch.masks, grid, len(source.classes)).flatten(1)
+        keys = np.array(batch.indices)[:, None], np.arange(of_patches.shape[1])
+        numbers = random_uniform(0, RngPurpose.EVALUATION, *keys)
+        numbers += (of_patches == IGNORED).cpu().numpy()  # those come last
+        drawn = np.argsort(numbers, axis=1)[:, : patches // len(indices)]
+        chosen = torch.from_numpy(drawn).to(frozen.device)
+        rows = batch.features.flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, width))
+        of_rows = of_patches.gather(1, chosen)
+        features.append(rows[of_rows != IGNORED])
+        classes.append(of_rows[of_rows != IGNORED])
+    occurring, targets = torch.unique(all_gather(torch.cat(classes)).long(), return_inverse=True)
+    if len(occurring) < 2:
+        content = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) else "no class"
+        raise ValueError(
+            f"the patches to learn from have {content}, and telling classes apart takes two: look at the "
+            "values of the masks and at ignore_value, which is none of them"
+        )
+    return Bank(all_gather(torch.cat(features)), targets, occurring)
+
+
+class PixelClassifier:
+    """Tell the class of every pixel from the features of patches, as a bank of others suggests."""
+
+    def __init__(self, bank: Bank, *, k: int, temperature: float, cs: Sequence[float]) -> None:
+        self._bank, self._k, self._temperature = bank, min(k, len(bank.targets)), temperature
+        self._layer, self.c = linear_layer(bank, cs)
+
+    def predict(self, features: Tensor, size: Size) -> dict[str, Tensor]:
+        """Return the classes (n, H, W) by neighbours and by the linear layer, from features (n, h, w, D)."""
+        bank, k, (n, h, _, _), rows = self._bank, self._k, features.shape, features.flatten(0, 2)
+        ranked = weighted_knn(bank.features, bank.targets, rows, k=[k], temperature=self._temperature)[k]
+        scores = {
+            "knn": F.one_hot(ranked[:, 0].to(rows.device), len(bank.classes)).float(),
+            "linear": self._layer.scores(rows)[:, 0],
+        }
+        grids = {name: rearrange(score, "(n h w) c -> n c h w", n=n, h=h) for name, score in scores.items()}
+        return {name: bank.classes[upsample(grid, size)] for name, grid in grids.items()}
+
+
+def linear_layer(bank: Bank, cs: Sequence[float]) -> tuple[LinearHeads, float]:
+    """Return the linear layer of all patches, with the C that is the best for a fifth of them; and that C."""
+    # Neighbours in the bank are of one image: ten groups of them are held out, from all over the bank.
+    held = torch.arange(len(bank.features), device=bank.targets.device) * 50 // len(bank.features) % 5 == 0
+    fit = partial(sweep, classes=len(bank.classes), max_iterations=200)
+
+    def right(trial: LogisticFit) -> int:
+        return int(count_correct(trial.head, bank.features[held], bank.targets[held])[0])
+
+    c = max(fit(bank.features[~held], bank.targets[~held], cs=cs), key=right).c if len(cs) > 1 else cs[0]
+    (best,) = fit(bank.features, bank.targets, cs=[c])
+    return best.head, c
+
+
+def upsample(logits: Tensor, size: Size) -> Tensor:
+    """Return the class (n, H, W) of every pixel by logits of patches (n, C, h, w), bilinearly resized."""
+    # An image at a time: the scores of all classes and pixels of many would not fit in memory.
+    resized = (F.interpolate(image, size=size, mode="bilinear") for image in torch.split(logits, 1))
+    return torch.cat([image.argmax(1) for image in resized])
+
+
+def count_pixels(predicted: Tensor, masks: Tensor, classes: int) -> Tensor:
+    """Count the pixels of each image and class that are predicted rightly, predicted, and true: (n, 3, C)."""
+    right = masks.masked_fill(masks != predicted, IGNORED)
+    judged = predicted.masked_fill(masks == IGNORED, IGNORED)
+    counts = [count_classes(pixels.flatten(1), classes) for pixels in (right, judged, masks)]
+    return torch.stack(counts, dim=1)[..., :classes]
+
+
+def mean_iou(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
+    """Return the mean over classes of intersection over union; classes that no mask has are left out."""
+    shares = right / (predicted + true - right).clamp(min=1)
+    return shares.masked_fill(true == 0, torch.nan).nanmean(dim=-1)
+
+
+def pixel_accuracy(right: Tensor, predicted: Tensor, true: Tensor) -> Tensor:
+    """Return the share of pixels that are predicted rightly."""
+    return right.sum(-1) / true.sum(-1).clamp(min=1)
+
+
+def pixel_figures(measured: Measured, classes: Sequence[str]) -> PixelFigures:
+    """Return the figures of the pixels that were counted for mIoU."""
+    right, predicted, true = (part.sum(0) for part in measured.parts)
+    iou = 100 * right / (predicted + true - right).clamp(min=1)
+    return PixelFigures(
+        mean_iou=measured.interval,
+        pixel_accuracy=with_confidence(measured.parts, pixel_accuracy),
+        iou={name: float(iou[i]) for i, name in enumerate(classes) if true[i] > 0},
+    )
+
+
+def judge(
+    frozen: FrozenBackbone,
+    source: MaskedSource,
+    indices: Sequence[int],
+    classifier: PixelClassifier,
+    config: DenseConfig,
+) -> tuple[list[Measured], list[list[Panel]]]:
+    """Judge images, a share in each process; return what was measured, and pictures of the first images.
+
+    Measured are the mIoU by each of `JUDGES` and, if any image has an object, the attention.
+    """
+    classes, rows = len(source.classes), list[list[Panel]]()
+    judged = [torch.zeros(0, dtype=torch.long, device=frozen.device)]  # a process may have no image
+    counts = [torch.zeros(0, len(JUDGES), 3, classes, dtype=torch.long, device=frozen.device)]
+    overlaps = [torch.zeros(0, device=frozen.device)]
+    for batch in read_patches(frozen, source, rank_slice(indices), "images to judge"):
+        predicted = classifier.predict(batch.features, (batch.masks.shape[1], batch.masks.shape[2]))
+        counts.append(torch.stack([count_pixels(of, batch.masks, classes) for of in predicted.values()], 1))
+        overlaps.append(best_head_overlap(batch.attention, batch.masks, config.background))
+        judged.append(torch.as_tensor(batch.indices, device=frozen.device))
+        for row, index in enumerate(batch.indices[: max(0, config.pictures - len(rows))]):
+            image = as_picture(frozen.transform.read(source, index))
+            maps = [batch.masks[row], *(pixels[row] for pixels in predicted.values())]
+            coloured = [colour_classes(pixels.cpu(), image) for pixels in maps]
+            rows.append([(tile, "") for tile in (image, *coloured)])
+    images = all_gather(torch.cat(judged)).cpu().numpy()
+    pixels, shares = all_gather(torch.cat(counts)), all_gather(torch.cat(overlaps)).cpu()
+    measured = [
+        Measured(title=f"mIoU, {title}", images=images, parts=pixels[:, number].unbind(1), figure=mean_iou)
+        for number, title in enumerate(JUDGES.values())
+    ]
+    with_object = ~shares.isnan()
+    if with_object.any():
+        measured.append(measured_share("attention", images[with_object.numpy()], shares[with_object]))
+    return measured, rows
