@@ -147,7 +147,7 @@ def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
     values = generator.standard_normal((60, 6)).astype(np.float32)
     values[[7, 40, 41]] = 3 * values[2]
     values[55] = values[20] + 0.05 * generator.standard_normal(6)
-    found = find_duplicates(values, threshold, keep=1000, device=torch.device("cpu"))
+    closest, total, groups = find_duplicates(values, threshold, keep=1000, device=torch.device("cpu"))
     unit = values / np.linalg.norm(values, axis=1, keepdims=True)
     linked = {i: {i} for i in range(60)}
     pairs = {}
@@ -159,14 +159,14 @@ def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
                 together = linked[i] | linked[j]
                 for member in together:
                     linked[member] = together
-    assert {(a, b): cosine for a, b, cosine in found.pairs} == pytest.approx(pairs, abs=1e-6)
-    assert found.total == len(pairs) >= 6
-    cosines = [cosine for _, _, cosine in found.pairs]
+    assert {(a, b): cosine for a, b, cosine in closest} == pytest.approx(pairs, abs=1e-6)
+    assert total == len(pairs) >= 6
+    cosines = [cosine for _, _, cosine in closest]
     assert cosines == sorted(cosines, reverse=True)
-    groups = {tuple(sorted(group)) for group in linked.values() if len(group) > 1}
-    assert {tuple(group) for group in found.groups} == groups
+    expected = {tuple(sorted(group)) for group in linked.values() if len(group) > 1}
+    assert {tuple(group) for group in groups} == expected
     few = find_duplicates(values, threshold, keep=3, device=torch.device("cpu"))
-    assert few == (found.pairs[:3], found.total, found.groups)
+    assert few == (closest[:3], total, groups)
 
 
 def test_chains_are_linked_in_whatever_order():

@@ -1,6 +1,6 @@
 """Find near-duplicates in an embedding file: pairs of images with a high cosine, and groups of such pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -40,14 +40,6 @@ class DuplicatesConfig(Settings):
     positional: ClassVar = ("embeddings",)
 
 
-class Duplicates(NamedTuple):
-    """Pairs and groups of rows that are near-duplicates."""
-
-    pairs: list[Pair]  # the closest ones, the closest first
-    total: int  # number of pairs, listed or not
-    groups: list[list[int]]  # formed by all pairs, the largest first
-
-
 class NamedPair(NamedTuple):
     """Two images that are nearly the same."""
 
@@ -73,48 +65,46 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     if output.suffix != ".json":
         raise ValueError(f"output={output} must end in .json")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
-    names = embeddings.names
-    duplicates = find_duplicates(embeddings.values, config.threshold, keep=config.pairs, device=device)
-    pairs = [NamedPair(names[first], names[second], cosine) for first, second, cosine in duplicates.pairs]
-    groups = [[names[row] for row in rows] for rows in duplicates.groups]
+    names, values = embeddings.names, embeddings.values
+    closest, total, linked = find_duplicates(values, config.threshold, keep=config.pairs, device=device)
+    pairs = [NamedPair(names[first], names[second], cosine) for first, second, cosine in closest]
+    groups = [[names[row] for row in rows] for rows in linked]
     content = {
         "embeddings": str(Path(config.embeddings).absolute()),
         "threshold": config.threshold,
-        "pair_count": duplicates.total,
+        "pair_count": total,
         "pairs": [{"images": pair[:2], "cosine": round(pair.cosine, 6)} for pair in pairs],
         "groups": groups,
     }
     write_results(output, content)
-    lines = list(describe(pairs, duplicates.total, len(groups), images=len(names), config=config))
+    printed = pairs[:PAIRS_PRINTED]
+    cosines = format_cosines([pair.cosine for pair in printed])
+    lines = [f"{text}  {first}  {second}" for text, (first, second, _) in zip(cosines, printed, strict=True)]
+    above = f"a cosine of {config.threshold:g} or more"
+    if not pairs:
+        lines.append(f"no two of the {plural(len(names), 'image')} have {above}")
+    lines.append(f"{output}: {len(pairs):,} of {plural(total, 'pair')}, {plural(len(groups), 'group')}")
+    possible = len(names) * (len(names) - 1) // 2
+    if 2 * total > possible > 1:
+        useless = "this threshold does not separate duplicates from other pairs"
+        lines.append(f"{total:,} of all {possible:,} pairs have {above}: {useless}")
     sheet = output.with_suffix(".png") if pairs and config.shown else None
     if sheet:
-        draw_pairs(embeddings, duplicates.pairs[: config.shown], sheet)
+        draw_pairs(embeddings, closest[: config.shown], sheet)
         lines.append(f"{sheet}: the closest pairs")
     return DuplicatesResult(
-        pairs=pairs, total=duplicates.total, groups=groups, path=output, sheet=sheet, text="\n".join(lines)
+        pairs=pairs, total=total, groups=groups, path=output, sheet=sheet, text="\n".join(lines)
     )
 
 
-def describe(
-    pairs: Sequence[NamedPair], total: int, groups: int, *, images: int, config: DuplicatesConfig
-) -> Iterator[str]:
-    """Yield the closest pairs and what was written as lines, and whether the threshold is too low."""
-    if not pairs:
-        yield f"no two of the {plural(images, 'image')} have a cosine of {config.threshold:g} or more"
-    shown = pairs[:PAIRS_PRINTED]
-    for pair, cosine in zip(shown, format_cosines([pair.cosine for pair in shown]), strict=True):
-        yield f"{cosine}  {pair.first}  {pair.second}"
-    yield f"{config.output}: {len(pairs):,} of {plural(total, 'pair')}, {plural(groups, 'group')}"
-    possible = images * (images - 1) // 2
-    if 2 * total > possible > 1:
-        yield (
-            f"{total:,} of all {possible:,} pairs have a cosine of {config.threshold:g} or more: this "
-            "threshold does not separate duplicates from other pairs"
-        )
+def find_duplicates(
+    values: Array, threshold: float, *, keep: int, device: torch.device
+) -> tuple[list[Pair], int, list[list[int]]]:
+    """Compare all rows block by block.
 
-
-def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch.device) -> Duplicates:
-    """Compare all rows block by block; return the `keep` closest pairs, and the groups of all pairs."""
+    Return the `keep` closest pairs, the closest first; the number of pairs; and the groups that all of them
+    form, the largest first.
+    """
     parents = np.arange(len(values))
     pairs, cosines, total = np.empty((0, 2), np.int64), np.empty(0, np.float32), 0
     blocks = list(combinations_with_replacement(range(0, len(values), _BLOCK), 2))
@@ -140,7 +130,7 @@ def find_duplicates(values: Array, threshold: float, *, keep: int, device: torch
         members.setdefault(root, []).append(row)
     groups = sorted((rows for rows in members.values() if len(rows) > 1), key=len, reverse=True)
     closest = [(a, b, cosine) for (a, b), cosine in zip(pairs.tolist(), cosines.tolist(), strict=True)]
-    return Duplicates(closest, total, groups)
+    return closest, total, groups
 
 
 def _closest(pairs: Array, cosines: Array, keep: int) -> tuple[Array, Array]:

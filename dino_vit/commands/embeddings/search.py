@@ -1,6 +1,5 @@
 """Find the images of an embedding file that are nearest to given images."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,8 @@ from dino_vit.commands import Result
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import printable
+from dino_vit.data.custom import CustomSource
+from dino_vit.data.sources.source import Source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone
@@ -56,38 +57,20 @@ class SearchResult(Result):
     path: Path  # of the JSON file
 
 
-class ImageFiles:
-    """Image files as a source, in the given order."""
-
-    classes: Sequence[str] = ()
-    fingerprint = ""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, index: int) -> bytes:
-        return Path(self.paths[index]).read_bytes()
-
-    def label(self, index: int) -> int | None:
-        return None
-
-    def name(self, index: int) -> str:
-        return printable(self.paths[index])
-
-
 def run(config: SearchConfig) -> SearchResult:
     """Find the nearest images to each given one, and write them as a sheet and as JSON."""
     output = Path(config.output)
     if output.suffix != ".png":
         raise ValueError(f"output={output} must end in .png")
-    embeddings, queries = read_image_embeddings(config.embeddings), ImageFiles(config.images)
+    embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k)
-    names = [queries.name(index) for index in range(len(queries))]
+    names = list(map(printable, config.images))
+    indices = embeddings.indices.tolist()
     neighbours = [
-        [neighbour(embeddings, row, cosine) for row, cosine in zip(of_rows, of_cosines, strict=True)]
+        [
+            Neighbour(embeddings.names[row], embeddings.labels[row], round(cosine, 6), indices[row], row)
+            for row, cosine in zip(of_rows, of_cosines, strict=True)
+        ]
         for of_rows, of_cosines in zip(rows.tolist(), cosines.tolist(), strict=True)
     ]
     lines, captions = [], []
@@ -113,18 +96,7 @@ def run(config: SearchConfig) -> SearchResult:
     return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
 
 
-def neighbour(embeddings: Embeddings, row: int, cosine: float) -> Neighbour:
-    """Return an embedded image by its row."""
-    return Neighbour(
-        name=embeddings.names[row],
-        label=embeddings.labels[row],
-        cosine=round(cosine, 6),
-        index=int(embeddings.indices[row]),
-        row=row,
-    )
-
-
-def query_features(config: SearchConfig, queries: ImageFiles, embeddings: Embeddings) -> Tensor:
+def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings) -> Tensor:
     """Compute the features of the given images exactly as those in the file were computed."""
     recorded, tokens = embeddings.metadata["weights"], embeddings.metadata["tokens"]
     path = config.weights or recorded["path"]
@@ -149,5 +121,7 @@ def query_features(config: SearchConfig, queries: ImageFiles, embeddings: Embedd
     spec = FeatureSpec(tokens=tokens["kind"], blocks=tokens["blocks"])
     features = frozen.extract(queries, range(len(queries)), spec)
     if features.unreadable:
-        raise ValueError(f"an image to search for cannot be read: {features.unreadable[0]}")
+        image = features.unreadable[0]
+        path = printable(config.images[int(image.name)])
+        raise ValueError(f"an image to search for cannot be read: {path}: {image.reason}")
     return features.values
