@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 
 from dino_vit.commands import Result
@@ -20,15 +19,10 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.open import Source, open_source
+from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.online import random_indices
-from dino_vit.reports.explorer import (
-    MAX_IMAGES,
-    MIN_IMAGES,
-    LoadedTeacher,
-    build_map,
-    to_json,
-    write_embedding,
-)
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.reports.explorer import MAX_IMAGES, MIN_IMAGES, build_map, to_json, write_embedding
 from dino_vit.reports.page import SECTIONS, Page, PageServer, Pictures, render
 from dino_vit.reports.record import RunRecord, read_run
 from dino_vit.reports.sheets import attention_rows, neighbour_rows, view_rows
@@ -59,11 +53,10 @@ class ReportFile(Result):
 
 def run(config: ReportConfig) -> ReportFile | None:
     """Write the page and return its file, or serve it until ctrl-C; only rank 0 does."""
-    accelerator = start_processes()
-    if not accelerator.is_main_process:
+    if not start_processes().is_main_process:
         return None
     record = read_run(Path(config.run))
-    draw_pictures = partial(draw, config=config, device=accelerator.device)
+    draw_pictures = partial(draw, config=config)
     if config.serve:
         PageServer(Page(record.folder, draw_pictures), config.address, config.port).run()
         return None
@@ -73,7 +66,7 @@ def run(config: ReportConfig) -> ReportFile | None:
     return ReportFile(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
-def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pictures:
+def draw(record: RunRecord, *, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; the page explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
     with _explained(pictures, *SECTIONS, advice=" If the images have moved, say where with source=..."):
@@ -84,20 +77,18 @@ def draw(record: RunRecord, *, config: ReportConfig, device: torch.device) -> Pi
             epoch = int(record.history[-1].epoch) if record.history else 0
             pictures.views = view_rows(record.config, source, epoch)
         with _explained(pictures, *SECTIONS[1:]):
-            _draw_network(pictures, record, source, config, device)
+            _draw_network(pictures, record, source, config)
     return pictures
 
 
-def _draw_network(
-    pictures: Pictures, record: RunRecord, source: Source, config: ReportConfig, device: torch.device
-) -> None:
+def _draw_network(pictures: Pictures, record: RunRecord, source: Source, config: ReportConfig) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
         raise ValueError("the run has not written a checkpoint yet")
-    teacher = LoadedTeacher(checkpoint.path, device)
+    teacher = frozen_backbone(BackboneConfig(source=record.config.data.source, weights=str(checkpoint.path)))
     indices = random_indices(source, record.config.seed)[: config.images]
     images = build_map(teacher, source, indices)
-    if teacher.has_attention:
+    if isinstance(teacher.model, VisionTransformer):
         pictures.attention = attention_rows(teacher, source, images)
     else:
         pictures.missing["attention"] = f"{record.config.model.title} has no attention of a CLS token."

@@ -24,12 +24,12 @@ from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import eval_mode, in_batches
+from dino_vit.eval.frozen import FrozenBackbone
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.attention import cls_attention, pad, with_attention
 from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.eval_transform import eval_transform_of, resize_and_center_crop
-from dino_vit.weights import load_backbone
+from dino_vit.views.eval_transform import resize_and_center_crop
 
 BATCH, NEIGHBOURS, MIN_IMAGES, MAX_IMAGES = 64, 8, 4, 6000
 MAX_NAME = 120  # characters
@@ -38,26 +38,6 @@ SIDE = 64  # pixels of a thumbnail, at most
 THUMBNAIL_PIXELS, ATTENTION_PIXELS = 5_000_000, 400_000
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
 TINY = 1e-30
-
-
-class LoadedTeacher:
-    """The teacher of a checkpoint, on a device."""
-
-    def __init__(self, checkpoint: Path, device: torch.device) -> None:
-        self.backbone = load_backbone(checkpoint).to(device)
-        self.has_attention = isinstance(self.backbone, VisionTransformer)
-        self.transform = eval_transform_of(self.backbone)
-        self.normalise = self.transform.normaliser(device)
-
-    def attention(self, images: Tensor) -> Tensor:
-        """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
-        padded = pad(self.normalise(images), self.backbone.patch_size)
-        return cls_attention(with_attention(self.backbone), padded).float().cpu()
-
-    def embed(self, images: Tensor) -> Tensor:
-        """Return the CLS features of images, of unit length."""
-        with eval_mode(self.backbone):
-            return F.normalize(self.backbone.forward_cls(self.normalise(images)).float().cpu(), dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +55,7 @@ class ImageMap:
     attention: Tensor | None  # (n, y, x); None of a network without heads to show
 
 
-def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> ImageMap:
+def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> ImageMap:
     """Compute the map of some images of a source, without those that cannot be read."""
     kept, outputs = _outputs(teacher, source, indices)
     if len(kept) < MIN_IMAGES:
@@ -96,11 +76,12 @@ def build_map(teacher: LoadedTeacher, source: Source, indices: list[int]) -> Ima
     )
 
 
-def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
+def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
     """Return the readable indices and, of each, its features, thumbnail and attention."""
     (height, width), side = teacher.transform.size, min(SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     factor = math.ceil(SIDE / min(height, width))  # the attention of small networks is of larger images
     kept, parts = list[int](), list[tuple[Tensor, ...]]()
+    model, normalise = teacher.model, teacher.transform.normaliser(teacher.device)
     with progress("Computing features and attention", len(indices)) as advance:
         for batch in in_batches(indices, BATCH):
             images, larger = [], []
@@ -111,11 +92,20 @@ def _outputs(teacher: LoadedTeacher, source: Source, indices: list[int]) -> tupl
                     larger.append(resize_and_center_crop(image, (factor * height, factor * width)))
                     kept.append(index)
             if images:
-                attention = [teacher.attention(torch.stack(larger)).mean(1)] if teacher.has_attention else []
+                with eval_mode(model):
+                    features = model.forward_cls(normalise(torch.stack(images))).float().cpu()
                 pictures = torch.stack([resize_sides(as_picture(image), None, side) for image in larger])
-                parts.append((teacher.embed(torch.stack(images)), pictures, *attention))
+                has_heads = isinstance(model, VisionTransformer)
+                attention = [attention_of(teacher, torch.stack(larger)).mean(1)] if has_heads else []
+                parts.append((F.normalize(features, dim=-1), pictures, *attention))
             advance(len(batch))
     return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def attention_of(teacher: FrozenBackbone, images: Tensor) -> Tensor:
+    """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
+    padded = pad(teacher.transform.normaliser(teacher.device)(images), teacher.model.patch_size)
+    return cls_attention(with_attention(teacher.model), padded).float().cpu()
 
 
 def pca(features: Tensor) -> Tensor:

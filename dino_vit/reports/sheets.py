@@ -9,8 +9,9 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import read_sampling_weights
 from dino_vit.data.sources.open import Source
+from dino_vit.eval.frozen import FrozenBackbone
 from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
-from dino_vit.reports.explorer import MAX_NAME, ImageMap, LoadedTeacher, data_uri
+from dino_vit.reports.explorer import MAX_NAME, ImageMap, attention_of, data_uri
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.sampler import Sampler
 
@@ -53,19 +54,19 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     return rows
 
 
-def attention_rows(teacher: LoadedTeacher, source: Source, images: ImageMap) -> list[Row]:
+def attention_rows(teacher: FrozenBackbone, source: Source, images: ImageMap) -> list[Row]:
     """Draw the attention maps of a few whole images, by head of the last block."""
     rows = []
     for row in _varied(images):
         image = read_image(source, images.indices[row], teacher.transform.pixels)
         image = resize_sides(image, None, ATTENTION_SIDE)
-        (heads,) = teacher.attention(image[None])
+        (heads,) = attention_of(teacher, image[None])
         picture = resize_sides(as_picture(image), None, SIDE)
         maps = {"mean of heads": heads.mean(dim=0)}
         maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
         tiles = [Tile(data_uri(picture), "image")]
         for caption, values in maps.items():
-            squares = enlarge(values, (image.shape[-2], image.shape[-1]), teacher.backbone.patch_size)
+            squares = enlarge(values, (image.shape[-2], image.shape[-1]), teacher.model.patch_size)
             # Not smoothed, so that patches stay squares with sharp edges.
             squares = F.interpolate(squares[None, None], size=picture.shape[-2:], mode="nearest-exact")
             tiles.append(Tile(data_uri(heat(squares[0, 0])), caption))
@@ -73,7 +74,7 @@ def attention_rows(teacher: LoadedTeacher, source: Source, images: ImageMap) -> 
     return rows
 
 
-def neighbour_rows(teacher: LoadedTeacher, source: Source, images: ImageMap) -> list[Row]:
+def neighbour_rows(teacher: FrozenBackbone, source: Source, images: ImageMap) -> list[Row]:
     """Draw the nearest neighbours of a few images."""
     rows = []
     for row in _varied(images):

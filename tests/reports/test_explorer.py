@@ -4,22 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import extract_features
+from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.reports import explorer
-from dino_vit.reports.explorer import LoadedTeacher
 from dino_vit.reports.record import read_run
 from tests.support.reports import picture_of
 
 
 def test_the_map_holds_the_features_and_neighbours_of_the_teacher(made):
-    teacher = LoadedTeacher(Checkpoints(made).newest().path, torch.device("cpu"))
+    teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     source = open_source(read_run(made).config.data.source)
     images = explorer.build_map(teacher, source, random_indices(source, seed=0)[:40])
     features = extract_features(
-        teacher.backbone, source, images.indices, transform=teacher.transform, batch_size=7
+        teacher.model, source, images.indices, transform=teacher.transform, batch_size=7
     ).values
     unit = features / features.norm(dim=1, keepdim=True)
     assert torch.allclose(images.features, unit, atol=1e-5)

@@ -3,11 +3,11 @@ import torch
 from einops import rearrange
 
 from dino_vit.cli import main
-from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.pictures import heat
 from dino_vit.reports import sheets
-from dino_vit.reports.explorer import LoadedTeacher, build_map, data_uri
+from dino_vit.reports.explorer import build_map, data_uri
 from dino_vit.reports.record import read_run
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_views
@@ -43,7 +43,7 @@ def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
     for number in range(4):
         write_synthetic(tmp_path / "images" / f"{number}.png", number, size=90)  # no whole number of patches
     source = open_source(str(tmp_path / "images"))
-    teacher = LoadedTeacher(Checkpoints(made).newest().path, torch.device("cpu"))
+    teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     found = build_map(teacher, source, [0, 1, 2, 3])
     command = ["attention", str(tmp_path / "images"), f"weights={made}", f"output={tmp_path / 'maps'}"]
     assert main(command) == 0
