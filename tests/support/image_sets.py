@@ -4,7 +4,9 @@ import io
 import json
 import tarfile
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,14 +29,14 @@ FILES = {name: image_file(seed, name) for seed, name in enumerate(NAMES)}
 ORDER = sorted(NAMES, key=str.encode)
 
 
-def write_folder(root: Path, files=FILES) -> Path:
+def write_folder(root: Path, files: Mapping[str, bytes] = FILES) -> Path:
     for name, data in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
     return root
 
 
-def write_tar(path: Path, files=FILES, *, format=tarfile.PAX_FORMAT) -> Path:
+def write_tar(path: Path, files: Mapping[str, bytes] = FILES, *, format: int = tarfile.PAX_FORMAT) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=format) as tar:
         for name, data in files.items():
@@ -44,14 +46,21 @@ def write_tar(path: Path, files=FILES, *, format=tarfile.PAX_FORMAT) -> Path:
     return path
 
 
-def write_zip(path: Path, files=FILES, *, method=zipfile.ZIP_DEFLATED) -> Path:
+def write_zip(path: Path, files: Mapping[str, bytes] = FILES, *, method: int = zipfile.ZIP_DEFLATED) -> Path:
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
     return path
 
 
-def write_parquet(path: Path, files=FILES, *, names=True, rows=2, classes=CLASSES) -> Path:
+def write_parquet(
+    path: Path,
+    files: Mapping[str, bytes] = FILES,
+    *,
+    names: bool = True,
+    rows: int = 2,
+    classes: Sequence[str] = CLASSES,
+) -> Path:
     """Write a table as Hugging Face does."""
     images = [{"bytes": data, "path": name if names else None} for name, data in files.items()]
     labels = [classes.index(name.split("/")[0]) for name in files]
@@ -64,7 +73,7 @@ def write_parquet(path: Path, files=FILES, *, names=True, rows=2, classes=CLASSE
     return path
 
 
-def items(source) -> list[tuple[str, bytes, str | None]]:
+def items(source: Any) -> list[tuple[str, bytes, str | None]]:
     """Return the name as it was written, the bytes and the label in words of each item."""
     classes = source.classes
     labels = [source.label(index) for index in range(len(source))]
