@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features import eval_mode, in_batches
-from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone, eval_mode, in_batches
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.attention import cls_attention, pad, with_attention
 from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten

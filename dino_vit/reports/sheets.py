@@ -9,7 +9,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.labels import read_sampling_weights
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.frozen import FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
 from dino_vit.reports.explorer import MAX_NAME, ImageMap, attention_of, data_uri
 from dino_vit.views.build import build_pixels, make_views
