@@ -95,7 +95,7 @@ def check_views(views: Views, augment: AugmentSettings, model: Model) -> Iterato
         text = "DINO needs at least two views per image; set views.local_count or views.global_count=2"
         yield Problem(text, ("views.global_count", "views.local_count"))
     ranges = {f"views.{name}": getattr(views, name) for name in ("global_scale", "local_scale")}
-    ranges |= {f"augment.{name}": getattr(augment, name) for name in ("blur_sigma", "noise_std")}
+    ranges |= {"augment.blur_sigma": augment.blur_sigma}
     for key, (low, high) in ranges.items():
         if low > high:
             yield Problem(f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]", (key,))

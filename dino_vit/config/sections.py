@@ -171,8 +171,6 @@ class AugmentSettings(Settings):
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
     blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
-    noise: Probability = setting(0.0, "probability of noise in every pixel and channel, added last")
-    noise_std: Share = setting((0.01, 0.1), "standard deviation for values from 0 to 1, from and to")
     module: str | None = setting(None, "python:MODULE:NAME, a module on batches of views instead of these")
 
 

@@ -26,7 +26,6 @@ class RngPurpose(IntEnum):
     REPLACEMENT = 6
     EVALUATION = 7
     LOOK = 8
-    NOISE = 9
     MASKS = 10
     SHARDS = 11
     WINDOW = 12

@@ -1,4 +1,4 @@
-"""Augmentation of views: flip, colour jitter, grey, blur, solarisation, noise, normalisation.
+"""Augmentation of views: flip, colour jitter, grey, blur, solarisation, normalisation.
 
 `draw_augment` draws a row of parameters for each view; `Augment` applies the rows to a batch on any
 device, in float32 on levels from 0 to 255, without rounding between operations (PIL rounds after each).
@@ -31,18 +31,6 @@ _ORDERS = list(permutations(range(4)))
 _NEGLIGIBLE = 1e-3  # taps of the Gaussian below this weight are left out; the centre has weight 1
 _REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
 _LUMA = (0.2989, 0.587, 0.114)
-# The constants of SplitMix64 as signed integers, for the noise.
-_GAMMA, _FIRST, _SECOND, _STREAM = (
-    (word + 2**63) % 2**64 - 2**63
-    for word in (
-        0x9E3779B97F4A7C15,
-        0xBF58476D1CE4E5B9,
-        0x94D049BB133111EB,
-        (RngPurpose.NOISE + 1) * 0x9E3779B97F4A7C15,
-    )
-)
-# Mean and standard deviation of the sum of four uniform bytes.
-_BYTES_MEAN, _BYTES_STD = 4 * 255 / 2, math.sqrt(4 * (256**2 - 1) / 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +47,6 @@ class ViewAugment:
     blur: float = 0.0
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     solarise: float = 0.0
-    noise: float = 0.0
-    noise_std: tuple[float, float] = (0.01, 0.1)
 
 
 class Column(IntEnum):
@@ -76,9 +62,6 @@ class Column(IntEnum):
     GREY = 7
     SIGMA = 8
     SOLARISE = 9
-    NOISE = 10  # standard deviation, for values from 0 to 1
-    KEY_HIGH = 11  # the 48-bit key of the noise, in two halves that float32 holds exactly
-    KEY_LOW = 12
 
 
 def draw_augment(
@@ -103,12 +86,6 @@ def draw_augment(
     rows[..., Column.GREY] = u[7] < setting("grey")
     rows[..., Column.SIGMA] = (u[8] < setting("blur")) * (low + (high - low) * u[9])
     rows[..., Column.SOLARISE] = u[10] < setting("solarise")
-    if setting("noise").any():
-        u = np.moveaxis(random_uniform(seed, RngPurpose.NOISE, *keys, np.arange(3)), -1, 0)
-        noisy, (low, high) = u[0] < setting("noise"), setting("noise_std").T
-        rows[..., Column.NOISE] = noisy * (low + (high - low) * u[1])
-        rows[..., Column.KEY_HIGH] = noisy * np.floor(2.0**24 * u[2])
-        rows[..., Column.KEY_LOW] = noisy * (np.floor(2.0**48 * u[2]) % 2**24)
     return rows
 
 
@@ -117,8 +94,7 @@ class Augment(nn.Module):
 
     Views are uint8, or float32 from 0 to 1 if they are deeper than 8 bits; any number of channels. Rows are
     read on the host: an operation computes only the images it applies to, and never waits for a device.
-    Noise comes last, because jitter would scale it and blur would remove it. On a CPU the result for an
-    image is the same, bit for bit, whatever its batch, process and threads.
+    On a CPU the result for an image is the same, bit for bit, whatever its batch, process and threads.
     """
 
     mean: Tensor
@@ -173,7 +149,6 @@ class Augment(nn.Module):
             *((grey, on[Column.GREY]) for grey in self.grey),
             (self.blur, on[Column.SIGMA]),
             (_solarise_, on[Column.SOLARISE]),
-            (_noise_, on[Column.NOISE]),
         ]
 
 
@@ -293,51 +268,3 @@ def _gaussian(sigma: Tensor, sigma_max: float, largest: int) -> Tensor:
 def _solarise_(x: Tensor, _: Tensor) -> None:
     """Invert values above one half; on 8-bit levels this equals the threshold 128."""
     torch.minimum(x, 255 - x, out=x)
-
-
-def _noise_(x: Tensor, rows: Tensor) -> None:
-    """Add independent noise to every value, and clamp to the levels as a sensor does."""
-    keys = rows[:, Column.KEY_HIGH].long() * 2**24 + rows[:, Column.KEY_LOW].long()
-    noise = noise_like(x, keys).mul_(255 * _factor(rows, Column.NOISE))
-    x.add_(noise).clamp_(0, 255)  # a fused multiply-add would round differently on some processors
-
-
-def noise_like(x: Tensor, keys: Tensor) -> Tensor:
-    """Return noise of mean 0 and variance 1 for images (n, c, h, w), by their keys (n,).
-
-    A value is a function of the key and the pixel, with the same bits on every device: the sum of four random
-    bytes, which is close to normal and never beyond 3.5.
-    """
-    size = x[0].numel()
-    sums = _sums_of_bytes(random_words(keys, (size + 1) // 2))
-    # Each word of 64 bits gives two values, from its low and its high half.
-    total = torch.cat([(sums & 0xFFFFFFFF).float(), (sums >> 32).float()], dim=1)[:, :size]
-    return total.sub_(_BYTES_MEAN).mul_(1 / _BYTES_STD).reshape(x.shape)
-
-
-def random_words(keys: Tensor, count: int) -> Tensor:
-    """Return `random_bits(key, RngPurpose.NOISE, np.arange(count))` for each key, as int64 (n, count).
-
-    torch has no arithmetic on unsigned integers; products and sums of signed ones wrap around alike.
-    """
-    state = _mix_(_mix_(keys.clone()) + _STREAM)
-    steps = torch.arange(1, count + 1, device=keys.device) * _GAMMA
-    return _mix_(rearrange(state, "n -> n 1") + steps)
-
-
-def _mix_(state: Tensor) -> Tensor:
-    state.bitwise_xor_(_shifted(state, 30)).mul_(_FIRST)
-    state.bitwise_xor_(_shifted(state, 27)).mul_(_SECOND)
-    return state.bitwise_xor_(_shifted(state, 31))
-
-
-def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill with zeros; >> alone would fill with the sign."""
-    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _sums_of_bytes(words: Tensor) -> Tensor:
-    """Add the four bytes of each half of a word, all halves at once: two sums per word."""
-    # First neighbouring bytes, then neighbouring pairs; the masks leave room for the carry.
-    pairs = (words & 0x00FF00FF00FF00FF).add_((words >> 8).bitwise_and_(0x00FF00FF00FF00FF))
-    return (pairs & 0x0000FFFF0000FFFF).add_((pairs >> 16).bitwise_and_(0x0000FFFF0000FFFF))

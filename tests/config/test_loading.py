@@ -96,8 +96,8 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("kind", ["delete", "insert", "replace", "swap"])
 def test_a_typo_leads_back_to_its_key(kind: str) -> None:
-    rng = random.Random(kind)
     for key in settings_of(PretrainConfig):
+        rng = random.Random(f"{kind}: {key}")
         at = rng.choice([i for i, letter in enumerate(key) if letter != "."])
         typo = {
             "delete": key[:at] + key[at + 1 :],

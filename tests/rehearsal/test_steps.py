@@ -26,7 +26,6 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
     "rotary": {
         "model.positions": "rotary",
         "model.rotary_rescale": 2,
-        "augment.noise": 0.5,
         "model.drop_path": 0.2,
     },
     "recomputation": {"model.grad_checkpointing": "true", "optim.name": "sgd", "optim.layer_decay": 0.9},

@@ -33,7 +33,6 @@ def test_augmentation_is_on_the_device_unless_the_user_says_otherwise():
 
 def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path):
     settings = {"budget.steps": 5, "optim.warmup_epochs": 0, "data.workers": 2}
-    settings["augment.noise"] = 0.5
     for place in ("worker", "device"):
         run(tmp_path / place, {**settings, "data.augment_on": place})
     assert_same_end(tmp_path / "worker", tmp_path / "device", 5)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as V
 
-from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.views.augment import Augment, Column, noise_like
+from dino_vit.views.augment import Augment, Column
 from tests.support.views import draw_rows, ks_distance, views_of
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -26,8 +25,8 @@ def rows(count=6, **columns):
     return made
 
 
-def drawn_rows(count, noise=0.0):
-    return draw_rows(views_of(f"augment.noise={noise}"), samples=np.arange(count)).flatten(0, 1)
+def drawn_rows(count):
+    return draw_rows(views_of(), samples=np.arange(count)).flatten(0, 1)
 
 
 def plain(channels=3):
@@ -61,9 +60,6 @@ def naive(image, row):
         x = V.gaussian_blur(x, [size, size], [row[Column.SIGMA]] * 2)
     if row[Column.SOLARISE]:
         x = V.solarize(x, 0.5)
-    if row[Column.NOISE]:
-        key = torch.tensor([int(row[Column.KEY_HIGH]) << 24 | int(row[Column.KEY_LOW])])
-        x = (x + row[Column.NOISE] * noise_like(x[None], key)[0]).clamp(0, 1)
     return x
 
 
@@ -104,7 +100,7 @@ def test_blur_is_torchvisions(sigma):
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
 def test_drawn_rows_of_all_kinds_at_once_equal_the_loop(channels):
-    row = drawn_rows(4, noise=0.5)
+    row = drawn_rows(4)
     assert matches(images(len(row), channels), row)
 
 
@@ -123,19 +119,6 @@ def test_what_is_off_is_untouched_bit_for_bit():
     assert not torch.equal(plain()(x, row)[1::2], (x / 255)[1::2])
 
 
-def test_noise_is_of_its_image_channel_and_pixel():
-    size = 225, 223
-    grey = torch.full((2, 5, *size), 128, dtype=torch.uint8)
-    row = rows(2, noise=torch.tensor([0.02, 0.1]), key_high=2**24 - 1, key_low=torch.tensor([5, 6]))
-    added = plain(5)(grey, row) - 128 / 255
-    for image, std in zip(added, (0.02, 0.1), strict=True):
-        assert image.std().item() == pytest.approx(std, rel=0.05)
-        assert abs(torch.corrcoef(image.flatten(1)) - torch.eye(5)).max() < 4 / math.sqrt(math.prod(size))
-    assert abs(torch.corrcoef(added.flatten(1))[0, 1]) < 4 / math.sqrt(added[0].numel())
-    black_and_white = plain(5)(torch.tensor([0, 255], dtype=torch.uint8).repeat(2, 5, *size), row)
-    assert (black_and_white.min(), black_and_white.max()) == (0, 1)
-
-
 def test_normalises_with_mean_and_std():
     x = images()
     assert torch.allclose(Augment(mean=MEAN, std=STD)(x, rows()), V.normalize(x / 255, MEAN, STD), atol=1e-6)
@@ -144,7 +127,7 @@ def test_normalises_with_mean_and_std():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(23, 19), (181, 187)])
 def test_on_a_cpu_an_image_depends_on_no_batch_and_no_threads(size, channels):
-    row = drawn_rows(4, noise=0.5)
+    row = drawn_rows(4)
     x = images(len(row), channels, *size)
     augment = Augment(mean=MEAN[:channels], std=STD[:channels])
     before = torch.get_num_threads()
@@ -205,55 +188,3 @@ def test_augmentation_follows_the_recipe():
 
     flat = rows.reshape(-1, len(Column))[:, [0, 1, 2, 3, 4, 5, 6, 7]]
     assert abs(np.corrcoef(flat.T) - np.eye(8)).max() < 0.02
-
-
-def test_noise_is_drawn_as_asked_and_changes_no_other_draw():
-    count = 4000
-    views = [views_of(f"augment.noise={p}")[0] for p in (0.0, 0.3, 1.0)]
-    rows = draw_rows(views, epoch=3, samples=np.arange(count)).numpy()
-    silent = draw_rows(views[:1] * 3, epoch=3, samples=np.arange(count)).numpy()
-    assert (rows[..., : Column.NOISE] == silent[..., : Column.NOISE]).all()
-    assert not silent[..., Column.NOISE :].any()
-    assert not rows[:, 0, Column.NOISE :].any()
-    noisy = rows[:, 1, Column.NOISE] > 0
-    assert abs(noisy.mean() - 0.3) < 3.3 * math.sqrt(0.3 * 0.7 / count)
-    assert not rows[~noisy, 1, Column.NOISE :].any()
-    assert (rows[:, 2, Column.NOISE] > 0).all()
-    for column, low, high in (
-        (Column.NOISE, 0.01, 0.1),
-        (Column.KEY_HIGH, 0, 2**24),
-        (Column.KEY_LOW, 0, 2**24),
-    ):
-        drawn = rows[:, 2, column]
-        assert ks_distance(drawn, np.linspace(low, high, 100_001)) < 1.95 / math.sqrt(count)
-        assert column == Column.NOISE or (drawn == np.floor(drawn)).all()
-    flat = rows[:, 2, [Column.FLIP, Column.NOISE, Column.KEY_HIGH, Column.KEY_LOW]]
-    assert abs(np.corrcoef(flat.T) - np.eye(4)).max() < 4 / math.sqrt(count)
-    assert (draw_rows(views, epoch=3, samples=[77])[0].numpy() == rows[77]).all()
-    assert (draw_rows(views, epoch=4, samples=[77])[0, 2].numpy() != rows[77, 2])[-3:].all()
-
-
-KEYS = (0, 1, 2**24 - 1, 2**24, 0x9E3779B97F4A, 2**48 - 1)
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 6), (3, 5, 7)])
-def test_noise_is_the_sum_of_four_bytes_of_random_bits(shape):
-    size = math.prod(shape)
-    noise = noise_like(torch.empty(len(KEYS), *shape), torch.tensor(KEYS))
-    for key, of_key in zip(KEYS, noise.flatten(1).tolist(), strict=True):
-        words = random_bits(key, RngPurpose.NOISE, np.arange((size + 1) // 2)).tolist()
-        halves = [word & 0xFFFFFFFF for word in words] + [word >> 32 for word in words]
-        for half, value in zip(halves, of_key, strict=False):
-            total = sum(half >> 8 * byte & 0xFF for byte in range(4))
-            assert value == pytest.approx((total - 510) / math.sqrt((256**2 - 1) / 3), rel=1e-6)
-
-
-def test_noise_has_the_moments_of_a_sum_of_four():
-    noise = noise_like(torch.empty(8, 3, 128, 128), torch.arange(8)).double()
-    count = noise.numel()
-    assert abs(noise.mean()) < 3.3 / math.sqrt(count)
-    assert abs(noise.var() - 1) < 3.3 * math.sqrt(1.7 / count)  # kurtosis less 1
-    assert (noise**4).mean() == pytest.approx(3 - 6 / 5 / 4, abs=0.02)
-    assert 3.2 < noise.abs().max() < 3.5
-    neighbours = torch.stack([noise[..., 1:].flatten(), noise[..., :-1].flatten()])
-    assert abs(torch.corrcoef(neighbours)[0, 1]) < 3.3 / math.sqrt(count)

@@ -29,7 +29,6 @@ VIEWS = views_of(
     "views.global_size=[32, 24]",
     "views.local_size=16",
     "views.local_count=3",
-    "augment.noise=0.5",
 )
 
 
