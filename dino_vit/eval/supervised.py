@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
-from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.core.text import progress
 from dino_vit.eval.labelled import LabelledSubset
 from dino_vit.views.augment import Augment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import Loader
+from dino_vit.views.loader import Loader, choose_workers
 from dino_vit.views.sampler import Sampler
 
 
@@ -55,7 +54,7 @@ class SupervisedLoader:
             views=(view,),
             sampler=sampler,
             pixels=transform.pixels,
-            workers=min(cores_of_a_process(processes) - 1, 16) if workers is None else workers,
+            workers=choose_workers(workers, processes),
             pin=device.type == "cuda",
         )
         self.size, self.device = view.size, device

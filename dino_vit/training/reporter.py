@@ -33,7 +33,6 @@ from dino_vit.training.metrics import (
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import PATIENCE, begins_to_wait, diagnose, summarise
-from dino_vit.views.build import advice_on_waiting
 
 NAMES = {
     "knn": "k-NN",
@@ -132,15 +131,12 @@ class Reporter:
 
     def _advice_on_waiting(self) -> str:
         state, last = self.state, self.history[-PATIENCE:]
-        advice = advice_on_waiting(
-            state.config,
-            state.interval.loading,
-            self.run.sizes,
-            workers=state.loader.workers,
-            cores=cores_of_a_process(state.accelerator.num_processes),
-        )
         share = sum(metrics.data_wait for metrics in last) / len(last)
-        return f"step {state.step:,}: the run waits for images {share:.0%} of its time; {advice}"
+        return (
+            f"step {state.step:,}: the run waits for images {share:.0%} of its time; "
+            f"{state.interval.loading.describe()}, with data.workers={state.loader.workers}. "
+            "docs/data.md (What is fast) says what helps"
+        )
 
     def saved(self, path: Path) -> None:
         """Note that a checkpoint is on the disk."""

@@ -69,7 +69,6 @@ class Resolved(NamedTuple):
     config: PretrainConfig
     choices: list[Choice]
     notes: list[str]  # on the images
-    sizes: list[tuple[int, int]]  # heights and widths of the inspected images
 
 
 def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None = None) -> Resolved:
@@ -105,7 +104,7 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
     sizes = [(image.height, image.width) for image in images.images]
     if advice := advice_on_size(config, sizes, printable(config.data.source)):
         notes.append(advice)
-    return Resolved(config, list(made.values()), notes, sizes)
+    return Resolved(config, list(made.values()), notes)
 
 
 def fitted_steps(config: PretrainConfig, context: RunContext, fit: Fit | None) -> int | None:

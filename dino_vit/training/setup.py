@@ -39,7 +39,6 @@ class ReadyRun(NamedTuple):
     choices: list[Choice]
     notes: list[str]
     resumed: Path | None  # the checkpoint that it resumes from
-    sizes: list[tuple[int, int]]  # heights and widths of some images
 
 
 def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = None) -> ReadyRun:
@@ -48,7 +47,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = N
     `fit` is what a new run of some `budget.minutes` has time for.
     """
     context = open_context(config, accelerator)
-    config, choices, notes, sizes = resolve_config(config, context, fit)
+    config, choices, notes = resolve_config(config, context, fit)
     if context.resumed:
         check_same_run(config, context, context.resumed)
     state = _build_state(config, context, accelerator, fit)
@@ -65,7 +64,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = N
     if splits := choose_splits(context.source):
         use = describe_use(context.source, splits, config.data.source)
         notes.append(f"{use}; the run learns from all of them, without labels")
-    return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None, sizes)
+    return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
 def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext:

@@ -14,8 +14,7 @@ from torch import Tensor
 from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
-from dino_vit.core.runtime import cores_of_a_process, local_rank
-from dino_vit.core.text import plural, printable
+from dino_vit.core.runtime import local_rank
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import (
     LocalCopies,
@@ -24,16 +23,14 @@ from dino_vit.data.shards import (
     shard_cache_folder,
     shards_of,
 )
-from dino_vit.data.sources.files import is_url
 from dino_vit.data.sources.source import Source
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
-from dino_vit.views.loader import PREFETCH, Loader, LoadTimes
+from dino_vit.views.loader import PREFETCH, Loader, choose_workers
 from dino_vit.views.masks import Masking
 from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
-MOST_WORKERS = 16  # more rarely help, but cost memory
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
 # An image costs as much as decoding so many pixels besides its own, which cost this share where it is decoded
@@ -115,13 +112,6 @@ def build_masking(config: PretrainConfig, global_batch: int) -> Masking:
     )
 
 
-def choose_workers(config: PretrainConfig, processes: int) -> int:
-    """Return the DataLoader workers of each process: its cores, less the one it needs itself."""
-    if config.data.workers is not None:
-        return config.data.workers
-    return min(cores_of_a_process(processes) - 1, MOST_WORKERS)
-
-
 def build_loader(
     config: PretrainConfig,
     source: Source,
@@ -160,7 +150,7 @@ def build_loader(
         augment=build_augment(config) if config.data.augment_on == "worker" else None,
         masking=build_masking(config, global_batch) if config.loss.patch_weight else None,
         scaled_decoding=config.data.scaled_decoding,
-        workers=choose_workers(config, world_size),
+        workers=choose_workers(config.data.workers, world_size),
         pin=pin,
     )
 
@@ -179,7 +169,7 @@ def build_prefetch(
     if local_rank() > 0:
         return None
     # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
-    batches = choose_workers(config, sampler.world_size) * PREFETCH + 1
+    batches = choose_workers(config.data.workers, sampler.world_size) * PREFETCH + 1
     ahead = sampler.span // 2 + ceil(batches / sampler.accumulate) * sampler.batch_size
     if sampler.shards is None:
         ahead = 2 * sampler.length
@@ -255,34 +245,3 @@ def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], source: str) -
         f"`dino-vit pack {source} packed size={side}` makes them about {faster:.0f} times faster to decode"
     )
     return text if scaled else f"{text}, data.scaled_decoding=true about {1 / SCALED:.0f} times"
-
-
-def advice_on_waiting(
-    config: PretrainConfig, times: LoadTimes, sizes: Sequence[Size], *, workers: int, cores: int
-) -> str:
-    """Return what a run that waits for images takes for one, and what to do about the longest part.
-
-    `sizes` are heights and widths of some images, `cores` those of this process and its workers.
-    """
-    seconds = {name: getattr(times, name) / times.images for name in ("read", "decode", "crop", "augment")}
-    longest = max(seconds, key=lambda name: seconds[name])
-    source = printable(config.data.source)
-    remedies = {
-        "read": f"a faster disk, or shards instead of many files (`dino-vit pack {source} packed`)",
-        "decode": "more cores",
-        "crop": "more cores, or a lower views.local_count",
-        "augment": "data.augment_on=device",
-    }
-    if is_url(config.data.source):
-        remedies["read"] = "a copy of the images on a local disk, as data.cache_gb makes of shards"
-    remedy, large = remedies[longest], None
-    if longest in ("decode", "crop"):
-        large = advice_on_size(config, sizes, source)
-    # Processes that wait for a disk or a network leave their cores to others.
-    more = min(2 * cores if longest == "read" else cores - 1, MOST_WORKERS)
-    if more > workers:
-        remedy = f"data.workers={more}, or {remedy}"
-    parts = ", ".join(f"{1000 * value:.3g} ms to {name}" for name, value in seconds.items() if value)
-    who = plural(workers, "DataLoader worker") if workers else "this process alone"
-    text = f"an image takes {parts}, by {who} on {plural(cores, 'core')}. Try {remedy}."
-    return f"{text} {large[0].upper()}{large[1:]}." if large else text

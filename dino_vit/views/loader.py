@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing.synchronize import Event
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_vit.core import Size, log
 from dino_vit.core.process import STOP_SIGNALS
+from dino_vit.core.runtime import cores_of_a_process
 from dino_vit.data.images.decode import UnreadableImage, decode_item, read_item
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.shards import Prefetch
@@ -36,6 +37,7 @@ from dino_vit.views.sampler import BatchSpec, Sampler
 
 REPLACEMENTS = 10  # if an image and this many replacements are unreadable, the data are broken or unreachable
 PREFETCH = 2  # batches that each worker makes ahead
+MOST_WORKERS = 16  # more rarely help, but cost memory
 
 
 @dataclass
@@ -56,6 +58,13 @@ class LoadTimes:
             yield
         finally:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+    def describe(self) -> str:
+        """Return what an image took."""
+        seconds = asdict(self)
+        images = seconds.pop("images")
+        parts = (f"{1000 * value / images:.3g} ms to {part}" for part, value in seconds.items() if value)
+        return f"an image takes {', '.join(parts)}"
 
     def __add__(self, other: "LoadTimes") -> "LoadTimes":
         return LoadTimes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -218,6 +227,11 @@ class Loader(Dataset[Batch | Exception]):
             f"{REPLACEMENTS + 1} randomly chosen images cannot be read, the last one is {unreadable[-1]}. "
             "Check that the source is complete and can be reached."
         )
+
+
+def choose_workers(given: int | None, processes: int) -> int:
+    """Return the DataLoader workers of each process: as given, else its cores but the one it needs itself."""
+    return min(cores_of_a_process(processes) - 1, MOST_WORKERS) if given is None else given
 
 
 @contextmanager

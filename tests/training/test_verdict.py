@@ -204,7 +204,7 @@ def test_it_is_said_once_in_a_run_with_what_was_measured(tmp_path, capsys, caplo
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "waits for images" in line]
     times = re.search(
         r"waits for images 50% of its time; an image takes (\S+) ms to read, (\S+) ms to decode, (\S+) ms "
-        r"to crop, by 1 ",
+        r"to crop, with data.workers=1",
         line,
     )
     assert all(float(time) > 0 for time in times.groups())
