@@ -41,7 +41,7 @@ class InspectConfig(Settings):
     sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
     rows: FewOrZero = setting(8, "images on the sheet")
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
-    as_json: bool = setting(False, "print JSON, with every unreadable and every identical image")
+    as_json: bool = setting(False, "print JSON, with every unreadable image")
 
     positional: ClassVar = ("source",)
     switches: ClassVar = {"json": "as_json"}
@@ -113,7 +113,6 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
         "mean": mean,
         "std": std,
         "unreadable": [{"name": image.name, "reason": image.reason} for image in summary.unreadable],
-        "identical": [[source.name(index) for index in group] for group in summary.identical()],
     }
 
 
@@ -163,7 +162,6 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["advice"]:
         yield facts["advice"]
     yield from _listed("unreadable", [f"{image['name']}: {image['reason']}" for image in facts["unreadable"]])
-    yield from _listed("identical", [" = ".join(group[:LISTED]) for group in facts["identical"]])
 
 
 def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:

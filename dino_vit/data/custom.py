@@ -12,7 +12,6 @@ from torch import Tensor
 from dino_vit.config.objects import find, title_of
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import from_given
-from dino_vit.data.images.pixels import MAX_PIXELS
 from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.source import spread
 
@@ -46,7 +45,7 @@ class CustomSource:
         try:
             item = read(index) if read else self.given[index]
             image = item[0] if isinstance(item, tuple) else item
-            return from_given(image, alpha=False, max_pixels=MAX_PIXELS)
+            return from_given(image)
         except (OSError, ValueError):
             raise
         except Exception as error:  # of any kind, as the code is not ours; the image counts as unreadable

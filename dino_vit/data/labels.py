@@ -299,27 +299,18 @@ def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, o
 def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
     """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
     values = values_by_name(source, str(path), WEIGHT_COLUMNS)
-    missing = [index for index, value in enumerate(values) if value in (None, "")]
-    if missing:
-        count = f"{len(missing)} of {len(values)} images"
-        example = source.name(missing[0])
-        raise ValueError(f"{path} has no weight for {count}, such as '{example:.200}'; 0 is for never")
-    weights = np.array([_weight(str(path), source.name(row), value) for row, value in enumerate(values)])
+    weights = np.array([_number(str(value)) for value in values], dtype=np.float64)  # NaN if it is none
+    wrong = np.flatnonzero(~(weights >= 0)).tolist()
+    if wrong:
+        name, value = source.name(wrong[0]), values[wrong[0]]
+        raise ValueError(
+            f"{path} has no weight for {len(wrong)} of {len(values)} images, such as '{name:.200}' "
+            f"({value!r:.200}); it must be a finite number, 0 or more"
+        )
     total = sum(weights.tolist())
-    if not 1e-300 < total < math.inf:  # smaller numbers lose precision
+    if not 0 < total < math.inf:
         raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
     return weights
-
-
-def _weight(path: str, name: str, value: object) -> float:
-    try:
-        weight = float(str(value))
-    except ValueError:
-        weight = math.nan
-    if not 0 <= weight < math.inf:
-        text = "it must be a finite number, 0 or more"
-        raise ValueError(f"{path} gives '{name:.200}' the weight {value!r:.200}; {text}")
-    return weight
 
 
 def describe_sampling(weights: NDArray[np.float64]) -> str:

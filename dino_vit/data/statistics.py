@@ -1,8 +1,7 @@
 """Inspect images of a source: format, size, channels, depth and damage; and measure mean and std."""
 
-import hashlib
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ class ImageInfo:
     index: int
     format: str
     file_bytes: int  # 0 for an array
-    digest: bytes
     height: int
     width: int
     channels: int  # without alpha
@@ -92,13 +90,6 @@ class ImageSummary:
         text = f"{len(self.images)} images inspected: {', '.join(kinds)}"
         return "; ".join([text, *(f"{count} {step}" for step, count in steps.most_common())])
 
-    def identical(self) -> list[list[int]]:
-        """Return groups of indices of images that are the same byte for byte."""
-        groups: defaultdict[bytes, list[int]] = defaultdict(list)
-        for image in self.images:
-            groups[image.digest].append(image.index)
-        return [group for group in groups.values() if len(group) > 1]
-
 
 def _conversions(image: ImageInfo, pixels: Pixels) -> Iterator[str]:
     if not image.fits(pixels.channels):
@@ -151,12 +142,10 @@ def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | Unre
     if not image.isfinite().all():
         return UnreadableImage(name, NOT_FINITE)
     values = image.numpy().real  # NumPy has min and max of more types than torch
-    data = values.tobytes() if isinstance(item, Tensor) else item
     return ImageInfo(
         index=index,
         format="array" if isinstance(item, Tensor) else format_of(item),
         file_bytes=0 if isinstance(item, Tensor) else len(item),
-        digest=hashlib.blake2b(data, digest_size=16).digest(),
         height=image.shape[1],
         width=image.shape[2],
         channels=color,

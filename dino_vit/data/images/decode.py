@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from io import BytesIO
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,22 +95,18 @@ def decode_item(
 
 def read_given(image: object, pixels: Pixels = RGB) -> Tensor:
     """Return an image of any kind, converted to `pixels`."""
-    alpha, max_pixels = pixels.keeps_alpha, pixels.max_pixels
-    item = from_given(image, alpha=alpha, max_pixels=max_pixels)
-    if isinstance(item, bytes):
-        name = "the image" if isinstance(image, bytes) else str(image)
-        item = decode(item, name, alpha=alpha, max_pixels=max_pixels)
-    return pixels.conform(item)
+    name = str(image) if isinstance(image, str | os.PathLike) else "the image"
+    return decode_item(from_given(image, pixels), name, pixels)
 
 
-def from_given(image: object, *, alpha: bool, max_pixels: int) -> bytes | Tensor:
+def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
     """Return an image of any kind as the bytes of a file, or as a tensor (C, H, W)."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
     if isinstance(image, Image):
-        return _by_pillow(image, alpha, max_pixels)
+        return _by_pillow(image, pixels.keeps_alpha, pixels.max_pixels)
     if isinstance(image, np.ndarray):
         return _from_array(image)
     if isinstance(image, Tensor):
@@ -190,42 +186,32 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     if depth < 16 or file.mode == "I;16":
         return _by_pillow(file, alpha, max_pixels)
     _check_size(*file.size, 4, max_pixels)
-    try:
-        import imagecodecs
-    except ImportError as error:
-        raise _Unsupported(
-            "PNG with 16-bit colours needs imagecodecs: pip install 'dino-vit[tiff]'"
-        ) from error
+    import imagecodecs  # which few have: it is of the extra `tiff`
+
     array = imagecodecs.png_decode(data)
     has_alpha = color_type in (4, 6)
     return _to_tensor(array[..., :-1] if has_alpha and not alpha else array)
 
 
 def _read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    """Read an array (H, W), (C, H, W) or (H, W, C); the shorter of first and last axis has the channels."""
-    array = np.load(BytesIO(data))
-    if array.dtype.kind not in "uifb":
-        raise _Unsupported(f"an array of {array.dtype} is not an image")
-    last = _channels_last(array.shape)
-    height, width = array.shape[:2] if last else array.shape[-2:]
-    _check_size(width, height, array.shape[-1] if last else prod(array.shape[:-2]), max_pixels)
-    return _from_array(array)
+    image = _from_array(np.load(BytesIO(data)))
+    channels, height, width = image.shape
+    _check_size(width, height, channels, max_pixels)
+    return image
 
 
 def _from_array(array: NDArray[Any]) -> Tensor:
-    """Return an array (H, W), (C, H, W) or (H, W, C) as a tensor (C, H, W)."""
-    if _channels_last(array.shape) or array.ndim == 2:
+    """Return an array (H, W), (C, H, W) or (H, W, C) as a tensor (C, H, W).
+
+    The shorter of first and last axis has the channels.
+    """
+    if array.ndim == 2 or (array.ndim == 3 and array.shape[2] < array.shape[0]):
         return _to_tensor(array)
-    return _to_tensor(rearrange(array, "c h w -> h w c"))
-
-
-def _channels_last(shape: tuple[int, ...]) -> bool:
-    """Tell whether an image's last axis has the channels, the shorter of first and last axis."""
-    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] == shape[2]):
-        raise _Unsupported(
-            f"an array of shape {shape} is not an image (height, width) or (channels, height, width)"
-        )
-    return len(shape) == 3 and shape[2] < shape[0]
+    if array.ndim == 3 and array.shape[0] < array.shape[2]:
+        return _to_tensor(rearrange(array, "c h w -> h w c"))
+    raise _Unsupported(
+        f"an array of shape {array.shape} is not an image (height, width) or (channels, height, width)"
+    )
 
 
 def _read_tiff(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
