@@ -58,10 +58,7 @@ def run(config: InspectConfig) -> SourceFacts:
     """Inspect the images, and draw the views."""
     source, name = open_source(config.source, config.labels), printable(config.source)
     indices = spread(len(source), config.count or len(source))
-    summary = inspect_images(source, indices, max_pixels=config.max_pixels, allow_none=True)
-    if not summary.images:
-        reasons = "\n  ".join(map(str, summary.unreadable[:LISTED]))
-        raise ValueError(f"none of the {len(indices):,} inspected images can be read:\n  {reasons}")
+    summary = inspect_images(source, indices, max_pixels=config.max_pixels)
     training = training_config(config.pretrain, source, summary)
     sizes = [(image.height, image.width) for image in summary.images]
     facts = describe(name, source, summary, advice_on_size(training, sizes, name))

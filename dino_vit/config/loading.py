@@ -43,6 +43,8 @@ FIXED: dict[str, object] = {
     "loss.center_momentum": 0.9,
     "masks.probability": 0.5,
     "masks.ratio": (0.1, 0.5),
+    "augment.noise": 0.0,
+    "augment.noise_std": (0.01, 0.1),
     "optim.head_weight_decay": 1.0,
     "teacher.momentum_end": 1.0,
 }

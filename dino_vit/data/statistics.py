@@ -111,10 +111,8 @@ def sample(source: Source, seed: int, count: int) -> list[int]:
     return [int(index) for index in np.unique(drawn)]
 
 
-def inspect_images(
-    source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS, allow_none: bool = False
-) -> ImageSummary:
-    """Inspect images without conversion; unless `allow_none`, one of them must be readable."""
+def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
+    """Inspect images without conversion; one of them must be readable."""
     summary = ImageSummary(images=[], unreadable=[])
     inspect = partial(_inspect, source, max_pixels=max_pixels)
     with progress("Inspecting images", len(indices)) as advance, ThreadPoolExecutor(_THREADS) as pool:
@@ -124,8 +122,9 @@ def inspect_images(
                 summary.images.append(result)
             else:
                 summary.unreadable.append(result)
-    if not summary.images and not allow_none:
-        raise ValueError(f"none of {len(indices)} images can be read; the last: {summary.unreadable[-1]}")
+    if not summary.images:
+        first = summary.unreadable[0]
+        raise ValueError(f"none of the {len(indices):,} inspected images can be read; the first: {first}")
     return summary
 
 

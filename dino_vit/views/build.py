@@ -219,13 +219,11 @@ def make_views(
     channels = config.data.channels
     # Mean 0 and standard deviation 1 leave the values from 0 to 1.
     augment = build_augment(config, ((0.0,) * channels, (1.0,) * channels))
-    views: list[list[Tensor]] = [[] for _ in samples]
-    for size, pixels in batch.views.items():
-        coloured = augment(pixels, batch.augment[size])
-        for of_samples in rearrange(coloured, "(v b) c h w -> v b c h w", b=len(samples)):
-            for of_sample, view in zip(views, of_samples, strict=True):
-                of_sample.append(view)
-    return views
+    by_size = [
+        rearrange(augment(views, batch.augment[size]), "(v b) c h w -> b v c h w", b=len(samples))
+        for size, views in batch.views.items()
+    ]
+    return [[view for views in by_size for view in views[sample]] for sample in range(len(samples))]
 
 
 def advice_on_size(config: PretrainConfig, sizes: Sequence[Size], source: str) -> str | None:

@@ -22,16 +22,16 @@ from dino_vit.views.augment import ViewAugment
 Interpolation = Literal["bicubic", "bilinear"]
 
 BOX_TRIES = 10
+RATIO = 3 / 4, 4 / 3  # of a box, width : height
 REDUCTIONS = 8, 4, 2  # that a JPEG can be decoded with, besides 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A view: size, share of the image, aspect ratio (width / height) and augment."""
+    """A view: size, share of the image and augmentation."""
 
     size: Size
     scale: tuple[float, float]
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
     augment: ViewAugment = field(default_factory=ViewAugment)
     interpolation: Interpolation = "bicubic"
 
@@ -58,15 +58,15 @@ def choose_boxes(
 
 def _first_box(view: View, tries: list[list[float]], height: int, width: int) -> tuple[int, int, int, int]:
     """Return the first try that fits, or the largest central box of an allowed ratio."""
-    (low, high), (narrow, wide) = view.scale, (math.log(view.ratio[0]), math.log(view.ratio[1]))
+    (low, high), (narrow, wide) = view.scale, map(math.log, RATIO)
     for area, ratio, top, left in tries:
         pixels = height * width * (low + (high - low) * area)
         aspect = math.exp(narrow + (wide - narrow) * ratio)
         w, h = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
         if 0 < w <= width and 0 < h <= height:  # otherwise the next try, as in torchvision
             return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
-    w = min(width, max(1, round(height * view.ratio[1])))
-    h = min(height, max(1, round(width / view.ratio[0])))
+    w = min(width, max(1, round(height * RATIO[1])))
+    h = min(height, max(1, round(width / RATIO[0])))
     return (height - h) // 2, (width - w) // 2, h, w
 
 

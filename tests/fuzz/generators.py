@@ -41,11 +41,10 @@ def use(source: Path, labels: Path | None = None) -> None:
     """Open a source as commands do, and read and describe its first images."""
     opened = open_source(str(source), labels)
     some = range(min(len(opened), 8))
-    summary = inspect_images(opened, some, allow_none=True)
-    if summary.images:  # otherwise the command says which cannot be read
-        facts = describe(str(source), opened, summary, None)
-        json.dumps(facts, allow_nan=False).encode()
-        "\n".join(as_text(facts)).encode()
+    summary = inspect_images(opened, some)
+    facts = describe(str(source), opened, summary, None)
+    json.dumps(facts, allow_nan=False).encode()
+    "\n".join(as_text(facts)).encode()
     failures = []
     for index in some:
         try:

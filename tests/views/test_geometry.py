@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as V
 
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.views.geometry import View, crop_views, interleave
+from dino_vit.views.geometry import RATIO, View, crop_views, interleave
 from tests.support.views import draw_boxes, draw_rows, ks_distance, views_of
 
 
@@ -24,16 +24,16 @@ def test_the_recipe_is_the_default():
 def naive_box(draws, view, height, width):
     for area, ratio, top, left in draws:
         target = height * width * (view.scale[0] + (view.scale[1] - view.scale[0]) * area)
-        lows = math.log(view.ratio[0]), math.log(view.ratio[1])
+        lows = math.log(RATIO[0]), math.log(RATIO[1])
         aspect = math.exp(lows[0] + (lows[1] - lows[0]) * ratio)
         w = round(math.sqrt(target * aspect))
         h = round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             return [math.floor(top * (height - h + 1)), math.floor(left * (width - w + 1)), h, w]
-    if width / height < min(view.ratio):
-        w, h = width, round(width / min(view.ratio))
-    elif width / height > max(view.ratio):
-        w, h = round(height * max(view.ratio)), height
+    if width / height < min(RATIO):
+        w, h = width, round(width / min(RATIO))
+    elif width / height > max(RATIO):
+        w, h = round(height * max(RATIO)), height
     else:
         w, h = width, height
     return [(height - h) // 2, (width - w) // 2, h, w]
