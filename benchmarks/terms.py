@@ -125,7 +125,7 @@ def of_patches(weights: Path) -> dict[str, float]:
     scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
     frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(weights)))
     bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
-    classifier = PixelClassifier(bank, k=20, temperature=0.07, cs=(0.01, 1.0, 100.0))
+    classifier = PixelClassifier(bank, k=20)
     counted: dict[str, list[torch.Tensor]] = {"knn": [], "linear": []}
     for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
         for name, kinds in classifier.predict(batch.features, (side, side)).items():

@@ -172,7 +172,7 @@ def _evaluate(
     """Run one evaluator on one backbone."""
     values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": str(path)}
     if evaluator == "dense":
-        return dense.run(dense.DenseConfig(**values, pictures=0)).measured
+        return dense.run(dense.DenseConfig(**values)).measured
     if evaluator == "knn":
         result, title = knn.run(knn.KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
     else:

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result, format_table
-from dino_vit.config.settings import Count, Few, FewOrZero, NonEmpty, Positive, Problem, setting
+from dino_vit.config.settings import Count, Few, Problem, setting
 from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
@@ -26,23 +26,15 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import (
-    Interval,
-    Measured,
-    measured_share,
-    results_path,
-    with_confidence,
-    write_results,
-)
-from dino_vit.eval.features import FrozenBackbone, in_batches
+from dino_vit.eval.accuracy import Interval, Measured, results_path, with_confidence, write_results
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
-from dino_vit.eval.maps.attention import AttendedPatches, best_head_overlap
-from dino_vit.eval.maps.pictures import Panel, as_picture, colour_classes, write_sheet
 from dino_vit.models.positions import Grid
 
 JUDGES = {"knn": "k-NN of patches", "linear": "linear layer"}
+CS = (0.01, 1.0, 100.0)  # inverse penalties of the linear layer
 Value = Annotated[int, Field(ge=0, le=255)]  # of a pixel of a mask
 
 
@@ -54,16 +46,11 @@ class DenseConfig(BackboneConfig):
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
     ignore_value: Value = setting(IGNORED, "value of pixels that belong to no class")
-    background: Value | None = setting(None, "class that is no object, for the measure of attention")
     train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
     k: Few = setting(20, "neighbours of a patch")
-    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
-    cs: NonEmpty[Positive] = setting((0.01, 1.0, 100.0), "inverse penalties of the linear layer to try")
-    pictures: FewOrZero = setting(8, "images to draw, beside their masks and the predictions")
     output: str | None = setting(
-        None,
-        "JSON file, with the picture beside; null: dense.json in eval/ of the run or beside the weights",
+        None, "JSON file; null: dense.json in eval/ of the run or beside the weights"
     )
 
     def contradictions(self) -> Iterator[Problem]:
@@ -86,67 +73,48 @@ class DenseResult(Result):
 
     knn: PixelFigures
     linear: PixelFigures
-    attention: Interval | None  # overlap of the best head with the object in per cent; None without objects
-    measured: list[Measured] = field(repr=False)  # mIoU of both judges, and attention, with each image's part
+    measured: list[Measured] = field(repr=False)  # mIoU of both judges, with each image's part
     path: Path  # of the JSON file
-    picture: Path | None  # of the first images beside their masks and the predictions
 
 
 def run(config: DenseConfig) -> DenseResult:
-    """Learn from the patches of some images, judge the pixels of others, write JSON and a picture."""
+    """Learn from the patches of some images, judge the pixels of others, and write the JSON."""
     frozen = frozen_backbone(config)
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, patches=config.patches)
-    classifier = PixelClassifier(bank, k=config.k, temperature=config.temperature, cs=config.cs)
-    measured, rows = judge(frozen, queries, indices, classifier, config)
+    measured = judge(frozen, queries, indices, PixelClassifier(bank, k=config.k))
     images, classes, true = len(measured[0].images), queries.classes, measured[0].parts[2].sum(0)
     if not true.sum():
         raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
-    figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=False)}
-    attention = measured[-1].interval if measured[-1].title == "attention" else None
+    figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
     path = results_path("dense", weights=config.weights, output=config.output)
-    picture = path.with_suffix(".png") if rows else None
-    table = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
-    lines = [
-        f"pixels of {images:,} images, learned from {len(bank.features):,} patches of others\n",
-        format_table(["", "mIoU %", "pixels %"], table),
-        f"{largest}, the largest class, has {percent:.1f} % of the pixels",
-        *([f"attention: the best head overlaps the object by {attention} %"] if attention else []),
-        f"\n{path}",
-        *([str(picture)] if picture else []),
-    ]
     if is_main_process():
         results = {
             "weights": frozen.describe_weights(),
             "settings": config.model_dump(mode="json"),
             "images": images,
             "bank": len(bank.features),
-            "c": classifier.c,
-            "classes": [name for name, pixels in zip(classes, true.tolist(), strict=True) if pixels],
             "largest_class": {"name": largest, "percent": percent},
-            "attention": attention and attention._asdict(),
             **{
                 name: {"mean_iou": iou._asdict(), "pixel_accuracy": pixels._asdict(), "iou": by_class}
                 for name, (iou, pixels, by_class) in figures.items()
             },
         }
         write_results(path, results)
-        if picture:
-            write_sheet(rows, picture, titles=["image", "mask", *JUDGES.values()])
-    text = "\n".join(lines)
-    return DenseResult(
-        **figures, attention=attention, measured=measured, path=path, picture=picture, text=text
+    rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
+    text = (
+        f"pixels of {images:,} images, learned from {len(bank.features):,} patches of others\n\n"
+        f"{format_table(['', 'mIoU %', 'pixels %'], rows)}\n"
+        f"{largest}, the largest class, has {percent:.1f} % of the pixels\n\n{path}"
     )
+    return DenseResult(**figures, measured=measured, path=path, text=text)
 
 
 def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSource, Sequence[int]]:
     """Return the images to learn from and those to judge."""
     values: dict[str, Any] = {"class_names": config.class_names, "ignore_value": config.ignore_value}
     queries = open_masks(config.source, config.masks, **values)
-    if config.background is not None and config.background >= len(queries.classes):
-        text = f"background={config.background} is no class of {config.source}: they go from 0 to"
-        raise ValueError(f"{text} {len(queries.classes) - 1}")
     if config.train is None:
         if len(queries) < 2:
             raise ValueError(f"{config.source} has one image with a mask, which leaves none to judge")
@@ -161,7 +129,6 @@ class Batch(NamedTuple):
     """Patches of some images, and the class of each pixel."""
 
     features: Tensor  # (n, h, w, width)
-    attention: Tensor  # of the CLS token in the last block (n, heads, h, w)
     masks: Tensor  # uint8 (n, H, W)
     indices: list[int]
 
@@ -184,17 +151,15 @@ def read_patches(
 
     batches = in_batches(indices, frozen.batch_size)
     with progress(title, len(indices)) as advance:
-        for batch in frozen.features(source, batches, AttendedPatches()):
+        for batch in frozen.features(source, batches, FeatureSpec(tokens="patches")):
             read = in_threads(read_mask, batch.indices.tolist())
             failures = [mask for mask in read if isinstance(mask, UnreadableImage)]
             for failure in (*batch.unreadable, *failures):
                 log.warning("left out: %s", failure)
             masks = {row: mask for row, mask in enumerate(read) if isinstance(mask, Tensor)}
             if masks:
-                values = rearrange(batch.values[list(masks)], "n (h w) d -> n h w d", h=height)
                 yield Batch(
-                    features=values[..., : model.width],
-                    attention=rearrange(values[..., model.width :], "n h w heads -> n heads h w"),
+                    features=rearrange(batch.values[list(masks)], "n (h w) d -> n h w d", h=height),
                     masks=torch.stack(list(masks.values())).to(frozen.device),
                     indices=batch.indices[list(masks)].tolist(),
                 )
@@ -253,14 +218,13 @@ def patch_bank(frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[i
 class PixelClassifier:
     """Tell the class of every pixel from the features of patches, as a bank of others suggests."""
 
-    def __init__(self, bank: Bank, *, k: int, temperature: float, cs: Sequence[float]) -> None:
-        self._bank, self._k, self._temperature = bank, min(k, len(bank.targets)), temperature
-        self._layer, self.c = linear_layer(bank, cs)
+    def __init__(self, bank: Bank, *, k: int) -> None:
+        self._bank, self._k, self._layer = bank, min(k, len(bank.targets)), linear_layer(bank)
 
     def predict(self, features: Tensor, size: Size) -> dict[str, Tensor]:
         """Return the classes (n, H, W) by neighbours and by the linear layer, from features (n, h, w, D)."""
         bank, k, (n, h, _, _), rows = self._bank, self._k, features.shape, features.flatten(0, 2)
-        ranked = weighted_knn(bank.features, bank.targets, rows, k=[k], temperature=self._temperature)[k]
+        ranked = weighted_knn(bank.features, bank.targets, rows, k=[k])[k]
         scores = {
             "knn": F.one_hot(ranked[:, 0].to(rows.device), len(bank.classes)).float(),
             "linear": self._layer.scores(rows)[:, 0],
@@ -269,8 +233,8 @@ class PixelClassifier:
         return {name: bank.classes[upsample(grid, size)] for name, grid in grids.items()}
 
 
-def linear_layer(bank: Bank, cs: Sequence[float]) -> tuple[LinearHeads, float]:
-    """Return the linear layer of all patches, with the C that is the best for a fifth of them; and that C."""
+def linear_layer(bank: Bank) -> LinearHeads:
+    """Return the linear layer of all patches, with the C that is the best for a fifth of them."""
     # Neighbours in the bank are of one image: ten groups of them are held out, from all over the bank.
     held = torch.arange(len(bank.features), device=bank.targets.device) * 50 // len(bank.features) % 5 == 0
     fit = partial(sweep, classes=len(bank.classes), max_iterations=200)
@@ -278,9 +242,9 @@ def linear_layer(bank: Bank, cs: Sequence[float]) -> tuple[LinearHeads, float]:
     def right(trial: LogisticFit) -> int:
         return int(count_correct(trial.head, bank.features[held], bank.targets[held])[0])
 
-    c = max(fit(bank.features[~held], bank.targets[~held], cs=cs), key=right).c if len(cs) > 1 else cs[0]
+    c = max(fit(bank.features[~held], bank.targets[~held], cs=CS), key=right).c
     (best,) = fit(bank.features, bank.targets, cs=[c])
-    return best.head, c
+    return best.head
 
 
 def upsample(logits: Tensor, size: Size) -> Tensor:
@@ -321,37 +285,18 @@ def pixel_figures(measured: Measured, classes: Sequence[str]) -> PixelFigures:
 
 
 def judge(
-    frozen: FrozenBackbone,
-    source: MaskedSource,
-    indices: Sequence[int],
-    classifier: PixelClassifier,
-    config: DenseConfig,
-) -> tuple[list[Measured], list[list[Panel]]]:
-    """Judge images, a share in each process; return what was measured, and pictures of the first images.
-
-    Measured are the mIoU by each of `JUDGES` and, if any image has an object, the attention.
-    """
-    classes, rows = len(source.classes), list[list[Panel]]()
+    frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], classifier: PixelClassifier
+) -> list[Measured]:
+    """Return the mIoU of images by each of `JUDGES`; every process judges a share of the images."""
+    classes = len(source.classes)
     judged = [torch.zeros(0, dtype=torch.long, device=frozen.device)]  # a process may have no image
     counts = [torch.zeros(0, len(JUDGES), 3, classes, dtype=torch.long, device=frozen.device)]
-    overlaps = [torch.zeros(0, device=frozen.device)]
     for batch in read_patches(frozen, source, rank_slice(indices), "images to judge"):
         predicted = classifier.predict(batch.features, (batch.masks.shape[1], batch.masks.shape[2]))
         counts.append(torch.stack([count_pixels(of, batch.masks, classes) for of in predicted.values()], 1))
-        overlaps.append(best_head_overlap(batch.attention, batch.masks, config.background))
         judged.append(torch.as_tensor(batch.indices, device=frozen.device))
-        for row, index in enumerate(batch.indices[: max(0, config.pictures - len(rows))]):
-            image = as_picture(frozen.transform.read(source, index))
-            maps = [batch.masks[row], *(pixels[row] for pixels in predicted.values())]
-            coloured = [colour_classes(pixels.cpu(), image) for pixels in maps]
-            rows.append([(tile, "") for tile in (image, *coloured)])
-    images = all_gather(torch.cat(judged)).cpu().numpy()
-    pixels, shares = all_gather(torch.cat(counts)), all_gather(torch.cat(overlaps)).cpu()
-    measured = [
+    images, pixels = all_gather(torch.cat(judged)).cpu().numpy(), all_gather(torch.cat(counts))
+    return [
         Measured(title=f"mIoU, {title}", images=images, parts=pixels[:, number].unbind(1), figure=mean_iou)
         for number, title in enumerate(JUDGES.values())
     ]
-    with_object = ~shares.isnan()
-    if with_object.any():
-        measured.append(measured_share("attention", images[with_object.numpy()], shares[with_object]))
-    return measured, rows

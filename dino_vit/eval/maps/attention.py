@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_vit.core import Size
-from dino_vit.data.sources.masks import IGNORED
-from dino_vit.eval.features import FeatureSpec, eval_mode
+from dino_vit.eval.features import eval_mode
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import Block
 from dino_vit.models.vit import VisionTransformer
 
 MASS = 0.6  # of the attention, in the mask of a head
@@ -42,30 +40,6 @@ def cls_attention(model: VisionTransformer, images: Tensor, block: int = -1) -> 
     return rearrange(of_patches, "b h (y x) -> b h y x", y=model.grid_of(*images.shape[-2:])[0])
 
 
-class AttendedPatches(FeatureSpec):
-    """Patch tokens and, behind the channels of each, the attention of the CLS token to it, by head.
-
-    Models of timm have no heads to show.
-    """
-
-    def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
-        height, width = model.grid_of(*size)
-        return height * width, model.width + model.heads
-
-    def of(self, model: Backbone, images: Tensor) -> Tensor:
-        if not isinstance(model, VisionTransformer):
-            return model.forward_features(images)[:, model.first_patch :]
-        tokens, rotation = model.embed_patches(images), model.rotation(images)
-        for block in model.blocks[:-1]:
-            tokens = block(tokens, rotation=rotation)
-        last = model.blocks[-1]
-        assert isinstance(last, Block)
-        q, k, _ = last.attn.split(last.norm1(tokens), rotation)
-        attention = last.attn.softmax(q[:, :, :1], k)[:, :, 0]
-        joined = [model.norm(last(tokens, rotation=rotation)), rearrange(attention, "n heads p -> n p heads")]
-        return torch.cat(joined, dim=2)[:, model.first_patch :]
-
-
 def mass_mask(maps: Tensor, share: float) -> Tensor:
     """Mark the fewest patches of each map (..., y, x) that hold at least a share of its mass."""
     flat = maps.flatten(-2).double()
@@ -73,34 +47,6 @@ def mass_mask(maps: Tensor, share: float) -> Tensor:
     mass_before = values.cumsum(-1) - values
     marked = mass_before < share * flat.sum(-1, keepdim=True)
     return torch.zeros_like(marked).scatter(-1, indices, marked).reshape(maps.shape)
-
-
-def best_head_overlap(attention: Tensor, masks: Tensor, background: int | None = None) -> Tensor:
-    """Return Jaccard's index of the object in each image and the best head's mask of attention, (n,).
-
-    A head's mask holds the fewest patches with 60 % of the attention (n, heads, h, w) of the CLS token. The
-    object is all that is not background; without `background`, each class of the image is one, and the mean
-    over them is taken. An image without an object has NaN. As in the paper (its figure 4), where on PASCAL
-    VOC a ViT-S/16 of DINO reaches 45.9 %, a supervised one 27.3 % and an untrained one 22.0 %.
-    """
-    overlaps = torch.full((len(masks),), torch.nan)
-    if not attention.shape[1]:
-        return overlaps.to(masks.device)
-    for image, (mask, heads) in enumerate(zip(masks.cpu(), mass_mask(attention.cpu(), MASS), strict=True)):
-        marked = F.interpolate(heads[None].float(), size=mask.shape)[0].bool()  # (heads, H, W)
-        judged = mask != IGNORED
-        if background is None:
-            objects = [mask == kind for kind in mask[judged].unique()]
-        else:
-            objects = [judged & (mask != background)]
-        best = [
-            ((marked & thing).sum((1, 2)) / (marked & judged | thing).sum((1, 2))).max()
-            for thing in objects
-            if thing.any()
-        ]
-        if best:
-            overlaps[image] = torch.stack(best).mean()
-    return overlaps.to(masks.device)
 
 
 def patch_tokens(model: Backbone, images: Tensor) -> Tensor:

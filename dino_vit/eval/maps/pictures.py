@@ -76,17 +76,6 @@ def overlay(picture: Tensor, values: Tensor, patch: Size) -> Tensor:
     return blended.round().to(torch.uint8)
 
 
-def colour_classes(classes: Tensor, picture: Tensor) -> Tensor:
-    """Blend the colour of the class (H, W) of every pixel over its picture; 255, no class, stays as it is."""
-    from matplotlib import colormaps
-
-    palette = torch.from_numpy(colormaps["tab20"](range(20), bytes=True)[:, :3].copy())
-    order = torch.cat([torch.arange(0, 20, 2), torch.arange(1, 20, 2)])  # strong colours first
-    colours = rearrange(palette[order][classes.long() % 20], "y x c -> c y x")
-    blended = (0.4 * picture + 0.6 * colours).round().to(torch.uint8)
-    return torch.where(classes != 255, blended, picture)
-
-
 def side_by_side(pictures: Iterable[Tensor]) -> Tensor:
     """Join pictures of one height with white gaps between them."""
     first, *others = pictures
