@@ -64,7 +64,7 @@ class Data(Settings):
     range: tuple[Number, Number] | None = setting(None, "values of black and white; null: of the type")
     mean: tuple[Number, ...] | None = setting((0.485, 0.456, 0.406), "of values from 0 to 1; null: measured")
     std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
-    augment_on: Literal["auto", "worker", "device"] = setting("auto", "where to augment; auto: the faster")
+    augment_on: Literal["device", "worker"] = setting("device", "where to augment: device, all views at once")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
     max_unreadable: Probability = setting(0.1, "unreadable share that ends a run", resumable=True)

@@ -96,8 +96,6 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
     add(_order_choices(config, context))
     statistics, notes = _pixel_statistics(config, source, context.device)
     add(statistics)
-    if config.data.augment_on == "auto":
-        add([Choice("data.augment_on", "device", "workers only crop, and send 8 bits a value")])
     if resumed:
         config = _keep_global_batch(config, context, resumed)
     notes.insert(0, images.describe(build_pixels(config)))
@@ -211,7 +209,6 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     before, given = started_config(context.resumed), given_keys(config)
     keys = {f"data.{name}" for name in ("bits", "mean", "std") if getattr(config.data, name) is None}
     keys |= {"data.order"} if config.data.order is None and before.data.order else set()
-    keys |= {"data.augment_on"} if config.data.augment_on == "auto" else set()
     if config.recipe == "auto":
         for key in (AUTO_KEYS | FITTED_KEYS) - given:
             if get(before, key) is not None and not settings_of(PretrainConfig)[key].rivals & given:

@@ -8,27 +8,10 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.training.resolve import RunContext, kept_choices, resolve_config
+from dino_vit.training.resolve import RunContext, kept_choices
 from tests.support.runs import assert_same_end, run
 
 CPU = torch.device("cpu")
-
-
-def config(*settings):
-    small = ("model.patch_size=8", "views.global_size=32", "views.local_size=16")
-    return load(PretrainConfig, None, [*small, *settings])
-
-
-def test_augmentation_is_on_the_device_unless_the_user_says_otherwise():
-    source = SyntheticSource(length=20)
-    context = RunContext(source=source, processes=1, device=CPU)
-
-    def resolved(*settings):
-        config_, choices, *_ = resolve_config(config(*settings), context)
-        return config_.data.augment_on, [choice.key for choice in choices].count("data.augment_on")
-
-    assert resolved("data.workers=1") == ("device", 1)
-    assert resolved("data.augment_on=worker") == ("worker", 0)
 
 
 def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path):
@@ -36,18 +19,6 @@ def test_a_run_learns_the_same_wherever_colours_are_changed(tmp_path):
     for place in ("worker", "device"):
         run(tmp_path / place, {**settings, "data.augment_on": place})
     assert_same_end(tmp_path / "worker", tmp_path / "device", 5)
-
-
-def test_a_run_keeps_its_place(tmp_path):
-    settings = {"budget.steps": 10, "optim.warmup_epochs": 0, "run.checkpoint_every": 5}
-    run(tmp_path / "run", {**settings, "data.augment_on": "worker"})
-    (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
-    said = run(tmp_path / "run", {**settings, "data.workers": 1})
-    assert "data.augment_on=worker: as the run started" in said
-    assert "augment_on: worker" in (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "checkpoints" / "step-00000010.safetensors").unlink()
-    said = run(tmp_path / "run", {**settings, "data.augment_on": "device"}, code=2)
-    assert "data.augment_on was worker and is device" in said
 
 
 def test_what_auto_chose_at_the_start_gives_way_to_what_a_resume_gives():
