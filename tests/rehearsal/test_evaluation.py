@@ -70,11 +70,10 @@ def test_a_step_of_finetuning_does_not_wait(tmp_path):
     settings = {
         "source": "synthetic:40:32",
         "arch": "vit_tiny",
-        "patch_size": 16,
         "size": 32,
         "batch_size": 8,
     }
-    settings |= {"output": tmp_path, "drop_path": 0.2, "mixup": 0.5, "workers": 0}
+    settings |= {"output": tmp_path, "drop_path": 0.2, "workers": 0}
     config = load(FinetuneConfig, None, [f"{key}={value}" for key, value in settings.items()])
     with Rehearsal(answers=True) as rehearsal:
         run = Finetuning(config, OnGpu())

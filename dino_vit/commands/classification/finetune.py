@@ -1,14 +1,13 @@
 """Fine-tune a whole network with a classifier on labelled images, from trained weights or from random ones.
 
 AdamW with a learning rate that decays from the classifier to the patch embedding, a cosine after a warm-up,
-label smoothing, and optionally mixup. The state is saved after every epoch, and training resumes from there.
+label smoothing. The state is saved after every epoch, and training resumes from there.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -69,7 +68,6 @@ class FinetuneConfig(SupervisedConfig):
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
-    patch_size: Dimension | None = setting(None, "of a randomly initialised network; null: that of arch")
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes")
     batch_size: Dimension = setting(64, "images per process and step")
@@ -82,7 +80,6 @@ class FinetuneConfig(SupervisedConfig):
     clip: Positive = setting(1.0, "maximum norm of all gradients together")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
     smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
-    mixup: NonNegative = setting(0.0, "alpha of the Beta distribution for mixing pairs of images; 0: none")
     crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
@@ -95,8 +92,6 @@ class FinetuneConfig(SupervisedConfig):
         if self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
             yield Problem(text, ("warmup_epochs", "epochs"))
-        if self.crop[0] > self.crop[1]:
-            yield Problem(f"crop={list(self.crop)} must go from low to high", ("crop",))
 
 
 def run(config: FinetuneConfig) -> Classification:
@@ -159,11 +154,9 @@ class Finetuning:
             warmup=round(config.warmup_epochs * steps),
         )
         set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
-        seed = derive_seed(config.seed, RngPurpose.NETWORK, step, rank(), 1)
-        images, shares = mix(images, targets, classes=len(self.train.classes), alpha=config.mixup, seed=seed)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             logits = self.wrapped(images)
-        loss = F.cross_entropy(logits.float(), shares, label_smoothing=config.smoothing)
+        loss = F.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
         torch.autograd.backward(loss)
         norm = clip_gradients([self.model], mode="global", max_norm=config.clip)
         mean, finite = reduce_loss(loss, norm)
@@ -196,23 +189,12 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     if config.weights is None:
         assert config.arch is not None
         shape: dict[str, Any] = {"image_size": size or 224, **VIT_SIZES[config.arch]}
-        if config.patch_size is not None:
-            shape["patch_size"] = config.patch_size
         return VisionTransformer(**shape, num_classes=classes, drop_path=config.drop_path)
     overrides: dict[str, Any] = {} if size is None else {"image_size": size}
     model = load_backbone(config.weights, network=config.network, drop_path=config.drop_path, **overrides)
     model.add_classifier(classes)
     convert_sync_batchnorm(model)
     return model.train()
-
-
-def mix(images: Tensor, targets: Tensor, *, classes: int, alpha: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Mixup: blend each image and its one-hot target with another's, by one share of Beta(alpha, alpha)."""
-    shares = F.one_hot(targets, classes).to(images.dtype)
-    if not alpha:
-        return images, shares
-    kept = float(np.random.Generator(np.random.PCG64(seed)).beta(alpha, alpha))
-    return torch.lerp(images.flip(0), images, kept), torch.lerp(shares.flip(0), shares, kept)
 
 
 def _result(tuning: Finetuning) -> Classification:

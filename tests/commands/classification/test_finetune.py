@@ -4,14 +4,13 @@ import json
 import os
 import signal
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dino_vit import load_backbone
 from dino_vit.cli import main
-from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning, build_model, mix
+from dino_vit.commands.classification.finetune import Finetuning
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.eval.features import extract_features
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
@@ -57,7 +56,7 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
 
 
 def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
-    more = (f"weights={weights}", "mixup=0.5")
+    more = (f"weights={weights}",)
     whole, _ = tune(tmp_path / "whole", *more)
     killed = arguments(tmp_path / "killed", *more)
     command(tmp_path / "log", *killed, code=75, before=terminate_in_the_second_epoch)
@@ -134,27 +133,3 @@ def test_mistakes_are_reported(tmp_path, weights, capsys):
         assert main(arguments(tmp_path / "run", *more)) == 2, more
         assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_a_randomly_initialised_network_has_the_patches_of_its_arch_unless_given():
-    for arch, given, size in (("vit_huge", None, 14), ("vit_base", None, 16), ("vit_base", 8, 8)):
-        config = FinetuneConfig(source="photos", arch=arch, patch_size=given)
-        with torch.device("meta"):
-            model = build_model(config, classes=2)
-        assert (model.patch_size, model.head.out_features) == ((size, size), 2)
-
-
-def test_mixup_blends_pairs_by_one_share():
-    images, targets = torch.randn(6, 3, 4, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    mixed, shares = mix(images, targets, classes=3, alpha=0.4, seed=5)
-    kept = np.random.Generator(np.random.PCG64(5)).beta(0.4, 0.4)
-    for index in range(6):
-        other = 5 - index
-        torch.testing.assert_close(mixed[index], kept * images[index] + (1 - kept) * images[other])
-        expected = torch.zeros(3)
-        expected[targets[index]] += kept
-        expected[targets[other]] += 1 - kept
-        torch.testing.assert_close(shares[index], expected)
-    plain, shares = mix(images, targets, classes=3, alpha=0, seed=5)
-    assert plain is images
-    assert torch.equal(shares, F.one_hot(targets, 3).float())
