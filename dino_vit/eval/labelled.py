@@ -1,7 +1,6 @@
 """Labelled images as sets and as features, and few of them at random."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,10 +11,10 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.config.objects import is_object
-from dino_vit.config.settings import Count, Few, Problem, Seed, Settings, setting
+from dino_vit.config.settings import Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.core.text import brief, plural
+from dino_vit.core.text import brief
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
@@ -42,18 +41,6 @@ class SupervisedConfig(Settings):
     seed: Seed = setting(0, "of all random numbers")
 
     positional: ClassVar = ("source",)
-
-
-class FewShotConfig(SupervisedConfig):
-    """Classify with few training images, too."""
-
-    shots: tuple[Count, ...] = setting((), "also train on only this many images per class, such as 1 and 5")
-    repeats: Few = setting(5, "random choices of the images for each of shots")
-
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield a setting that would have no effect."""
-        if self.repeats != type(self).model_fields["repeats"].default and not self.shots:
-            yield Problem("repeats has no effect without shots", ("repeats", "shots"))
 
 
 @dataclass(frozen=True)
@@ -193,19 +180,6 @@ def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, Labe
     order = np.argsort(random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train))), kind="stable")
     held_out = max(1, len(order) // _HELD_OUT_SHARE)
     return train[order[held_out:]], train[order[:held_out]]
-
-
-def few_shot_banks(config: FewShotConfig, bank: LabelledFeatures) -> Iterator[tuple[int, list[Rows]]]:
-    """Yield each number of shots with the rows of the bank that each repeat trains on."""
-    targets = bank.targets.cpu().numpy()
-    counts = np.unique(targets, return_counts=True)[1]
-    for shots in config.shots:
-        if short := int((counts < shots).sum()):
-            text = "%s per class: %s of %d with fewer, all of whose images are taken"
-            classes = plural(short, "class", "classes")
-            log.warning(text, plural(shots, "image"), classes, len(counts))
-        repeats = range(config.repeats)
-        yield shots, [few_shot_rows(targets, bank.indices, shots, config.seed, repeat) for repeat in repeats]
 
 
 def few_shot_rows(targets: Rows, keys: Rows, shots: int, seed: int, repeat: int) -> Rows:

@@ -22,8 +22,6 @@ from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
-from dino_vit.weights import WeightsError
-from dino_vit.weights.reading import check_finite, read_weights
 
 
 class Dino2021(Settings):
@@ -34,7 +32,6 @@ class Dino2021(Settings):
     lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
     epochs: Count = setting(100, "passes over the training images")
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores")
-    probe: str | None = setting(None, "evaluate the head in this file instead, ours or the reference's")
 
     @property
     def spec(self) -> FeatureSpec:
@@ -49,22 +46,6 @@ def probe_features(frozen: FrozenBackbone, images: LabelledSubset, settings: Din
     """Return what a head reads of some images."""
     labelled = labelled_features(frozen, images, settings.spec, "evaluation features")
     return replace(labelled, features=settings.arrange(labelled.features))
-
-
-def read_probe(path: str, frozen: FrozenBackbone, settings: Dino2021) -> LinearHeads:
-    """Read a head: the reference's file, one of ours, or a bare state dict of a linear layer."""
-    tensors = {name.removeprefix("linear."): t for name, t in read_weights(path, "teacher").tensors.items()}
-    if tensors.keys() != {"weight", "bias"} or tensors["weight"].ndim != 2:
-        raise WeightsError(f"{path} holds no linear head, but {', '.join(sorted(tensors)[:6])}")
-    weight, bias = (tensors[name].to(frozen.device, torch.float32) for name in ("weight", "bias"))
-    check_finite({"weight": weight, "bias": bias}, path)
-    (inputs,) = settings.spec.shape(frozen.model, frozen.transform.size)
-    if weight.shape[1] != inputs:
-        raise WeightsError(
-            f"{path} reads {weight.shape[1]} features, but dino2021.blocks and dino2021.mean give {inputs} "
-            "of this backbone"
-        )
-    return LinearHeads(weight[None], bias[None])
 
 
 def train_probe(
@@ -104,7 +85,7 @@ def train_probe(
         "weights": [weights["sha256"], weights["network"]],
         "sets": [subset.fingerprint for subset in (train, val)],
         "classes": train.classes,
-        "settings": settings.model_dump(exclude={"workers", "probe"}),
+        "settings": settings.model_dump(exclude={"workers"}),
         "transform": asdict(frozen.transform),
         "global_batch": loader.global_batch,
         "seed": seed,
@@ -133,12 +114,7 @@ def train_probe(
 
     training.run(loader, settings.epochs, take_step=take_step, evaluate=evaluate)
     percents = [figures["percent"] for figures in training.history]
-    if is_main_process():  # in the reference's format, from which the reference can resume
-        content = {
-            "epoch": settings.epochs,
-            "state_dict": {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()},
-            "optimizer": optimizer.state_dict(),
-            "best_acc": max(percents),
-        }
-        write_bytes(path, pickled(content))
+    if is_main_process():  # in the reference's format
+        tensors = {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()}
+        write_bytes(path, pickled({"state_dict": tensors}))
     return head, percents

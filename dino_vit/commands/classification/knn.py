@@ -1,6 +1,7 @@
 """Classify images by their nearest neighbours on frozen features, and rank them: mAP and recall at 1."""
 
 from collections.abc import Iterator, Sequence
+from statistics import mean, stdev
 from typing import Any, ClassVar
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, few_shot_result, few_shot_table
-from dino_vit.config.settings import Count, NonEmpty, Positive, setting
+from dino_vit.commands.classification import Classification
+from dino_vit.config.settings import Count, Few, NonEmpty, Positive, setting
+from dino_vit.core import log
 from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
 from dino_vit.core.text import plural, progress
 from dino_vit.data.sources.source import spread
@@ -27,9 +29,9 @@ from dino_vit.eval.accuracy import (
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.knn import rank_all, weighted_knn
 from dino_vit.eval.labelled import (
-    FewShotConfig,
     LabelledFeatures,
-    few_shot_banks,
+    SupervisedConfig,
+    few_shot_rows,
     given_sets,
     labelled_features,
 )
@@ -38,7 +40,7 @@ _CLASSES_SHOWN = 20
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-class KnnConfig(FewShotConfig, CachedConfig):
+class KnnConfig(SupervisedConfig, CachedConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     examples: ClassVar = ("knn photos weights=runs/demo", "knn val train=train weights=runs/demo")
@@ -47,6 +49,10 @@ class KnnConfig(FewShotConfig, CachedConfig):
     )
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
+    shots: tuple[Count, ...] = setting(
+        (), "also classify by only this many images per class, such as 1 and 5"
+    )
+    repeats: Few = setting(5, "random choices of the images for each of shots")
     output: str | None = setting(
         None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
     )
@@ -140,13 +146,19 @@ def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.devic
 def _few_shot(
     config: KnnConfig, bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for each size of the bank and each k, the mean and deviation of the accuracies."""
-    for shots, banks in few_shot_banks(config, bank):
+    """Yield, for each of `shots` and each k, the accuracies of all repeats, their mean and deviation."""
+    targets = bank.targets.cpu().numpy()
+    counts = np.unique(targets, return_counts=True)[1]
+    for shots in config.shots:
+        images = f"{plural(shots, 'image')} per class"
+        if short := int((counts < shots).sum()):
+            text = "%s: %s of %d with fewer, all of whose images are taken"
+            log.warning(text, images, plural(short, "class", "classes"), len(counts))
         top1: dict[int, list[Accuracy]] = {}
-        for repeat, rows in enumerate(banks):
+        for repeat in range(config.repeats):
+            rows = few_shot_rows(targets, bank.indices, shots, config.seed, repeat)
             # Without a bank of their own the queries are the images that were not chosen.
             rest = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
-            images = f"{plural(shots, 'image')} per class"
             if not len(rest):
                 raise ValueError(f"with {images}, all {len(bank)} are taken, which leaves none to classify")
             title = f"neighbours, {images}, {repeat + 1} of {config.repeats}"
@@ -154,7 +166,15 @@ def _few_shot(
             for k, ranked in _classify(config, bank[rows], rest, possible, device, title).items():
                 top1.setdefault(k, []).append(top_k_accuracy(ranked, rest.targets))
         for k, of_k in top1.items():
-            yield few_shot_result(shots, len(banks[0]), "k", k, of_k)
+            percents = [of_repeat.percent for of_repeat in of_k]
+            yield {
+                "shots": shots,
+                "images": len(rows),
+                "k": k,
+                "mean": mean(percents),
+                "standard_deviation": stdev(percents) if len(percents) > 1 else None,
+                "top1": [of_repeat._asdict() for of_repeat in of_k],
+            }
 
 
 def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
@@ -170,7 +190,13 @@ def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
         lines.append(line)
     tables = ["\n".join(lines)]
     if results["few_shot"]:
-        tables.append(few_shot_table(results["few_shot"], "k", config.repeats))
+        rows = []
+        for few in results["few_shot"]:
+            deviation = "-" if few["standard_deviation"] is None else f"{few['standard_deviation']:.2f}"
+            counts = [f"{few[name]:,}" for name in ("shots", "images", "k")]
+            rows.append([*counts, f"{few['mean']:.2f}", deviation])
+        header = ["images per class", "images", "k", "top-1 %", f"std of {config.repeats}"]
+        tables.append(format_table(header, rows))
     classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])[:_CLASSES_SHOWN]
     lowest = ", the lowest" if len(first["per_class"]) > _CLASSES_SHOWN else ""
     rows = [[name, _cell(of_class), f"{of_class['images']:,}"] for name, of_class in classes]

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, few_shot_result, few_shot_table
-from dino_vit.commands.classification.dino2021 import Dino2021, probe_features, read_probe, train_probe
+from dino_vit.commands.classification import Classification
+from dino_vit.commands.classification.dino2021 import Dino2021, probe_features, train_probe
 from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
-from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
+from dino_vit.core import log
+from dino_vit.core.distributed import is_main_process
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import (
     Accuracy,
@@ -29,13 +30,11 @@ from dino_vit.eval.accuracy import (
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.labelled import (
-    FewShotConfig,
     LabelledFeatures,
-    few_shot_banks,
+    SupervisedConfig,
     hold_out,
     labelled_features,
     open_sets,
-    open_subset,
 )
 from dino_vit.eval.linear import (
     CS,
@@ -72,7 +71,7 @@ class Logistic(Settings):
     cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
 
 
-class LinearConfig(FewShotConfig, CachedConfig):
+class LinearConfig(SupervisedConfig, CachedConfig):
     """Train linear classifiers on a frozen backbone, and report their accuracy."""
 
     examples: ClassVar = (
@@ -91,10 +90,6 @@ class LinearConfig(FewShotConfig, CachedConfig):
     dino2021: Dino2021 = Dino2021()
 
     def contradictions(self) -> Iterator[Problem]:
-        yield from super().contradictions()
-        if self.method != "logistic" and self.shots:
-            text = "few images are classified by logistic regression: set method=logistic for shots"
-            yield Problem(text, ("method", "shots"))
         if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
             text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
             yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
@@ -107,7 +102,7 @@ def run(config: LinearConfig) -> Classification:
     held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
     path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
     if config.method == "dino2021":
-        results, text, predictions = _run_dino2021(config, frozen, path.with_suffix(".pth"))
+        results, text, predictions = _train_on_views(config, frozen, path.with_suffix(".pth"))
     else:
         results, text, predictions = _train_on_features(config, frozen)
     settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
@@ -115,8 +110,6 @@ def run(config: LinearConfig) -> Classification:
     details = {"method": config.method, "weights": weights, "settings": settings, **results}
     if is_main_process():
         write_results(path, details)
-    if few := results.get("few_shot"):
-        text += f"\n\n{few_shot_table(few, 'C', config.repeats)}"
     best = results.get("best", results)
     return Classification.of(
         best, predictions=predictions, path=path, details=details, text=f"{text}\n{path}"
@@ -137,10 +130,10 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
     values: Sequence[float]
     if config.method == "grid":
         setting, values = "rate", config.grid.rates
-        heads, notes = _train_grid(config, train, columns, classes, device)
+        heads = _train_grid(config, train, columns, classes, device)
     else:
         setting, values = "C", sorted(config.logistic.cs)
-        heads, notes = _fit_logistic(config, train, classes, device)
+        heads = _fit_logistic(config, train, classes, device)
     top1 = _top1(heads, val)
     chosen_by = top1 if config.select == "source" else _top1(heads, chosen_on)
     cells: list[dict[str, Any]] = []
@@ -159,10 +152,7 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         "classes": classes,
         "best": cells[best] | accuracies,
         "table": cells,
-        "notes": notes,
     }
-    if config.method == "logistic":
-        results["few_shot"] = list(_few_shot(config, train, [chosen_on, val], classes, device))
     how_chosen = (
         "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
         "select=train chooses on a tenth of the training images"
@@ -175,7 +165,6 @@ def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluate
         _table(setting, values, inputs, top1, best),
         f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {summary(accuracies, classes)}",
         how_chosen,
-        *notes,
     ]
     return results, "\n".join(text), predictions
 
@@ -198,10 +187,11 @@ def _train_grid(
     columns: Sequence[slice],
     classes: int,
     device: torch.device,
-) -> tuple[list[LinearHeads], list[str]]:
+) -> list[LinearHeads]:
     grid, batch = config.grid, min(config.grid.batch, len(train))
     steps = grid.steps or grid_steps(len(train), batch)
-    heads = train_heads(
+    log.info("%d steps of %d images; rates are for 256 images and scale with the batch", steps, batch)
+    return train_heads(
         train.features,
         train.targets,
         columns=columns,
@@ -212,12 +202,11 @@ def _train_grid(
         seed=config.seed,
         device=device,
     )
-    return heads, [f"{steps:,} steps of {batch:,} images; rates are for 256 images and scale with the batch"]
 
 
 def _fit_logistic(
     config: LinearConfig, train: LabelledFeatures, classes: int, device: torch.device
-) -> tuple[list[LinearHeads], list[str]]:
+) -> list[LinearHeads]:
     """Fit every C in every process: each fit starts from the previous one, so they cannot be shared."""
     features, targets = train.features.to(device, torch.float32), train.targets.to(device)
     fits = []
@@ -225,42 +214,9 @@ def _fit_logistic(
         for fit in sweep(features, targets, cs=config.logistic.cs, classes=classes):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}")
-    unfinished = ", ".join(f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED)
-    return [join_heads(fits)], [
-        f"L-BFGS did not reach the optimum for C = {unfinished}"
-    ] if unfinished else []
-
-
-def _few_shot(
-    config: LinearConfig,
-    train: LabelledFeatures,
-    evaluated: Sequence[LabelledFeatures],
-    classes: int,
-    device: torch.device,
-) -> Iterator[dict[str, Any]]:
-    """Yield the accuracies on the second set, for the C that is best on the first on average.
-
-    The processes share the repeats.
-    """
-    cs = sorted(config.logistic.cs)
-    for shots, banks in few_shot_banks(config, train):
-        mine = rank_slice(banks)
-        counts = [torch.zeros(0, len(evaluated), len(cs), dtype=torch.long, device=device)]
-        with progress(f"Fitting to {plural(shots, 'image')} per class", len(mine)) as advance:
-            for rows in mine:
-                part = train[rows]
-                features, targets = part.features.to(device, torch.float32), part.targets.to(device)
-                heads = join_heads(list(sweep(features, targets, cs=cs, classes=classes)))
-                counts.append(
-                    torch.stack([count_correct(heads, each.features, each.targets) for each in evaluated])[
-                        None
-                    ]
-                )
-                advance(1)
-        correct = all_gather(torch.cat(counts))  # (repeats, sets, C)
-        best = int(correct[:, 0].sum(dim=0).argmax())
-        top1 = [accuracy(count, len(evaluated[1])) for count in correct[:, 1, best].tolist()]
-        yield few_shot_result(shots, len(banks[0]), "C", cs[best], top1)
+    if unfinished := [f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED]:
+        log.warning("L-BFGS did not reach the optimum for C = %s", ", ".join(unfinished))
+    return [join_heads(fits)]
 
 
 def _top1(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy]:
@@ -290,29 +246,17 @@ def _evaluate_head(
     return classification_results(ranked, targets, classes), predictions
 
 
-def _run_dino2021(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
-    """Train one head as in 2021 and write it to `path`, or evaluate the one in a file."""
-    settings, text = config.dino2021, ""
-    training: dict[str, Any] = {"probe": settings.probe or str(path)}
-    if settings.probe:
-        val_set = open_subset(config.source, config.labels)
-        head = read_probe(settings.probe, frozen, settings)
-        if (of_head := head.bias.shape[1]) != len(val_set.classes):
-            raise ValueError(
-                f"{settings.probe} has {of_head} classes, but {val_set.name} has {len(val_set.classes)}; "
-                "give images with the classes that it was trained on, one folder for each"
-            )
-        val = probe_features(frozen, val_set, settings)
-    else:
-        train_set, val_set = open_sets(config)
-        val = probe_features(frozen, val_set, settings)
-        head, percents = train_probe(train_set, val_set, val, frozen, settings, seed=config.seed, path=path)
-        training["percents"], best = percents, max(percents)
-        text = (
-            f"\ntrained on {len(train_set):,} images for {plural(settings.epochs, 'epoch')}; best after "
-            f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
-        )
+def _train_on_views(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
+    """Train one head as in 2021 and write it to `path`."""
+    settings, (train_set, val_set) = config.dino2021, open_sets(config)
+    val = probe_features(frozen, val_set, settings)
+    head, percents = train_probe(train_set, val_set, val, frozen, settings, seed=config.seed, path=path)
     accuracies, predictions = _evaluate_head(head, val, val_set.classes)
-    classes = len(val_set.classes)
-    results = {"images": len(val), "classes": classes, **accuracies, **training}
-    return results, summary(accuracies, classes) + text, predictions
+    classes, best = len(val_set.classes), max(percents)
+    counts = {"images": len(val), "classes": classes}
+    text = (
+        f"{summary(accuracies, classes)}\n"
+        f"trained on {len(train_set):,} images for {plural(settings.epochs, 'epoch')}; best after "
+        f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
+    )
+    return {**counts, **accuracies, "head": str(path), "percents": percents}, text, predictions

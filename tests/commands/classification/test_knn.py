@@ -175,7 +175,6 @@ def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
     two = write_classes(tmp_path / "two", "ab", 3)
     for source, more, said in (
         (flat, [], "none of the 1 images"),
-        (two, ["repeats=2"], "repeats has no effect without shots"),
         (two, ["shots=[3]"], "with 3 images per class, all 6 are taken, which leaves none"),
     ):
         assert main(arguments(weights, source, tmp_path / "none.json", *more)) == 2

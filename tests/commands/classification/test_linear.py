@@ -11,7 +11,7 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.eval.features import FeatureSpec, extract_features
-from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, few_shot_rows, hold_out, open_sets
+from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.linear import sweep, top_classes
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.images import write_classes
@@ -62,13 +62,13 @@ def test_the_grid_reports_every_cell_and_the_best(weights):
     "method",
     [
         [*FAST, "grid.rates=[0.1]"],  # fewer rates than processes
-        ["method=logistic", "logistic.cs=[1, 0.1, 10]", "select=train", "shots=[2]", "repeats=3"],
+        ["method=logistic", "logistic.cs=[1, 0.1, 10]", "select=train"],
     ],
 )
 def test_two_processes_find_what_one_does(weights, method):
     one, two = evaluate(weights, *method)[0], evaluate_in_two(weights, *method)
-    for key in ("best", "table", "images", "chosen_on", "few_shot"):
-        assert two.get(key) == one.get(key)
+    for key in ("best", "table", "images", "chosen_on"):
+        assert two[key] == one[key]
 
 
 def test_the_best_can_be_chosen_on_held_out_training_images(weights):
@@ -90,8 +90,6 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
     path = weights.parent / "found.pth"
     content = torch.load(path, weights_only=True)
     assert list(content["state_dict"]) == ["module.linear.weight", "module.linear.bias"]
-    assert content["epoch"] == 3
-    assert content["best_acc"] == max(found["percents"])
     assert f"best after epoch {1 + found['percents'].index(max(found['percents']))}" in said
 
     weight, bias = content["state_dict"].values()
@@ -106,9 +104,6 @@ def test_the_protocol_of_2021_writes_heads_as_the_reference_does(weights, blocks
     scores = F.linear(features, weight, bias)
     assert found["top1"]["correct"] == int((scores.argmax(1) == torch.from_numpy(val.targets)).sum())
     assert found["top1"]["percent"] == found["percents"][-1]
-
-    whole, _ = evaluate(weights, *setting, f"dino2021.probe={path}", output="tried.json")
-    assert whole["images"] == 120, "without training all images are tried"
 
 
 def test_a_head_resumes_and_two_processes_train_the_same(weights, monkeypatch):
@@ -164,23 +159,9 @@ def test_held_out_images_are_those_of_the_seed(weights):
 
 def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys):
     two = write_classes(tmp_path / "two", "ab", 4)
-    head = tmp_path / "head.pth"
-    tensors = {"module.linear.weight": torch.zeros(3, 32), "module.linear.bias": torch.zeros(3)}
-    torch.save({"state_dict": tensors}, head)
-    other = tmp_path / "other.pth"
-    torch.save({"state_dict": {"a": torch.zeros(3)}}, other)
-    nan = tmp_path / "nan.pth"
-    torch.save({"state_dict": {name: tensor / 0 for name, tensor in tensors.items()}}, nan)
-    published = ["method=dino2021", "dino2021.blocks=1"]
     for source, more, said in (
         (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
-        (two, ["shots=[1]"], "set method=logistic for shots"),
         (two, ["method=dino2021", "dino2021.mean=true"], "dino2021.blocks=1, not 4"),
-        (two, [*published, f"dino2021.probe={head}"], "has 3 classes, but"),
-        (two, [*published, "dino2021.mean=true", f"dino2021.probe={head}"], "reads 32 features"),
-        (two, [*published, f"dino2021.probe={other}"], "holds no linear head"),
-        (two, [*published, f"dino2021.probe={nan}"], "nan.pth: weight has NaN or infinite values (96 of 96)"),
-        (two, [*published, "dino2021.probe=none.pth"], "does not exist"),
         (tmp_path / "nowhere", [], "nowhere"),
     ):
         assert main(arguments(weights, *more, source=source, output="none.json")) == 2, more
@@ -189,30 +170,19 @@ def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys)
     assert not (tmp_path / "none.pth").exists()
 
 
-def test_few_images_fit_a_regression(weights):
-    more = ["method=logistic", "logistic.cs=[0.1, 10]", "shots=[200, 2]", "repeats=2"]
-    found, _ = evaluate(weights, *more)
-    every, few = found["few_shot"]
-    assert (every["shots"], few["shots"], few["images"]) == (200, 2, 20)
-    assert every["C"] == found["best"]["C"]
-    assert [each["correct"] for each in every["top1"]] == [found["best"]["top1"]["correct"]] * 2
-    assert every["standard_deviation"] == 0
-
+def test_a_regression_has_the_best_penalty(weights):
+    found, _ = evaluate(weights, "method=logistic", "logistic.cs=[0.1, 10]")
     sets, model = open_sets(SupervisedConfig(source="synthetic:120:16")), load_backbone(weights)
-    train_set, val_set = sets
     train, val = (
         extract_features(
             model, each.images, range(len(each)), transform=eval_transform_of(model), batch_size=96
         ).values
         for each in sets
     )
-    right = []
-    for repeat in range(2):
-        rows = few_shot_rows(train_set.targets, train_set.indices, shots=2, seed=0, repeat=repeat)
-        targets = torch.from_numpy(train_set.targets[rows])
-        fits = sweep(train[torch.from_numpy(rows)], targets, cs=[0.1, 10], classes=10)
-        right.append(
-            [int((top_classes(fit.head, val)[:, 0].numpy() == val_set.targets).sum()) for fit in fits]
-        )
-    best = max(sum(of_c) for of_c in zip(*right, strict=True))
-    assert sum(each["correct"] for each in few["top1"]) == best
+    fits = sweep(train, torch.from_numpy(sets[0].targets), cs=[0.1, 10], classes=10)
+    right = [int((top_classes(fit.head, val)[:, 0].numpy() == sets[1].targets).sum()) for fit in fits]
+    assert [(cell["C"], cell["top1"]["correct"]) for cell in found["table"]] == [
+        (0.1, right[0]),
+        (10, right[1]),
+    ]
+    assert found["best"]["top1"]["correct"] == max(right)
