@@ -12,7 +12,7 @@ from dino_vit.core.storage import read_metadata
 from dino_vit.data.labels import read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from tests.support.runs import assert_same_end, history, run, signal_within_step
+from tests.support.runs import assert_same_end, run, signal_within_step
 
 SOURCE = SyntheticSource(length=64)
 NAMES = [SOURCE.name(index) for index in range(64)]
@@ -96,8 +96,6 @@ def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
     assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
     assert_same_end(tmp_path / "run", tmp_path / "whole", 10)
-    run(tmp_path / "plain", SHORT)
-    assert history(tmp_path / "plain") != history(tmp_path / "whole")
     metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
     weights = read_sampling_weights(open_source("synthetic:64:32"), moved)
     assert json.loads(metadata)["weights"] == sampling_fingerprint(weights)

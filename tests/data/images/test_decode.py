@@ -1,5 +1,4 @@
 import io
-import random
 import sys
 
 import numpy as np
@@ -227,26 +226,3 @@ def test_a_jpeg_that_libjpeg_warns_of_is_read_as_far_as_it_goes():
     with pytest.raises(ValueError, match="Corrupt JPEG data"):
         simplejpeg.decode_jpeg(damaged := whole[:marker] + b"\xff\xd7" + whole[marker + 2 :])
     assert torch.equal(decode(damaged, "x")[:, :8], decode(whole, "x")[:, :8])
-
-
-def test_damaged_files_of_every_format_give_an_image_or_an_error():
-    small, deep, rng = smooth(size=(24, 16)), picture(16, 24, 3, dtype=np.uint16), random.Random(0)
-    reasons = set()
-    files = {
-        **{kind: saved(small, kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")},
-        "CMYK": saved(small.convert("CMYK"), "JPEG"),
-        "deep PNG": png16(deep),
-        "deep TIFF": tiff(deep, photometric="rgb", compression="zlib"),
-        "npy": npy(deep),
-    }
-    for name, data in files.items():
-        for _ in range(10):
-            flipped = bytearray(data)
-            for _ in range(rng.choice([1, 2, 8])):
-                flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            for damaged in (data[: rng.randrange(len(data))], bytes(flipped)):
-                try:
-                    assert decode(damaged, name, max_pixels=1 << 20).ndim == 3
-                except UnreadableImage as error:
-                    reasons.add(error.name)
-    assert reasons == set(files)
