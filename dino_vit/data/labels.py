@@ -101,13 +101,11 @@ def find_splits(names: Iterable[bytes]) -> dict[str, tuple[int, int]]:
     return folders if len(folders) > 1 and all(name.lower() in _SPLITS for name in folders) else {}
 
 
-class Splits(NamedTuple):
-    """The folders to learn from and to evaluate on, and the indices of their images."""
+class Split(NamedTuple):
+    """A part of a source: its folder, and the indices of its images."""
 
-    train: str
-    held_out: str
-    train_images: range
-    held_out_images: range
+    name: str
+    images: range
 
 
 def splits_of(source: Source) -> Mapping[str, range]:
@@ -115,25 +113,22 @@ def splits_of(source: Source) -> Mapping[str, range]:
     return getattr(source, "splits", {})
 
 
-def choose_splits(source: Source) -> Splits | None:
+def choose_splits(source: Source) -> tuple[Split, Split] | None:
     """Return what to learn from and what to evaluate on; None unless the source has both, with labels."""
     labelled = {
-        name.lower(): (name, images)
+        name.lower(): Split(name, images)
         for name, images in splits_of(source).items()
         if any(source.label(index) is not None for index in images)
     }
     train = next((labelled[name] for name in TRAIN if name in labelled), None)
     held_out = next((labelled[name] for name in HELD_OUT if name in labelled), None)
-    if train is None or held_out is None:
-        return None
-    return Splits(train[0], held_out[0], train[1], held_out[1])
+    return (train, held_out) if train and held_out else None
 
 
-def describe_use(source: Source, splits: Splits, name: str) -> str:
+def describe_use(source: Source, train: Split, held_out: Split, name: str) -> str:
     """Return what a source is split into and how that is used, as a sentence."""
     sizes = (f"{split} ({plural(len(images), 'image')})" for split, images in splits_of(source).items())
-    used = f"{splits.held_out} is classified from {splits.train}"
-    return f"{name} has the splits {', '.join(sizes)}: {used}"
+    return f"{name} has the splits {', '.join(sizes)}: {held_out.name} is classified from {train.name}"
 
 
 class Entry(NamedTuple):
@@ -252,7 +247,7 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
 
     `columns` are possible names of the column of values.
     """
-    table = read_table(path, columns)
+    table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
     surplus = set(table).difference(names)
     if len(surplus) == len(table):
@@ -275,25 +270,24 @@ def parse_json(text: str | bytes, name: str) -> object:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def read_table(path: str, columns: Sequence[str] = LABEL_COLUMNS) -> dict[str, object]:
+def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
-    data = read_file(path)
-    if suffix_of(path) != ".json":
-        table: dict[str, object] = {}
-        for name, label in read_entries(path, data, columns):
-            name, label = printable(name), label and printable(label)
-            if table.setdefault(name, label) != label:
-                raise ValueError(
-                    f"{path} has two values for '{name:.200}': {table[name]!r:.200} and {label!r:.200}."
-                )
-        return table
-    content = parse_json(data, path)
-    if not isinstance(content, dict):
-        raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-    return {
-        printable(name): printable(value) if isinstance(value, str) else value
-        for name, value in content.items()
-    }
+    data, table = read_file(path), dict[str, object]()
+    entries: Iterable[tuple[str, object]]
+    if suffix_of(path) == ".json":
+        content = parse_json(data, path)
+        if not isinstance(content, dict):
+            raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
+        entries = content.items()
+    else:
+        entries = read_entries(path, data, columns)
+    for name, value in entries:
+        name, value = printable(name), printable(value) if isinstance(value, str) else value
+        if table.setdefault(name, value) != value:
+            raise ValueError(
+                f"{path} has two values for '{name:.200}': {table[name]!r:.200} and {value!r:.200}."
+            )
+    return table
 
 
 def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:

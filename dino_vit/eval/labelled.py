@@ -105,11 +105,10 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
     if config.train is not None:
         train = open_subset(config.train, config.train_labels, "train_labels")
     elif splits := choose_splits(val.source):
-        log.info("%s", describe_use(val.source, splits, config.source))
-        parts = (splits.train, splits.train_images), (splits.held_out, splits.held_out_images)
+        log.info("%s", describe_use(val.source, *splits, config.source))
         train, val = (
             val.part((val.indices >= images.start) & (val.indices < images.stop), f"{val.name}/{name}")
-            for name, images in parts
+            for name, images in splits
         )
     else:
         val.require_two_classes()

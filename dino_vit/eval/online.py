@@ -85,8 +85,9 @@ class OnlineEvaluation:
         splits = choose_splits(source)
         self.bank: Tensor | None = None  # the images that vote; None: all vote on each other
         if splits:
-            queries = [index for index in labelled if index in splits.held_out_images]
-            bank = [index for index in labelled if index in splits.train_images]
+            train, held_out = splits
+            queries = [index for index in labelled if index in held_out.images]
+            bank = [index for index in labelled if index in train.images]
             queries = queries[: images // _QUERIES_SHARE]
             bank = bank[: images - len(queries)]
             self.bank, labelled = torch.tensor(bank), bank + queries

@@ -62,7 +62,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = N
     if context.sampling is not None:
         notes.append(describe_sampling(context.sampling))
     if splits := choose_splits(context.source):
-        use = describe_use(context.source, splits, config.data.source)
+        use = describe_use(context.source, *splits, config.data.source)
         notes.append(f"{use}; the run learns from all of them, without labels")
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 

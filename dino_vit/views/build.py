@@ -16,13 +16,7 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.core.runtime import local_rank
 from dino_vit.data.images.pixels import Pixels, reduced_size
-from dino_vit.data.shards import (
-    LocalCopies,
-    Prefetch,
-    ShardedSource,
-    shard_cache_folder,
-    shards_of,
-)
+from dino_vit.data.shards import Prefetch, ShardedSource, shard_cache_folder, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
@@ -33,6 +27,7 @@ from dino_vit.views.sampler import BatchSpec, Sampler, ShardUses
 
 # As in iBOT and DINOv2: the share of the global views that is masked, and of the patches of such a view.
 MASKED_VIEWS, MASKED_PATCHES = 0.5, (0.1, 0.5)
+ROOM = 0.9  # of the disk of data.cache, at most: checkpoints may lie there too
 # An image costs as much as decoding so many pixels besides its own, which cost this share where it is decoded
 # at a smaller scale; advice must save this factor.
 OVERHEAD, SCALED, LARGE = 90_000, 0.22, 2
@@ -160,12 +155,23 @@ def build_prefetch(
 ) -> Prefetch | None:
     """Let the source read from copies of its shards, if they help; one process of a host makes them."""
     source, shards = sharded
-    copies, limit = source.local_copies, config.data.cache_gb * 1e9
-    copies.folder, copies.limit = shard_cache_folder(config.data.cache), limit
-    sizes = np.sort(copies.sizes)[::-1]
-    if not limit or not source.ranges.is_remote or (sampler.shards is None and sizes.sum() > limit):
+    copies, data = source.local_copies, config.data
+    copies.folder = shard_cache_folder(data.cache)
+    if not data.cache_gb or not source.ranges.is_remote:
         return None
-    _check_room(config, copies, sizes)
+    copies.folder.mkdir(parents=True, exist_ok=True)
+    room = disk_usage(copies.folder).free + copies.present()
+    copies.limit = min(data.cache_gb * 1e9, ROOM * room)
+    sizes = np.sort(copies.sizes)[::-1]
+    if sampler.shards is None and sizes.sum() > copies.limit:
+        return None
+    needed = sizes[: data.window + 2].sum()
+    if data.order == "window" and needed > copies.limit:
+        raise ValueError(
+            f"data.window={data.window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
+            f"data.cache_gb={data.cache_gb:g} and the disk of {copies.folder} allow: give a larger cache or "
+            "a smaller window (or data.cache_gb=0, which requests each image by itself)"
+        )
     if local_rank() > 0:
         return None
     # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
@@ -174,25 +180,6 @@ def build_prefetch(
     if sampler.shards is None:
         ahead = 2 * sampler.length
     return Prefetch(copies, ShardUses(sampler, shards).next, ahead)
-
-
-def _check_room(config: PretrainConfig, copies: LocalCopies, sizes: NDArray[np.int64]) -> None:
-    """Raise if the copies that a run needs at a time do not fit into the cache, or the cache on its disk."""
-    window = config.data.window
-    needed = sizes[: window + 2].sum()
-    if config.data.order == "window" and needed > copies.limit:
-        raise ValueError(
-            f"data.window={window} mixes shards of {needed / 1e9:.2g} GB at a time, more than "
-            f"data.cache_gb={config.data.cache_gb:g}: give a larger cache or a smaller window (or "
-            "data.cache_gb=0, which requests each image by itself)"
-        )
-    copies.folder.mkdir(parents=True, exist_ok=True)
-    room = disk_usage(copies.folder).free + copies.present()
-    if room < min(copies.limit, sizes.sum()):
-        raise ValueError(
-            f"data.cache_gb={config.data.cache_gb:g}, but {copies.folder} has room for {room / 1e9:.2g} GB: "
-            "give data.cache_gb less, or data.cache another folder"
-        )
 
 
 def make_views(

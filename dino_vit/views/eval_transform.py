@@ -28,14 +28,6 @@ class EvalTransform:
     fit: Fit = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
     pixels: Pixels = RGB
 
-    def __post_init__(self) -> None:
-        channels = self.pixels.channels
-        if not len(self.mean) == len(self.std) == channels or min(self.std) <= 0:
-            raise ValueError(
-                f"mean and std need one value per channel ({channels}), those of std above 0; "
-                f"got {self.mean} and {self.std}"
-            )
-
     def __call__(self, image: object) -> Tensor:
         """Return a path, Pillow image, array or tensor, prepared (C, height, width) for the backbone.
 

@@ -180,9 +180,9 @@ def test_a_folder_and_a_zip_have_the_same_splits(folder, tmp_path):
         for name, places in source.splits.items():
             assert all(f"{name}/" in source.name(index) for index in places)
         assert source.classes == ["a", "b"]
-        chosen = choose_splits(source)
-        assert (chosen.train, chosen.held_out) == ("train", "val")
-        assert describe_use(source, chosen, "photos") == (
+        train, held_out = choose_splits(source)
+        assert (train.name, held_out.name) == ("train", "val")
+        assert describe_use(source, train, held_out, "photos") == (
             "photos has the splits test (2 images), train (8 images), val (4 images): "
             "val is classified from train"
         )
@@ -192,11 +192,11 @@ def test_a_split_without_labels_is_passed_over(folder, tmp_path):
     for number, path in enumerate(sorted((folder / "val").rglob("*.png"))):
         path.rename(folder / "val" / f"{number}.png")
     source = open_source(str(folder))
-    assert choose_splits(source).held_out == "test"
+    assert choose_splits(source)[1].name == "test"
     labels = tmp_path / "labels.csv"
     names = [source.name(index) for index in range(len(source))]
     labels.write_text("".join(f"{name},{number % 2}\n" for number, name in enumerate(names)))
-    assert choose_splits(join_labels(source, labels)).held_out == "val"
+    assert choose_splits(join_labels(source, labels))[1].name == "val"
 
 
 def test_one_split_alone_is_a_set(folder):
