@@ -21,7 +21,7 @@ def test_two_processes_judge_a_run_as_the_command_does(trained, tmp_path):
 
 def test_attention(trained, tmp_path):
     settings = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
-    assert program("attention", *settings, processes=2).count("14 images on 2 sheets") == 1
+    assert "14 images on 2 sheets" in program("attention", *settings)
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"sheet-1.png", "sheet-2.png"} < found
     assert sum(name.endswith(".attention.npy") for name in found) == 14

@@ -1,7 +1,7 @@
 """Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch import Tensor
 from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Dimension, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, rank, world_size
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import plural
@@ -76,14 +75,16 @@ class AttentionMaps(Result):
     video: Path | None = None
 
 
-def run(config: AttentionConfig) -> AttentionMaps:
-    """Write pictures and maps of every image, or an overlay of a video; processes share the sheets."""
+def run(config: AttentionConfig) -> AttentionMaps | None:
+    """Write pictures and maps of every image, or an overlay of a video; only rank 0 does."""
     accelerator = start_processes()
+    if not accelerator.is_main_process:
+        return None
     model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
     folder, block = Path(config.output), config.block % model.depth
     if is_video(config.source):
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
-        frames = draw_video(model, target, config) if rank() == 0 else 0
+        frames = draw_video(model, target, config)
         text = f"{target}: {plural(frames, 'frame')} beside the attention of block {block}"
         return AttentionMaps(folder=folder, sheets=[], maps={}, video=target, text=text)
     sheets, maps = draw_sheets(model, open_source(config.source), config)
@@ -99,38 +100,27 @@ def run(config: AttentionConfig) -> AttentionMaps:
 def draw_sheets(
     model: VisionTransformer, source: Source, config: AttentionConfig
 ) -> tuple[list[Path], dict[str, Path]]:
-    """Draw this process's share of the sheets; return the sheets and the maps by name of all processes."""
-    pixels, folder = eval_transform_of(model).pixels, Path(config.output)
+    """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
+    pixels, sheets, maps = eval_transform_of(model).pixels, list[Path](), dict[str, Path]()
     indices = spread(len(source), len(source) if config.count is None else config.count)
     names = [source.name(index) for index in indices]
-    files = [folder / stem for stem in file_stems(names)]
-    drawn = torch.zeros(len(indices), dtype=torch.long, device=model.device)  # the number of the sheet
-    starts = range(0, len(indices), SHEET_ROWS)
-    for number in range(rank(), len(starts), world_size()):
-        images: dict[int, ImageMaps] = {}
-        for row in range(len(indices))[starts[number] : starts[number] + SHEET_ROWS]:
+    stems = dict(zip(names, file_stems(names), strict=True))
+    for start in range(0, len(indices), SHEET_ROWS):
+        images: dict[str, ImageMaps] = {}
+        for index in indices[start : start + SHEET_ROWS]:
             try:
-                picture, padded = prepare(model, read_image(source, indices[row], pixels), config)
+                picture, padded = prepare(model, read_image(source, index, pixels), config)
             except UnreadableImage as error:
                 log.warning("skipped %s", error)
                 continue
             heads = cls_attention(model, padded, config.block)[0].cpu()
-            images[row] = ImageMaps(picture, heads, patch_tokens(model, padded)[0].cpu())
-            drawn[row] = number + 1
+            images[source.name(index)] = ImageMaps(picture, heads, patch_tokens(model, padded)[0].cpu())
         if images:
-            rows = draw_images(model, list(images.values()), [files[row] for row in images])
-            titles, panels = list(rows[0]), [[(picture, "") for picture in row.values()] for row in rows]
-            sheet = folder / f"sheet-{number + 1}.png"
-            pictures.write_sheet(panels, sheet, names=[names[row] for row in images], titles=titles)
-    sheets = all_gather(drawn[None]).sum(0).tolist()
-    if not any(sheets):
+            sheets.append(Path(config.output) / f"sheet-{start // SHEET_ROWS + 1}.png")
+            maps |= draw_sheet(model, images, stems, sheets[-1])
+    if not sheets:
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
-    maps = {
-        name: file.with_name(f"{file.name}.attention.npy")
-        for name, file, sheet_of in zip(names, files, sheets, strict=True)
-        if sheet_of
-    }
-    return [folder / f"sheet-{number}.png" for number in sorted(set(sheets) - {0})], maps
+    return sheets, maps
 
 
 def prepare(model: VisionTransformer, image: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
@@ -140,22 +130,23 @@ def prepare(model: VisionTransformer, image: Tensor, config: AttentionConfig) ->
     return pictures.as_picture(image), pad(normalised, model.patch_size)
 
 
-def draw_images(
-    model: VisionTransformer, images: Sequence[ImageMaps], files: Sequence[Path]
-) -> list[dict[str, Tensor]]:
-    """Write the files of the images on a sheet; return the pictures of each by their titles."""
-    colours = principal_colours([image.tokens for image in images])
-    rows = []
-    for image, colour, file in zip(images, colours, files, strict=True):
-        row = draw_maps(image, colour, model)
+def draw_sheet(
+    model: VisionTransformer, images: dict[str, ImageMaps], stems: dict[str, str], sheet: Path
+) -> dict[str, Path]:
+    """Write a sheet of images and the files of each; return the arrays of their maps, by name."""
+    panels, maps = [], dict[str, Path]()
+    colours = principal_colours([image.tokens for image in images.values()])
+    for (name, image), colour in zip(images.items(), colours, strict=True):
+        row, file = draw_maps(image, colour, model), sheet.parent / stems[name]
+        panels.append([(picture, "") for picture in row.values()])
         pictures.write_png(pictures.side_by_side(row.values()), file.with_name(f"{file.name}.png"))
         pictures.write_png(row["mean of heads"], file.with_name(f"{file.name}.overlay.png"))
         pictures.write_png(row["mask"], file.with_name(f"{file.name}.mask.png"))
-        maps = file.with_name(f"{file.name}.attention.npy")
-        with replacing(maps) as partial, partial.open("wb") as writer:
+        maps[name] = file.with_name(f"{file.name}.attention.npy")
+        with replacing(maps[name]) as partial, partial.open("wb") as writer:
             np.save(writer, image.heads.numpy())
-        rows.append(row)
-    return rows
+    pictures.write_sheet(panels, sheet, names=list(images), titles=list(row))
+    return maps
 
 
 def draw_maps(image: ImageMaps, colours: Tensor, model: VisionTransformer) -> dict[str, Tensor]:
