@@ -61,10 +61,6 @@ class UnreadableImage(Exception):
         return f"{brief(self.name, 3000)}: {self.reason}"  # a list may have names longer than any path
 
 
-class _Unsupported(ValueError):
-    """A file that is recognised but cannot be used."""
-
-
 def read_image(
     source: Source, index: int, pixels: Pixels = RGB, reduction: Reduction | None = None
 ) -> Tensor:
@@ -145,8 +141,6 @@ def decode(
         if kind in _PLUGINS:
             return _by_pillow(_PLUGINS[kind](BytesIO(data)), alpha, max_pixels)
         return _READERS[kind](data, alpha, max_pixels)
-    except _Unsupported as error:
-        raise UnreadableImage(name, str(error)) from error
     except Exception as error:  # decoders raise anything on damaged files
         message = str(error).partition("\n")[0]
         reason = message if " " in message else f"{type(error).__name__} {message}".strip()
@@ -209,7 +203,7 @@ def _from_array(array: NDArray[Any]) -> Tensor:
         return _to_tensor(array)
     if array.ndim == 3 and array.shape[0] < array.shape[2]:
         return _to_tensor(rearrange(array, "c h w -> h w c"))
-    raise _Unsupported(
+    raise ValueError(
         f"an array of shape {array.shape} is not an image (height, width) or (channels, height, width)"
     )
 
@@ -248,13 +242,13 @@ def _pillow_reads_all(page: "TiffPage", series: "TiffPageSeries") -> bool:
 def _by_tifffile(page: "TiffPage", series: "TiffPageSeries", max_pixels: int) -> NDArray[Any]:
     """Return the channels, which may be samples or pages, as (H, W, C)."""
     if page.photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _IN_RGB):
-        raise _Unsupported(f"TIFF of this color space is supported with 8 bits only, not {page.dtype}")
+        raise ValueError(f"TIFF of this color space is supported with 8 bits only, not {page.dtype}")
     several_in_color = "S" in series.axes and series.axes.strip("YXS") in _PAGES
     part = page if several_in_color else series
     lengths = dict(zip(part.axes, part.shape, strict=True))
     channels = "".join(axis for axis in lengths if axis not in "YX")
     if channels not in ("", "S", "C", *_PAGES):
-        raise _Unsupported(f"a stack along {' and '.join(lengths)} is not an image; save its planes as files")
+        raise ValueError(f"a stack along {' and '.join(lengths)} is not an image; save its planes as files")
     _check_size(lengths["X"], lengths["Y"], lengths.get(channels, 1), max_pixels)
     array = np.asarray(part.asarray())
     if page.photometric == _WHITE_IS_ZERO and array.dtype.kind == "u":
@@ -288,9 +282,9 @@ def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
 def _check_size(width: int, height: int, channels: int, max_pixels: int) -> None:
     """Refuse an empty image, and one that would fill the memory."""
     if not width * height * channels:
-        raise _Unsupported("the image has no pixels")
+        raise ValueError("the image has no pixels")
     if width * height * ceil(channels / 4) > max_pixels:
-        raise _Unsupported(f"{width} × {height} pixels exceed data.max_pixels={max_pixels}")
+        raise ValueError(f"{width} × {height} pixels exceed data.max_pixels={max_pixels}")
 
 
 def _to_tensor(array: NDArray[Any]) -> Tensor:
