@@ -131,10 +131,12 @@ class Reporter:
 
     def _advice_on_waiting(self) -> str:
         state, last = self.state, self.history[-PATIENCE:]
+        loading, images = state.interval.loading, state.interval.loaded
+        times = (f"{1000 * seconds / images:.3g} ms to {part}" for part, seconds in loading.items())
         share = sum(metrics.data_wait for metrics in last) / len(last)
         return (
             f"step {state.step:,}: the run waits for images {share:.0%} of its time; "
-            f"{state.interval.loading.describe()}, with data.workers={state.loader.workers}. "
+            f"an image takes {', '.join(times)}, with data.workers={state.loader.workers}. "
             "docs/data.md (What is fast) says what helps"
         )
 

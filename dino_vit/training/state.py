@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
 from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
-from dino_vit.views.loader import Batch, Loader, LoadTimes
+from dino_vit.views.loader import Batch, Loader
 
 SHORTEST = 1e-3  # seconds of a pace
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
@@ -52,7 +52,8 @@ class Interval:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.skipped_in_a_row = torch.zeros((), device=device)
-        self.loading = LoadTimes()  # of all batches since the start
+        self.loading = defaultdict[str, float](float)  # times of all batches since the start
+        self.loaded = 0  # images of these
         self.restart()
 
     def restart(self) -> None:
@@ -65,7 +66,9 @@ class Interval:
         start = time.perf_counter()
         batch = next(batches)
         self.waited += time.perf_counter() - start
-        self.loading += batch.times
+        for part, seconds in batch.times.items():
+            self.loading[part] += seconds
+        self.loaded += len(batch.samples)
         return batch
 
     def add(self, loss: Tensor, norm: Tensor, finite: Tensor, images: int) -> None:

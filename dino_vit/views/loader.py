@@ -5,9 +5,10 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from multiprocessing.synchronize import Event
@@ -40,34 +41,14 @@ PREFETCH = 2  # batches that each worker makes ahead
 MOST_WORKERS = 16  # more rarely help, but cost memory
 
 
-@dataclass
-class LoadTimes:
-    """Seconds that a process took for some images, by what it did with them."""
-
-    images: int = 0
-    read: float = 0.0
-    decode: float = 0.0
-    crop: float = 0.0
-    augment: float = 0.0  # 0 on the device
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the time of a block to one of the parts."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
-
-    def describe(self) -> str:
-        """Return what an image took."""
-        seconds = asdict(self)
-        images = seconds.pop("images")
-        parts = (f"{1000 * value / images:.3g} ms to {part}" for part, value in seconds.items() if value)
-        return f"an image takes {', '.join(parts)}"
-
-    def __add__(self, other: "LoadTimes") -> "LoadTimes":
-        return LoadTimes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+@contextmanager
+def timed(times: dict[str, float], part: str) -> Iterator[None]:
+    """Add the seconds of a block to one of the parts."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        times[part] += time.perf_counter() - start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +63,7 @@ class Batch:
     augment: dict[Size, Tensor]  # float32 (views · images, columns); empty if already applied
     unreadable: tuple[UnreadableImage, ...]  # the images that were replaced
     masks: Masks | None = None  # of the global views, view by view
-    times: LoadTimes = field(default_factory=LoadTimes)
+    times: dict[str, float] = field(default_factory=dict)  # seconds, by what was done with the images
 
     def pin_memory(self) -> "Batch":
         """Return a copy in pinned memory (the DataLoader calls this)."""
@@ -165,7 +146,7 @@ class Loader(Dataset[Batch | Exception]):
     def make(self, spec: BatchSpec) -> Batch:
         """Make one batch in this process."""
         unreadable: list[UnreadableImage] = []
-        times = LoadTimes(images=len(spec.samples))
+        times = defaultdict[str, float](float)
         channels, dtype = self.pixels.channels, self.pixels.dtype
         views = {
             size: torch.empty((len(indices), len(spec.samples), channels, *size), dtype=dtype)
@@ -176,7 +157,7 @@ class Loader(Dataset[Batch | Exception]):
         read = torch.from_numpy(spec.samples).clone()
         for position, sample in enumerate(spec.samples.tolist()):
             read[position], image, crops = self._read(sample, tries[position], unreadable, times)
-            with times.measure("crop"):
+            with timed(times, "crop"):
                 image, boxes = interleave(image), crops.boxes(image)
                 for size, indices in self.by_size.items():
                     interpolation = self.views[indices[0]].interpolation
@@ -189,7 +170,7 @@ class Loader(Dataset[Batch | Exception]):
             for size, indices in self.by_size.items()
         }
         if self.augment is not None:
-            with times.measure("augment"):
+            with timed(times, "augment"):
                 flat, augment = {s: self.augment(flat[s], augment[s]) for s in flat}, {}
         place = spec.epoch, spec.step, spec.first, len(spec.samples)
         return Batch(
@@ -209,16 +190,16 @@ class Loader(Dataset[Batch | Exception]):
         sample: int,
         tries: NDArray[np.float64],
         unreadable: list[UnreadableImage],
-        times: LoadTimes,
+        times: dict[str, float],
     ) -> tuple[int, Tensor, ViewBoxes]:
         """Return index, pixels and boxes of a sample, or of its first readable replacement."""
         for index in chain([sample], self.sampler.others(sample, REPLACEMENTS)):
             crops = ViewBoxes(self.views, tries)
             reduction = crops.reduction if self.scaled_decoding else None
             try:
-                with times.measure("read"):
+                with timed(times, "read"):
                     item = read_item(self.source, index)
-                with times.measure("decode"):
+                with timed(times, "decode"):
                     image = decode_item(item, self.source.name(index), self.pixels, reduction)
                 return index, image, crops
             except UnreadableImage as error:

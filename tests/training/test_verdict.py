@@ -200,7 +200,7 @@ def test_it_is_said_once_in_a_run_with_what_was_measured(tmp_path, capsys, caplo
             if run.state.step < 2:
                 take_step(run.state, batches)
             reporter.log(metrics)
-    assert run.state.interval.loading.images == 2 * run.state.plan.global_batch
+    assert run.state.interval.loaded == 2 * run.state.plan.global_batch
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "waits for images" in line]
     times = re.search(
         r"waits for images 50% of its time; an image takes (\S+) ms to read, (\S+) ms to decode, (\S+) ms "
