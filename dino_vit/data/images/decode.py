@@ -91,8 +91,11 @@ def decode_item(
 
 def read_given(image: object, pixels: Pixels = RGB) -> Tensor:
     """Return an image of any kind, converted to `pixels`."""
-    name = str(image) if isinstance(image, str | os.PathLike) else "the image"
-    return decode_item(from_given(image, pixels), name, pixels)
+    item = from_given(image, pixels)
+    if isinstance(item, bytes):
+        name = "the image" if isinstance(image, bytes) else str(image)
+        item = decode(item, name, alpha=pixels.keeps_alpha, max_pixels=pixels.max_pixels)
+    return pixels.conform(item)
 
 
 def from_given(image: object, pixels: Pixels = RGB) -> bytes | Tensor:
