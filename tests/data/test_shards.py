@@ -4,15 +4,20 @@ import os
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data import shards as module
-from dino_vit.data.shards import DamagedShard, Prefetch
+from dino_vit.data.shards import DamagedShard, Prefetch, shards_of
 from dino_vit.data.sources import files
 from dino_vit.data.sources.files import ChangedFile, SourceLost
 from dino_vit.data.sources.open import open_source
+from dino_vit.views import build
+from dino_vit.views.sampler import Sampler
 from tests.support import runs
 from tests.support.processes import free_port
 from tests.support.remote import gcs_bucket, put_object, s3_bucket, s3_environ, serving, write_shards
@@ -158,6 +163,17 @@ def test_what_is_needed_last_is_deleted_first_and_what_another_run_uses_last(ser
         assert not gone.exists()
     assert copies.path(1).exists()
     assert copies.path(3).exists()
+
+
+def test_copies_leave_a_tenth_of_their_disk_free(server, tmp_path, monkeypatch):
+    source, copies = opened(server.url, tmp_path / "copies")
+    sampler = Sampler(length=len(source), batch_size=8, seed=0)
+    config = load(PretrainConfig, None, {"data.cache": str(tmp_path / "copies"), "data.order": "global"})
+    monkeypatch.setattr(build, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert build.build_prefetch(config, shards_of(source), sampler) is None  # they do not all fit
+    assert copies.limit == 900
+    monkeypatch.undo()
+    assert build.build_prefetch(config, shards_of(source), sampler)
 
 
 def copy_all(url, folder):
