@@ -40,10 +40,6 @@ POLL_S = 0.2  # between two looks at the position of the run
 Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 
 
-class DamagedShard(ValueError):
-    """A shard does not have the digest that is stated for it, or cannot be unpacked."""
-
-
 def shard_cache_folder(given: str | None = None) -> Path:
     """Return the folder for local copies of shards."""
     return Path(given).expanduser() if given else cache_folder() / "shards"
@@ -161,7 +157,7 @@ class LocalCopies:
             retry(lambda: self.ranges.check_unchanged(shard), url, stop)
             if self._has_stated_digest(url, descriptor):
                 return
-        raise DamagedShard(
+        raise ValueError(
             f"{url} is damaged: its digest is not the one in {SUMS} beside it. Copy or pack it again"
         )
 
@@ -234,7 +230,7 @@ class Prefetch:
         while not stop.is_set():
             try:
                 pause = 0.0 if self.copy_next(stop) else POLL_S
-            except (DamagedShard, ChangedFile) as error:
+            except (ValueError, ChangedFile) as error:
                 self.failure = error
                 return
             except SourceLost:  # logged already; a run may do without as long as there are other copies

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,6 +16,7 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, read_item
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
+from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.source import Source
 
 INSPECTED = 64
@@ -113,19 +113,16 @@ def sample(source: Source, seed: int, count: int) -> list[int]:
 
 def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
     """Inspect images without conversion; one of them must be readable."""
-    summary = ImageSummary(images=[], unreadable=[])
     inspect = partial(_inspect, source, max_pixels=max_pixels)
-    with progress("Inspecting images", len(indices)) as advance, ThreadPoolExecutor(_THREADS) as pool:
-        for result in pool.map(inspect, indices):
-            advance(1)
-            if isinstance(result, ImageInfo):
-                summary.images.append(result)
-            else:
-                summary.unreadable.append(result)
-    if not summary.images:
-        first = summary.unreadable[0]
-        raise ValueError(f"none of the {len(indices):,} inspected images can be read; the first: {first}")
-    return summary
+    with progress("Inspecting images", len(indices)) as advance:
+        results = in_threads(inspect, indices, lambda _: advance(1), _THREADS)
+    images = [result for result in results if isinstance(result, ImageInfo)]
+    unreadable = [result for result in results if isinstance(result, UnreadableImage)]
+    if not images:
+        raise ValueError(
+            f"none of the {len(indices):,} inspected images can be read; the first: {unreadable[0]}"
+        )
+    return ImageSummary(images=images, unreadable=unreadable)
 
 
 def _inspect(source: Source, index: int, *, max_pixels: int) -> ImageInfo | UnreadableImage:
@@ -166,8 +163,7 @@ class ChannelStatistics(NamedTuple):
 
 def channel_statistics(source: Source, indices: Sequence[int], pixels: Pixels) -> ChannelStatistics:
     """Measure mean and std of images as they are trained on."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        results = list(pool.map(partial(_image_statistics, source, pixels), indices))
+    results = in_threads(partial(_image_statistics, source, pixels), indices, threads=_THREADS)
     moments = [result for result in results if isinstance(result, Tensor)]
     if not moments:
         failure = next(result for result in results if isinstance(result, UnreadableImage))

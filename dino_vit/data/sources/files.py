@@ -177,11 +177,14 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, timeout_s:
 
 
 def in_threads(
-    work: Callable[[T], R], items: Sequence[T], done: Callable[[R], object] = lambda _: None
+    work: Callable[[T], R],
+    items: Sequence[T],
+    done: Callable[[R], object] = lambda _: None,
+    threads: int = THREADS,
 ) -> list[R]:
     """Map items in threads, in order, and call `done` with each result; the first error cancels the rest."""
     results = []
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for result in pool.map(work, items):
             results.append(result)
             done(result)

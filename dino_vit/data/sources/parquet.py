@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, printable, progress
-from dino_vit.data.shards import DamagedShard, ShardedSource
+from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.files import (
     ByteRangeReader,
     RemoteFile,
@@ -158,17 +158,14 @@ def _list_rows(path: str) -> tuple[TableColumns, Rows, list[int]]:
 
 def unpack_images(path: str, file: BinaryIO, copy: BinaryIO) -> None:
     """Write the images of a Parquet file so that each can be found."""
-    try:
-        with reading_parquet(path):
-            table = pq.ParquetFile(file)
-            leaf = find_columns(path, table.schema_arrow).leaf
-            ends = [0]
-            copy.seek(8 * (table.metadata.num_rows + 1))
-            for batch in table.iter_batches(BATCH, columns=[leaf]):
-                for image in image_bytes(batch.column(0)).to_pylist():
-                    ends.append(ends[-1] + copy.write(image or b""))
-    except ValueError as error:
-        raise DamagedShard(str(error)) from error
+    with reading_parquet(path):
+        table = pq.ParquetFile(file)
+        leaf = find_columns(path, table.schema_arrow).leaf
+        ends = [0]
+        copy.seek(8 * (table.metadata.num_rows + 1))
+        for batch in table.iter_batches(BATCH, columns=[leaf]):
+            for image in image_bytes(batch.column(0)).to_pylist():
+                ends.append(ends[-1] + copy.write(image or b""))
     copy.seek(0)
     copy.write(np.array(ends, dtype="<i8").tobytes())
     copy.flush()
