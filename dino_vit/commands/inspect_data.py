@@ -20,8 +20,7 @@ from dino_vit.core import log
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
-from dino_vit.data.labels import LabelledSource, splits_of
-from dino_vit.data.sources.archives import ArchiveSource
+from dino_vit.data.labels import splits_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
@@ -89,14 +88,12 @@ def describe(name: str, source: Source, summary: ImageSummary, advice: str | Non
     images = summary.images
     sizes = [image.file_bytes for image in images if image.file_bytes]
     mean, std = _mean_and_std(source, summary)
-    inner = source.source if isinstance(source, LabelledSource) else source
     return {
         "source": name,
         "images": len(source),
         "labels": {name: labels[label] for label, name in enumerate(source.classes) if labels[label]},
         "without_label": labels[None],
         "splits": {name: len(indices) for name, indices in splits_of(source).items()},
-        "reduced_to": inner.reduced_to() if isinstance(inner, ArchiveSource) else [],
         "advice": advice,
         "looked_at": len(images) + len(summary.unreadable),
         "formats": summary.count(lambda image: image.format),
@@ -137,9 +134,6 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"{facts['source']}: {facts['images']:,} images, {text}"
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
-    if facts["reduced_to"]:
-        sides = " or ".join(map(str, facts["reduced_to"]))
-        yield f"packed with size={sides}: larger images were reduced to this shorter side in pixels"
     if facts["looked_at"] < facts["images"]:
         yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
     yield f"  format      {_counts(facts['formats'])}"

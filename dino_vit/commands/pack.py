@@ -1,7 +1,7 @@
 """Pack a source into tar shards: few large files instead of many small ones, with their checksums.
 
 Image bytes, names and labels are those of the source, so training on the shards is training on the source.
-With `size`, larger images are reduced first, and the shards record it.
+With `size`, larger images are reduced first.
 `sha256sum --check SHA256SUMS` verifies a copy.
 """
 
@@ -35,7 +35,6 @@ from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unre
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
-from dino_vit.data.sources.archives import REDUCED_TO
 from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
@@ -125,11 +124,10 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
     images, reduced, not_reducible = 0, 0, list[str]()
     items = _readable_items(source, unreadable, size)
     item = next(items, None)
-    headers = {REDUCED_TO: str(size)} if size else {}
     while item is not None:
         path = folder / f"{len(shards):06}.tar"
         with replacing(path) as temporary:
-            with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as shard:
+            with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as shard:
                 while item is not None and shard.offset < shard_bytes:
                     _add(shard, item)
                     images, reduced = images + 1, reduced + item.reduced

@@ -21,8 +21,6 @@ from dino_vit.data.sources.index import IndexContents, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
 
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
-COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-REDUCED_TO = "DINO_VIT.reduced_to"  # attribute of a tar: shorter side in pixels that it was packed with
 LOCAL_HEADER = struct.Struct("<4s5HLLLHH")
 
 
@@ -61,12 +59,6 @@ class ArchiveSource(ShardedSource):
             raise OSError("its checksum does not match the archive's")
         return data
 
-    def reduced_to(self) -> list[int]:
-        """Return the shorter sides to which larger images were reduced when the shards were packed."""
-        if self._suffix != ".tar":
-            return []
-        return sorted(set(in_threads(_reduced_to, self._files)) - {0})
-
     def _build(self, _: WriteImages) -> IndexContents:
         list_images = ARCHIVES[self._suffix]
         with progress(f"Indexing {self._spec}") as advance:
@@ -104,13 +96,6 @@ def _decompress(data: bytes, method: int) -> bytes:
     raise OSError(f"compression method {method} is not supported")
 
 
-def _reduced_to(path: str) -> int:
-    """Return the shorter side that a tar was packed with; 0: any."""
-    with open_file(path) as file, tarfile.open(fileobj=file) as tar:
-        recorded = tar.pax_headers.get(REDUCED_TO, "")
-    return int(recorded) if recorded.isdecimal() else 0
-
-
 def tar_images(path: str) -> list[Member]:
     """List the images of a tar in WebDataset's layout: `key.jpg`, its label in `key.cls` or `key.json`."""
     with open_file(path) as file:
@@ -128,11 +113,6 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
     `tarfile` takes damage for the end of the archive, so each end is checked for its block of zeros.
     """
     length = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    start = file.read(6)
-    kind = next((kind for magic, kind in COMPRESSED.items() if start.startswith(magic)), None)
-    if kind:
-        raise ValueError(compressed_message(path, kind))
     members: dict[bytes, Member] = {}
     listed: list[Member] = []
     position = 0
@@ -147,7 +127,8 @@ def list_members(path: str, file: BinaryIO) -> list[Member]:
                         listed.append(member)
             position = _skip_end(file, tar.offset)
     except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
-        raise ValueError(f"{path} is truncated or damaged: {brief(error, 300)}") from error
+        text = f"{path} is truncated, damaged or compressed as a whole: {brief(error, 300)}"
+        raise ValueError(text) from error
     return listed
 
 
@@ -180,10 +161,6 @@ def _clean(name: str) -> bytes:
     while name.startswith("./"):
         name = name[2:].lstrip("/")
     return name.encode("utf-8", "surrogateescape")
-
-
-def compressed_message(path: str, kind: str) -> str:
-    return f"{path} is compressed ({kind}), so images in it cannot be read at random. Decompress it"
 
 
 def split_key(name: bytes) -> tuple[bytes, bytes]:

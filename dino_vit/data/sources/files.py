@@ -21,6 +21,7 @@ from dino_vit.core.text import brief, progress
 
 T = TypeVar("T")
 R = TypeVar("R")
+FileSignature = tuple[int, int, int]  # size, version and time of change
 
 OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
@@ -200,10 +201,10 @@ def file_signatures(paths: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _signatures(paths: Sequence[str]) -> NDArray[np.int64]:
-    return np.array([_signature(path) for path in paths], dtype=np.int64)
+    return np.array([file_signature(path) for path in paths], dtype=np.int64)
 
 
-def _signature(path: str) -> tuple[int, int, int]:
+def file_signature(path: str) -> FileSignature:
     try:
         if not is_url(path):
             status = os.stat(path)
@@ -226,7 +227,7 @@ def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
     return remotely(url, ask)
 
 
-def remote_signature(info: dict[str, Any]) -> tuple[int, int, int]:
+def remote_signature(info: dict[str, Any]) -> FileSignature:
     return info.get("size") or 0, zlib.crc32(str(info["version"]).encode()), 0
 
 

@@ -12,6 +12,8 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import (
+    FileSignature,
+    file_signature,
     file_signatures,
     filesystem,
     in_threads,
@@ -64,7 +66,7 @@ class FolderSource(PathSource):
     def _build(self, _: WriteImages) -> IndexContents:
         sizes: dict[str, int] = {}
         folders: list[str] = []  # nothing to watch: a remote folder is listed again each time
-        signatures: list[_Signature] = []
+        signatures: list[FileSignature] = []
         if is_url(self.root):
             sizes = _list_remote(self.root)
             files = list(sizes)
@@ -139,10 +141,7 @@ def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
 
 
-_Signature = tuple[int, int, int]  # as of `file_signatures`
-
-
-def _list_local(root: str) -> tuple[list[str], list[str], list[_Signature]]:
+def _list_local(root: str) -> tuple[list[str], list[str], list[FileSignature]]:
     """Return the files below a folder, and the paths and signatures of the folders.
 
     They are listed level by level, the folders of each level in parallel.
@@ -161,11 +160,10 @@ def _list_local(root: str) -> tuple[list[str], list[str], list[_Signature]]:
     return files, paths, signatures
 
 
-def _list_folder(root: str, folder: str) -> tuple[list[str], list[str], _Signature]:
+def _list_folder(root: str, folder: str) -> tuple[list[str], list[str], FileSignature]:
     """Return the files and the folders in one below the root, and its signature."""
     path = os.path.join(root, folder)
-    status = os.stat(path)  # before the listing, so that a change during it is noticed next time
-    signature = (status.st_size, status.st_mtime_ns, status.st_mtime_ns)
+    signature = file_signature(path)  # before the listing, so that a change during it is noticed next time
     files: list[str] = []
     folders: list[str] = []
     with os.scandir(path) as entries:

@@ -32,8 +32,9 @@ from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, suffix_of
 __all__ = ["FolderSource", "Source", "open_source"]
 
 ALLOWED = (
-    "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), tar "
-    "shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet, .npy or .npz file, "
+    "give a folder of images, an image, a pattern such as 'photos/*.jpg', a list (.txt, .csv, .tsv), "
+    "uncompressed tar shards (such as 'shards/{000..010}.tar' or 'shards/*.tar'), a .zip, .parquet, .npy or "
+    ".npz file, "
     "hf:OWNER/NAME, or synthetic[:LENGTH[:SIZE]]"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -98,21 +99,14 @@ def _open_folder(root: str) -> Source:
             raise
         names = error.containers
     suffixes = sorted(set(map(suffix_of, names)))
-    splits = {match[1].lower() for name in names if (match := _SPLIT.search(name))}
+    splits = sorted({match[1].lower() for name in names if (match := _SPLIT.search(name))})
     if len(suffixes) > 1 or len(splits) > 1:
-        what = "several kinds of archives" if len(suffixes) > 1 else f"splits ({', '.join(sorted(splits))})"
+        kinds = ", ".join(suffixes if len(suffixes) > 1 else splits)
         raise ValueError(
-            f"{root} contains {what}, such as {names[0]} and {names[-1]}: choose by a pattern, for example "
-            f"'{_pattern(root, names[0])}'"
+            f"{root} contains archives of several kinds or splits ({kinds}), such as {names[0]} and "
+            f"{names[-1]}: choose by a pattern such as 'data/train*.parquet'"
         )
     return _open_files(root, [os.path.join(root, name) for name in names])
-
-
-def _pattern(root: str, name: str) -> str:
-    """Return a pattern for the files of the same split as one."""
-    split = _SPLIT.search(name)
-    stem, suffix = os.path.splitext(name)
-    return os.path.join(root, f"{name[: split.end()] if split else stem}*{suffix}")
 
 
 def _open_files(spec: str, files: Sequence[str]) -> Source:
@@ -139,10 +133,6 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
         from dino_vit.data.sources.arrays import ArraySource
 
         return ArraySource(files[0])
-    if suffix in (".gz", ".tgz", ".bz2", ".xz", ".zst"):
-        from dino_vit.data.sources.archives import compressed_message
-
-        raise ValueError(compressed_message(spec, suffix))
     raise ValueError(f"{spec!r} is of an unknown kind: {ALLOWED}.")
 
 

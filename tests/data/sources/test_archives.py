@@ -63,7 +63,7 @@ def test_archives_one_after_another_are_one(tmp_path):
         (lambda data: data[:700], "unexpected end"),
         (lambda data: data[:100], "truncated header"),
         (lambda data: data[:1536] + b"?" + data[1537:], "no valid header at byte 1536"),
-        (lambda data: b"\x1f\x8b" + data[2:], r"compressed \(gzip\).*Decompress it"),
+        (lambda data: b"\x1f\x8b" + data[2:], "compressed as a whole"),
         (lambda data: b"?" + data[1:], "bad checksum"),
     ],
 )

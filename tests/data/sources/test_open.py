@@ -1,5 +1,4 @@
 import pickle
-from pathlib import Path
 
 import datasets
 import fsspec
@@ -82,13 +81,11 @@ def test_a_folder_of_archives_must_be_of_one_kind_and_split(tmp_path):
     write_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
     assert len(open_source(str(tmp_path))) == 5
     write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
-    with pytest.raises(ValueError, match=r"contains splits \(test, train\).*choose by a pattern") as caught:
+    with pytest.raises(ValueError, match=r"kinds or splits \(test, train\).*choose by a pattern"):
         open_source(str(tmp_path))
-    suggested = str(caught.value).split("'")[1]
-    assert Path(suggested).name == "test*.parquet"
-    assert len(open_source(suggested)) == 5
+    assert len(open_source(str(tmp_path / "data" / "test*.parquet"))) == 5
     write_tar(tmp_path / "a.tar")
-    with pytest.raises(ValueError, match=r"several kinds of archives"):
+    with pytest.raises(ValueError, match=r"kinds or splits \(\.parquet, \.tar\)"):
         open_source(str(tmp_path))
 
 
