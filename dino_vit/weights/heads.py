@@ -6,31 +6,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
-from dino_vit.config.sections import Head
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
 from dino_vit.core.storage import StorageError
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead
 from dino_vit.models.student_teacher import Network
 from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.metadata import WeightsError, checked
+from dino_vit.weights.metadata import WeightsError
 from dino_vit.weights.reading import is_name
 
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
-
-
-class _Config(BaseModel):
-    head: Head
-
-
-class _Contents(BaseModel):
-    """What is read of the metadata of a checkpoint, beside the backbone's."""
-
-    step: int
-    config: _Config
 
 
 class TrainedTeacher(NamedTuple):
@@ -64,8 +51,7 @@ def open_teacher(source: str) -> TrainedTeacher:
 def _load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
     """Return the teacher of a checkpoint with its heads and centres."""
     path = checkpoint.path
-    contents = checked(_Contents, checkpoint.metadata, f"the metadata of {path}")
-    sizes = {name: value for name, value in contents["config"]["head"].items() if name != "shared"}
+    sizes = {key: value for key, value in checkpoint.metadata["config"]["head"].items() if key != "shared"}
     backbone, heads, centers = load_backbone(path), dict[str, DINOHead](), dict[str, Tensor]()
     for name, center in HEADS.items():
         if center in checkpoint.tensors:

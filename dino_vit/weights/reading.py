@@ -32,8 +32,6 @@ PREFIXES = ("hf:", "timm:")  # of weights by name
 CONFIG_FILES = ("config.json", "preprocessor_config.json")
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
-NESTED = 9  # dicts within one another, at most
-SHARED = 4  # how many times as large as its storage a state dict may be, as layers may share their weights
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
 
 
@@ -180,10 +178,6 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
         named = brief(", ".join(others[:8]), 200)
         held = f"has {plural(len(others), 'entry', 'entries')} without a tensor ({named})"
         raise WeightsError(f"{raw.source} is not a state dict: it {held if others else 'is empty'}")
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise WeightsError(f"{raw.source}: {name} is a meta or sparse tensor; weights must be dense")
-    _check_size(tensors, raw.source)
     raw = replace(raw, sha256=raw.sha256 or digest(tensors, {}))
     if raw.metadata.get("kind") == "checkpoint":
         prefix = f"{network}.backbone."
@@ -194,7 +188,7 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
 
 def _innermost(content: Any, raw: RawWeights, network: str) -> tuple[Mapping[Any, Any], RawWeights]:
     """Return the state dict of a network in a training checkpoint, or the one in a wrapper."""
-    for _ in range(NESTED):
+    while True:
         if not isinstance(content, Mapping):
             kind = type(content).__name__
             raise WeightsError(f"{raw.source} holds a {kind}, not a dict of tensors; save model.state_dict()")
@@ -207,16 +201,6 @@ def _innermost(content: Any, raw: RawWeights, network: str) -> tuple[Mapping[Any
             content = wrapped[0]
         else:
             return content, raw
-    raise WeightsError(f"{raw.source} is not a state dict: it has {NESTED} dicts within one another")
-
-
-def _check_size(tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuse tensors that read the same few bytes over and over, and would fill the memory as weights."""
-    claimed = sum(tensor.nbytes for tensor in tensors.values())
-    storages = [tensor.untyped_storage() for tensor in tensors.values()]
-    stored = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    if claimed > SHARED * stored:
-        raise WeightsError(f"{source} claims {claimed:,} bytes of tensors, but stores only {stored:,}")
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:

@@ -97,13 +97,13 @@ def stated_normalisation(raw: RawWeights) -> tuple[tuple[float, ...], tuple[floa
     statistics = raw.hub_config.get("pretrained_cfg") or {}
     mean = raw.hub_config.get("image_mean", statistics.get("mean"))
     std = raw.hub_config.get("image_std", statistics.get("std"))
-    return (tuple(mean), tuple(std)) if isinstance(mean, list) and isinstance(std, list) else None
+    if not (isinstance(mean, list) and isinstance(std, list)):
+        return None
+    return tuple(map(float, mean)), tuple(map(float, std))
 
 
 def _check_rotary(raw: RawWeights) -> None:
-    """Refuse learned positions, rotations of other periods, and keys with a bias."""
-    if "pos_embed" in raw.tensors:
-        raise WeightsError(f"{raw.source} has learned positions beside rotary ones, which is not supported")
+    """Refuse rotations of other periods, and keys with a bias."""
     periods = raw.tensors.get("rope_embed.periods")
     if periods is not None:
         ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))

@@ -1,7 +1,6 @@
 """What files say of their weights: our metadata, `config.json`, and that of exports."""
 
 import json
-import math
 
 import pytest
 import safetensors.torch
@@ -27,7 +26,6 @@ def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
         ({"kind": "backbone", "mean": None, "std": None}, "architecture is missing"),
         ({**OWN, "version": 2}, "has format version 2"),
         ({**OWN, "architecture": {"soup": 1}}, "cannot be built: .* unexpected keyword argument 'soup'"),
-        ({**OWN, "mean": [math.nan] * 3}, "mean.0 = nan, but input should be a finite number"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
@@ -40,8 +38,7 @@ def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_attention_heads": "two"}, "num_attention_heads = 'two', but"),
-        ({"pretrained_cfg": {"mean": 5}}, "pretrained_cfg.mean"),
+        ({"num_attention_heads": "two"}, "cannot be built: invalid literal .* 'two'"),
         ("[]", "config.json is not a JSON object"),
     ],
 )
