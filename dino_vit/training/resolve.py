@@ -24,7 +24,6 @@ from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import (
     INSPECTED,
     MEASURED,
-    ImageSummary,
     channel_statistics,
     inspect_images,
     sample,
@@ -63,16 +62,13 @@ class RunContext:
         return self.frozen.backbone if self.frozen and self.frozen.network is None else None
 
 
-class Resolved(NamedTuple):
-    """A config with every open setting filled in, and what led to it."""
+def resolve_config(
+    config: PretrainConfig, context: RunContext, fit: Fit | None = None
+) -> tuple[PretrainConfig, list[Choice], list[str]]:
+    """Fill in every open setting; return the config, what led to it, and notes on the images.
 
-    config: PretrainConfig
-    choices: list[Choice]
-    notes: list[str]  # on the images
-
-
-def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None = None) -> Resolved:
-    """Fill in every open setting; a run that resumes keeps what was chosen at its start."""
+    A run that resumes keeps what was chosen at its start.
+    """
     source, resumed, max_pixels = context.source, context.resumed, config.data.max_pixels
     images = inspect_images(source, sample(source, config.seed, INSPECTED), max_pixels=max_pixels)
     made: dict[str, Choice] = {}
@@ -85,7 +81,17 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
 
     add(start_choices(config, context))
     add(fit.choices if fit else [])
-    add(_auto_choices(config, images, context, fitted_steps(config, context, fit)))
+    batch = config.data.batch_size * config.optim.accumulate * context.processes
+    add(
+        auto_choices(
+            config,
+            image_size=images.image_size,
+            images=len(source),
+            channels=images.channels,
+            global_batch=resumed.metadata["global_batch"] if resumed else batch,
+            steps=fitted_steps(config, context, fit),
+        )
+    )
     if not any(image.fits(config.data.channels) for image in images.images):
         raise ValueError(
             f"data.channels={config.data.channels}, but the images of {config.data.source} have "
@@ -102,7 +108,7 @@ def resolve_config(config: PretrainConfig, context: RunContext, fit: Fit | None 
     sizes = [(image.height, image.width) for image in images.images]
     if advice := advice_on_size(config, sizes, printable(config.data.source)):
         notes.append(advice)
-    return Resolved(config, list(made.values()), notes)
+    return config, list(made.values()), notes
 
 
 def fitted_steps(config: PretrainConfig, context: RunContext, fit: Fit | None) -> int | None:
@@ -214,21 +220,6 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
             if get(before, key) is not None and not settings_of(PretrainConfig)[key].rivals & given:
                 keys.add(key)
     return [Choice(key, get(before, key), "as the run started") for key in sorted(keys)]
-
-
-def _auto_choices(
-    config: PretrainConfig, images: ImageSummary, context: RunContext, steps: int | None
-) -> list[Choice]:
-    """Return what `recipe=auto` chooses from the images."""
-    batch = config.data.batch_size * config.optim.accumulate * context.processes
-    return auto_choices(
-        config,
-        image_size=images.image_size,
-        images=len(context.source),
-        channels=images.channels,
-        global_batch=context.resumed.metadata["global_batch"] if context.resumed else batch,
-        steps=steps,
-    )
 
 
 def _pixel_statistics(

@@ -1,9 +1,13 @@
-"""Set up a run: open what it depends on, resolve the config, build the state, restore the checkpoint."""
+"""Set up a run: open what it depends on, resolve the config, build the state, restore the checkpoint.
+
+The readers of other weights are imported only by a run that names some.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -11,7 +15,7 @@ from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.distributed import apply_fsdp
+from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.data.labels import choose_splits, describe_sampling, describe_use, read_sampling_weights
@@ -27,6 +31,9 @@ from dino_vit.training.resolve import Fit, RunContext, fitted_steps, resolve_con
 from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
+
+if TYPE_CHECKING:
+    from dino_vit.weights.heads import TrainedTeacher
 
 # Settings that a student without prototypes has no use for, beside those of the head.
 WITHOUT_HEADS = ("loss.centering", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
@@ -82,14 +89,10 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
     if config.init and resumed:  # the file that the run started from may be gone
         architecture = resumed.metadata["architecture"]
     elif config.init:
-        from dino_vit.training.named_weights import load_trained
-
-        trained = load_trained(config, mask_token=_hides_patches(config))
+        trained = _load_trained(config)
         architecture = trained.architecture
     if config.teacher.weights is not None:
-        from dino_vit.training.named_weights import open_frozen
-
-        frozen = open_frozen(config)
+        frozen = _open_frozen(config, config.teacher.weights)
     return RunContext(
         source=source,
         sampling=sampling,
@@ -226,11 +229,6 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
     """Build the objective with the networks that it compares the student with, beside its average."""
     views, loss = config.views, config.loss
     has_heads = context.frozen is None or context.frozen.network is not None
-    gram_teacher = None
-    if config.gram:
-        from dino_vit.training.named_weights import load_gram_teacher
-
-        gram_teacher = load_gram_teacher(config, student)
     objective = Objective(
         context.device,
         prototypes=config.head.prototypes,
@@ -244,13 +242,11 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
-        gram_teacher=gram_teacher,
+        gram_teacher=_load_gram_teacher(config, student) if config.gram else None,
         frozen=context.frozen and (context.frozen.network or context.frozen.backbone),
     )
     if context.frozen:
-        from dino_vit.training.named_weights import check_frozen
-
-        check_frozen(config, context.frozen.backbone, student)
+        _check_frozen(config, context.frozen.backbone, student)
         for name, center in context.frozen.centers.items():
             if (own := objective.modules().get(name.removesuffix(".center"))) is not None:
                 own.center.copy_(center)
@@ -280,3 +276,75 @@ def _to_device(student: Network, teacher: Network, config: PretrainConfig, devic
         if config.run.compile:
             # A graph of its own for each size of the views.
             network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]
+
+
+def _load_trained(config: PretrainConfig) -> Backbone:
+    """Load the weights that `init` starts from."""
+    from dino_vit.weights.loading import load_backbone
+
+    assert config.init is not None
+    overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+    overrides |= {"mask_token": True} if _hides_patches(config) else {}
+    return load_backbone(
+        config.init.weights,
+        network=config.init.network,
+        format=config.init.format,
+        trained_size=config.init.trained_size,
+        image_size=config.views.global_shape,
+        channels=config.data.channels,
+        **overrides,
+    )
+
+
+def _open_frozen(config: PretrainConfig, weights: str) -> "TrainedTeacher":
+    """Load the network that `teacher.weights` names."""
+    from dino_vit.weights.heads import open_teacher
+
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
+    frozen = open_teacher(weights)
+    if not all_equal(int(frozen.sha256[:12], 16)):
+        text = f"the processes read different weights from teacher.weights={weights}"
+        raise ValueError(f"{text}; give a checkpoint that is kept")
+    return frozen
+
+
+def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
+    """Check that a frozen teacher takes the global views, and sees the patches that the student sees."""
+    name, size = f"teacher.weights={config.teacher.weights}", config.views.global_shape
+    try:
+        grid = frozen.grid_of(*size)
+    except ValueError as error:
+        raise ValueError(f"{name} does not take global views: {error}; change views.global_size") from error
+    if config.loss.patch_weight and grid != student.grid_of(*size):
+        rows, columns = student.grid_of(*size)
+        raise ValueError(
+            f"{name} sees {grid[0]} × {grid[1]} patches of a global view where the student sees {rows} × "
+            f"{columns}; use the same model.patch_size, or loss.patch_weight=0"
+        )
+
+
+def _load_gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone:
+    """Load the network that `gram` holds the patches to."""
+    from dino_vit.weights.loading import load_backbone
+
+    assert config.gram is not None
+    if Path(config.gram.weights).resolve() == Path(config.output).resolve():
+        raise ValueError(
+            f"gram.weights={config.gram.weights} is the run itself, whose newest checkpoint changes; "
+            "give one of its checkpoints that is kept (run.keep_every)"
+        )
+    gram_teacher = load_backbone(config.gram.weights)
+    provenance = gram_teacher.provenance
+    if not (gram_teacher.has_patches and student.has_patches):
+        raise ValueError("gram.weights is about patches, which these networks do not have; leave it out")
+    for what, theirs, ours in (
+        ("patches", gram_teacher.patch_size, student.patch_size),
+        ("channels", gram_teacher.channels, student.channels),
+        ("data.mean", provenance and provenance.mean, config.data.mean),
+        ("data.std", provenance and provenance.std, config.data.std),
+    ):
+        if theirs and ours and not np.allclose(theirs, ours):
+            text = f"gram.weights={config.gram.weights} has {what} of {theirs}, the run of {ours}"
+            raise ValueError(f"{text}; they must be the same")
+    return gram_teacher

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,14 +105,14 @@ class UnreadableImages:
 
     def __init__(self, folder: Path, *, limit: float) -> None:
         self.path, self.limit = folder / "unreadable.txt", limit
-        self.listed = set(self._listed())
+        self.listed: set[str] = set()
         self.failed, self.tried = 0, 0
 
     def count(self, batch: Batch) -> None:
         """Count a batch, list images that were not listed before, and raise if there are too many."""
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
-        new = [line for line in dict.fromkeys(map(str, batch.unreadable)) if line not in self.listed]
+        new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
         if new:
             with suppress(OSError):  # if the disk is full, they are listed when they come again
                 self._list(new)
@@ -123,16 +123,13 @@ class UnreadableImages:
                 "limit and run the same command again"
             )
 
-    def _list(self, lines: list[str]) -> None:
+    def _list(self, lines: Iterable[str]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        listed = set(self._listed())  # by other processes too
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a+", encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            listed = set(file.read().splitlines())  # by other processes and earlier starts
             file.writelines(f"{line}\n" for line in lines if line not in listed)
         self.listed.update(lines)
-
-    def _listed(self) -> list[str]:
-        text = self.path.read_bytes().decode(errors="replace") if self.path.exists() else ""
-        return text.splitlines()
 
 
 @dataclass(kw_only=True)
