@@ -89,16 +89,3 @@ def test_embedding_leaves_the_backbone_as_it_was(model):
     assert model.train().embed(torch.zeros(3, 32, 32)).grad_fn is None
     assert model.training
     torch.nn.Linear(model.width, 2)(model.embed([torch.zeros(3, 32, 32)])).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("image", "error", "message"),
-    [
-        (7, TypeError, "int is not an image: give a path, the bytes of a file"),
-        (torch.zeros(5, 32, 32), ValueError, "the number of channels is 5, but must be 3"),
-        (torch.full((3, 8, 8), 200.0), ValueError, "its float32 values go from 200 to 200, beyond 0 to 1"),
-    ],
-)
-def test_what_is_no_image_is_said(model, image, error, message):
-    with pytest.raises(error, match=message):
-        model.transform(image)

@@ -84,10 +84,9 @@ def test_a_timm_folder_gives_heads_size_and_statistics_and_no_setting_is_ignored
         load_backbone(tmp_path)
 
 
-@pytest.mark.parametrize("activation", ["quick_gelu", "relu", "gelu_pytorch_tanh"])
-def test_another_activation_is_refused_as_no_tensor_shows_it(tmp_path, activation):
-    ViTModel(ViTConfig(**HF_VIT, hidden_act=activation)).save_pretrained(tmp_path)
-    with pytest.raises(WeightsError, match=f"hidden_act={activation}, but"):
+def test_another_activation_is_refused_as_no_tensor_shows_it(tmp_path):
+    ViTModel(ViTConfig(**HF_VIT, hidden_act="gelu_pytorch_tanh")).save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match="hidden_act=gelu_pytorch_tanh, but"):
         load_backbone(tmp_path)
 
 
