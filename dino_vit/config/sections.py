@@ -29,6 +29,8 @@ Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
+# An earlier version also had auto.
+AugmentOn = Annotated[Literal["device", "worker"], BeforeValidator(lambda on: "device" if on == "auto" else on)]
 Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = frozenset(
@@ -64,7 +66,7 @@ class Data(Settings):
     range: tuple[Number, Number] | None = setting(None, "values of black and white; null: of the type")
     mean: tuple[Number, ...] | None = setting((0.485, 0.456, 0.406), "of values from 0 to 1; null: measured")
     std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
-    augment_on: Literal["device", "worker"] = setting("device", "where to augment: device, all views at once")
+    augment_on: AugmentOn = setting("device", "where to augment: device, all views at once")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
     max_unreadable: Probability = setting(0.1, "unreadable share that ends a run", resumable=True)
@@ -208,7 +210,7 @@ class Optim(Settings):
     freeze_last_layer_epochs: NonNegative = setting(1.0, "epochs before the prototypes learn")
     layer_decay: PositiveShare | None = setting(None, "factor on lr per block towards the input")
     patch_embed_lr: Probability = setting(1.0, "factor on lr of the patch embedding")
-    accumulate: Dimension = setting(1, "forward passes per optimiser step", resumable=True)
+    accumulate: Dimension = setting(1, "micro-batches per optimiser step", resumable=True)
 
 
 class Teacher(Settings):

@@ -33,7 +33,6 @@ HALF = 0.5
 # Without labels, outputs that say at least this share of what they could say about an image.
 INFORMATIVE = 0.1
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
-MOST_STEPS = 2.0**53  # in an epoch; metrics files may hold anything
 
 
 class Diagnosis(NamedTuple):
@@ -161,7 +160,7 @@ def _settled_step(config: PretrainConfig, last: MetricsRecord) -> int:
     """Return the step after the warm-up and the freezes."""
     head_epochs = config.init.head_epochs if config.init else 0.0
     settled = max(config.optim.warmup_epochs, config.optim.freeze_last_layer_epochs, head_epochs)
-    steps_per_epoch = min(last.step / last.epoch, MOST_STEPS) if last.epoch else 0.0
+    steps_per_epoch = min(last.step / last.epoch, 2.0**53) if last.epoch else 0.0  # files may hold anything
     return math.floor(settled * steps_per_epoch)
 
 

@@ -142,6 +142,7 @@ def test_names_of_an_earlier_version_are_understood(tmp_path: Path, caplog, give
     config = load(PretrainConfig, file, ["data.photometry=worker"])
     assert (config.augment.flip, config.loss.centering, config.data.augment_on) == (0, "sinkhorn", "worker")
     assert load(PretrainConfig, None, {"photometry": {"hue": 0.2}}).augment.hue == 0.2
+    assert load(PretrainConfig, None, {"data": {"photometry": "auto"}}).data.augment_on == "device"
     gram = load(PretrainConfig, None, ["anchor.weights=x", "anchor.scale=2"]).gram
     assert gram == Gram(weights="x", scale=2)
     knn = ["source=photos", "weights=x", "readers=2"]
