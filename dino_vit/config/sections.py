@@ -30,7 +30,9 @@ TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
 # An earlier version also had auto.
-AugmentOn = Annotated[Literal["device", "worker"], BeforeValidator(lambda on: "device" if on == "auto" else on)]
+AugmentOn = Annotated[
+    Literal["device", "worker"], BeforeValidator(lambda value: "device" if value == "auto" else value)
+]
 Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = frozenset(
