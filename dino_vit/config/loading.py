@@ -156,7 +156,7 @@ def _layer(cls: type[Settings], entries: Iterable[Entry], problems: list[str]) -
 def _current_name(cls: type[Settings], key: str) -> str:
     section, dot, name = key.partition(".")
     current = RENAMED.get(key) or f"{RENAMED.get(section, section)}{dot}{name}"
-    return current if current in settings_of(cls) else key
+    return current if current in settings_of(cls) or current in FIXED else key
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:

@@ -147,7 +147,7 @@ def test_names_of_an_earlier_version_are_understood(tmp_path: Path, caplog, give
     assert gram == Gram(weights="x", scale=2)
     knn = ["source=photos", "weights=x", "readers=2"]
     assert load(COMMANDS["knn"].config_class, None, knn).num_workers == 2
-    stored = {**PretrainConfig().model_dump(mode="json"), "photometry": {"hue": 0.3}}
+    stored = {**PretrainConfig().model_dump(mode="json"), "photometry": {"hue": 0.3, "noise": 0}}
     del stored["augment"]
     assert load(PretrainConfig, None, stored).augment.hue == 0.3
     for old in ("data.photometry", "loss.centring"):
