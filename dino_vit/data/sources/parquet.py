@@ -6,6 +6,7 @@ one by one, and an image without one is read with its row group.
 a local copy: 0 and where each image ends, as int64 | the images
 """
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -211,6 +212,8 @@ def reading_parquet(path: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # where images are unpacked to
+            raise
         raise ValueError(f"{path} is damaged or not a Parquet file: {brief(error, 300)}") from error
 
 

@@ -100,6 +100,16 @@ def test_a_file_that_was_changed_or_is_damaged_is_refused(server, folder, tmp_pa
     assert list((tmp_path / "copies").iterdir()) == []
 
 
+def test_a_full_disk_is_not_taken_for_damage(folder):
+    path = folder / "000.parquet"
+    with (
+        path.open("rb") as file,
+        open("/dev/full", "wb", buffering=0) as copy,
+        pytest.raises(OSError, match="No space left"),
+    ):
+        parquet.unpack_images(str(path), file, copy)
+
+
 def test_tables_of_all_layouts_are_as_local_ones(tmp_path):
     pictures = [os.urandom(30) for _ in range(8)]
     one = [*pictures[:6], None, pictures[0]]
