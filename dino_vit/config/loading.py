@@ -283,7 +283,7 @@ def read_yaml(text: str | bytes, name: str, key: str = "") -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark and not key else ""
         raise ValueError(f"{name}{line}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # such as `!!bool x`
         raise ValueError(f"{name}: cannot be read as YAML") from None
 
 

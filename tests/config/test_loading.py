@@ -183,6 +183,8 @@ def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:
         ("a: [1, 2\n", "PATH:2: "),
         ("a: 1\n---\nb: 2\n", "PATH:2: "),
         ("a: !!int x\n", "PATH: cannot be read as YAML"),
+        ("a: !!bool x\n", "PATH: cannot be read as YAML"),
+        ("a: !!timestamp x\n", "PATH: cannot be read as YAML"),
         ("a: !!python/object:os.system {}\n", "PATH:1: "),
     ],
 )

@@ -19,7 +19,7 @@ import torch
 from einops import rearrange
 from numpy.typing import NDArray
 from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
-from PIL.Image import Image
+from PIL.Image import DecompressionBombWarning, Image
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
@@ -48,6 +48,7 @@ for _library in ("tifffile", "PIL"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
     logging.getLogger(_library).propagate = False
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.|tifffile|numpy\.lib")
+warnings.filterwarnings("ignore", category=DecompressionBombWarning)  # data.max_pixels is the limit
 
 
 class UnreadableImage(Exception):
