@@ -43,7 +43,7 @@ COMMANDS = {
     "pretrain": Command(
         "train on images without labels", "config.pretrain:PretrainConfig", "training.loop:pretrain"
     ),
-    "report": Command("write an HTML page about a run, or serve it", "commands.report:ReportConfig"),
+    "report": Command("write an HTML page about a run", "commands.report:ReportConfig"),
     "knn": Command("classify images by their nearest neighbours", "commands.classification.knn:KnnConfig"),
     "linear": Command(
         "train linear classifiers on a frozen backbone", "commands.classification.linear:LinearConfig"

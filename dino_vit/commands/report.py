@@ -1,9 +1,8 @@
-"""`dino-vit report`: write a page about a run, or serve it while the run goes on."""
+"""`dino-vit report`: write a page about a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +22,7 @@ from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.explorer import MAX_IMAGES, MIN_IMAGES, build_map, to_json, write_embedding
-from dino_vit.reports.page import SECTIONS, Page, PageServer, Pictures, render
+from dino_vit.reports.page import SECTIONS, Pictures, render
 from dino_vit.reports.record import RunRecord, read_run
 from dino_vit.reports.sheets import attention_rows, neighbour_rows, view_rows
 
@@ -31,17 +30,13 @@ from dino_vit.reports.sheets import attention_rows, neighbour_rows, view_rows
 class ReportConfig(Settings):
     """Write one HTML file about a run."""
 
-    examples: ClassVar = ("report runs/pretrain", "report runs/pretrain --serve")
+    examples: ClassVar = ("report runs/pretrain",)
     positional: ClassVar = ("run",)
-    switches: ClassVar = {"serve": "serve"}
 
     run: str = Field(description="folder of the run")
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: str | None = setting(None, "where the images are now; null: where the run read them")
     images: int = Field(3000, ge=MIN_IMAGES, le=MAX_IMAGES, description="number of images on the map")
-    serve: bool = setting(False, "serve the page to a browser instead, and keep it up to date")
-    address: str = setting("127.0.0.1", "address to serve on; the default is visible on this machine only")
-    port: int = Field(8765, ge=0, le=65535, description="port to serve on; 0: any free port")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +47,12 @@ class ReportFile(Result):
 
 
 def run(config: ReportConfig) -> ReportFile | None:
-    """Write the page and return its file, or serve it until ctrl-C; only rank 0 does."""
+    """Write the page and return its file; only rank 0 does."""
     if not start_processes().is_main_process:
         return None
     record = read_run(Path(config.run))
-    draw_pictures = partial(draw, config=config)
-    if config.serve:
-        PageServer(Page(record.folder, draw_pictures), config.address, config.port).run()
-        return None
     output = Path(config.output or record.folder / "report.html")
-    html = render(record, draw_pictures(record)).encode()
+    html = render(record, draw(record, config=config)).encode()
     write_bytes(output, html)
     return ReportFile(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
@@ -104,7 +95,7 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, config:
         "The map is a PCA; for a t-SNE run `pip install scikit-learn`.": find_spec("sklearn") is None,
     }
     pictures.notes = [note for note, holds in notes.items() if holds]
-    if not config.serve and "tensorboard" in record.config.run.trackers:
+    if "tensorboard" in record.config.run.trackers:
         write_embedding(images, record.folder / "logs" / "embedding", checkpoint.step)
 
 

@@ -77,7 +77,7 @@ def render(comparison: Comparison, title: str) -> str:
         verdict=verdict(comparison.standings),
         maps=_map_rows(comparison),
         disagreements=_disagreements(comparison),
-        data={"charts": charts(comparison), "version": None, "map": None},
+        data={"charts": charts(comparison), "map": None},
     )
 
 

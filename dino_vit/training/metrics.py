@@ -195,6 +195,6 @@ def _parse(path: Path, kind: TypeAdapter[T]) -> Iterator[tuple[T, bytes]]:
         _warn(path, damaged[0][:60])
 
 
-@cache  # once, as a served page reads the files every few seconds
+@cache  # once, though a command may read a file several times
 def _warn(path: Path, line: bytes) -> None:
     log.warning("%s: damaged lines are left out; the first is %r", path, line)

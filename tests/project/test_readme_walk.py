@@ -1,6 +1,6 @@
 """The README's commands, one after the other, in a folder with photos: only the sizes are made small.
 
-`make`, `sbatch`, `torchrun` and `report --serve` are left to the tests of launching and of reports.
+`make`, `sbatch` and `torchrun` are left to the tests of launching.
 """
 
 import shlex
@@ -30,7 +30,7 @@ SMALLER = {
     "report": ["images=20"],
     "compare": ["measures=[knn, dense]"],
 }
-WALKED = [parts for parts in commands(README) if not {"make", "sbatch", "torchrun", "--serve"} & {*parts}]
+WALKED = [parts for parts in commands(README) if not {"make", "sbatch", "torchrun"} & {*parts}]
 
 
 @pytest.fixture(scope="module")

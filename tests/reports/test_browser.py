@@ -1,12 +1,11 @@
-"""The page in a real browser: its widths, colours, charts, map and how it follows a run."""
+"""The page in a real browser: its widths, colours, charts and map."""
 
 from itertools import pairwise
 
 import pytest
 
-from dino_vit.reports.page import Page, Pictures
 from tests.support.browser import set_screen, text_of
-from tests.support.reports import HOSTILE, serving
+from tests.support.reports import HOSTILE
 
 pytest.importorskip("selenium")
 
@@ -144,28 +143,3 @@ def test_the_map_follows_the_mouse_and_zooms_to_thumbnails(page):
     assert page.execute_script("return report.map.size()") > 15
     page.find_element(By.XPATH, "//button[text()='Show all']").click()
     assert page.execute_script("return report.map.scale") == 1
-
-
-def test_a_served_page_follows_the_run(browser, folder):
-    whole = (folder / "metrics.jsonl").read_bytes()
-    lines = whole.splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:8]))
-    live = Page(folder, lambda record: Pictures(notes=["drawn"]))
-    with serving(live) as server:
-        browser.get(f"http://127.0.0.1:{server.server_port}/")
-        assert "8 of 20 steps" in text_of(browser, "#run")
-        assert "are being drawn" in text_of(browser, "#map")
-        browser.execute_script("report.map = {selected: 3, scale: 1, redraw() {}}")
-        (folder / "metrics.jsonl").write_bytes(whole)
-        live.draw_if_new()
-        button = WebDriverWait(browser, 30).until(
-            lambda b: b.find_elements(By.CSS_SELECTOR, "#news button")
-        )  # someone looks at the map: the page waits to be asked
-        assert "8 of 20 steps" in text_of(browser, "#run")
-        button[0].click()
-        WebDriverWait(browser, 30).until(lambda b: "20 of 20 steps" in text_of(b, "#run"))
-        assert "drawn" in text_of(browser, ".top")
-    assert browser.get_log("browser") == []
-    WebDriverWait(browser, 30).until(lambda b: "does not answer" in text_of(b, "#news"))
-    browser.get("about:blank")  # the page goes on to ask its server, which other tests would find in the log
-    browser.get_log("browser")

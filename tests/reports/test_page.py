@@ -1,7 +1,6 @@
-"""The page as a file and as its server answers: what it holds, what it loads, what damaged runs give."""
+"""The page as a file: what it holds, what it loads, what damaged runs give."""
 
 import shutil
-from http.client import HTTPConnection
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
-from dino_vit.reports.page import Page, Pictures
 from dino_vit.reports.record import read_run
 from dino_vit.training.metrics import Baseline
-from tests.support.reports import HOSTILE, IMAGES, ParsedPage, serving, write_report
+from tests.support.reports import HOSTILE, IMAGES, write_report
 
 
 def change_config(folder, old, new):
@@ -147,47 +145,3 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def served(made):
-    """A server of the run's page, with pictures that cost nothing."""
-    with serving(Page(made, lambda record: Pictures(notes=["drawn"]))) as server:
-        yield server
-
-
-def ask(server, path, method="GET", host=None):
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    connection.request(method, path, headers={"Host": host} if host else {})
-    answer = connection.getresponse()
-    body = answer.read().decode()
-    connection.close()
-    return answer.status, body
-
-
-def test_the_served_page_has_a_version_that_follows_the_run(served, folder):
-    served.page.folder = folder
-    status, html = ask(served, "/")
-    assert status == 200
-    assert "are being drawn" in html
-    page = ParsedPage(html)
-    assert any("connect-src 'self'" in value for _, name, value in page.attributes if name == "content")
-    versions = [page.data["version"], ask(served, "/version")[1]]
-    assert versions[0] == versions[1]
-    served.page.draw_if_new()
-    assert "drawn" in ParsedPage(ask(served, "/")[1]).text
-    versions.append(ask(served, "/version")[1])
-    (folder / "metrics.jsonl").write_bytes(b"")
-    versions.append(ask(served, "/version")[1])
-    assert len(set(versions)) == 3
-
-
-def test_only_the_page_is_served_and_only_to_names_of_this_machine(served):
-    for path in ("/config.yaml", "/../config.yaml", "/%2e%2e/etc/passwd", "//etc/passwd", "/?x"):
-        assert ask(served, path)[0] == 404
-    assert ask(served, "/", "POST")[0] == 501
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil"):
-        assert ask(served, "/", host=host)[0] == 421
-    for host in ("localhost:1", "127.0.0.1", "127.0.0.1:80", "LOCALHOST"):
-        assert ask(served, "/version", host=host)[0] == 200
-    assert served.socket.getsockname()[0] == "127.0.0.1"

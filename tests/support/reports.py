@@ -3,9 +3,7 @@
 import base64
 import io
 import json
-import threading
 from collections.abc import Mapping
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import numpy as np
 from PIL import Image
 
 from dino_vit.cli import main
-from dino_vit.reports.page import PageServer
 from tests.support.images import write_synthetic
 from tests.support.runs import run
 
@@ -75,17 +72,3 @@ def write_report(folder, *settings):
     """Have the command write the page, and return it."""
     assert main(["report", str(folder), *settings]) == 0
     return ParsedPage((folder / "report.html").read_text())
-
-
-@contextmanager
-def serving(page):
-    """Serve a live page on a free port in a thread."""
-    server = PageServer(page, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
