@@ -26,8 +26,9 @@ def rank() -> int:
 
 
 def end_processes() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group, if there is one, and the one for tensors on the CPU with it."""
     if world_size() > 1:
+        _host_group.cache_clear()
         dist.destroy_process_group()
 
 

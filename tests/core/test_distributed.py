@@ -8,9 +8,11 @@ from dino_vit.core.distributed import (
     all_gather,
     all_reduce_mean,
     broadcast_int,
+    end_processes,
     lost_process,
     rank,
     unanswered,
+    wait_for_all,
     world_size,
 )
 from dino_vit.method.centering import Center, sinkhorn_center
@@ -68,9 +70,20 @@ def _check_in_process(number, rendezvous, logits, of_one):
         loss = torch.tensor(float("inf") if number else 1.0)
         assert not reduce_loss(loss, torch.tensor(1.0))[1]
         assert reduce_loss(torch.tensor(1.0 + number), torch.tensor(1.0)) == (1.5, True)
+        wait_for_all()
     finally:
-        dist.destroy_process_group()
+        end_processes()
+    _check_second_group(number, f"{rendezvous}-again")
     open(rendezvous.removeprefix("file://").replace("rendezvous", f"done{number}"), "w").close()
+
+
+def _check_second_group(number, rendezvous):
+    dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=2)
+    try:
+        assert broadcast_int(7 + number) == 7
+        wait_for_all()
+    finally:
+        end_processes()
 
 
 def _check_gather(number):

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
+from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FeatureSpec, extract_features, pixel_features
@@ -173,5 +174,5 @@ def _evaluate(number, rendezvous, weights):
             for length in (101, 2)
         ]
     finally:
-        dist.destroy_process_group()
+        end_processes()
     torch.save([tuple(one) for one in figures], f"{rendezvous.removeprefix('file://')}{number}")

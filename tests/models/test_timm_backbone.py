@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing import assert_close
 
+from dino_vit.core.distributed import end_processes
 from dino_vit.models.head import AcrossProcesses, convert_sync_batchnorm
 from dino_vit.models.timm_backbone import TimmBackbone
 from tests.support.runs import server
@@ -110,7 +111,7 @@ def in_one_of_two(number, rendezvous, folder, images):
         convert_sync_batchnorm(network)
         torch.save(through(network, images.chunk(2)[number]), folder / str(number))
     finally:
-        dist.destroy_process_group()
+        end_processes()
 
 
 def test_batch_norm_counts_the_images_of_all_processes(tmp_path):
