@@ -3,6 +3,8 @@
 b batch, h heads, n tokens, d channels of a head
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -20,9 +22,9 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        *,
         width: int,
         heads: int,
+        *,
         qkv_bias: bool,
         key_bias: bool,
         qk_scale: float | None,
@@ -74,13 +76,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.
     """
     batch, heads, tokens, _ = q.shape
     fits = batch * heads * tokens * tokens * q.element_size() <= EXPLICIT_BYTES
-    if dropout == 0.0 and q.is_cpu and q.dtype == torch.bfloat16 and fits:
-        return _explicit(q, k, v, scale)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-
-
-def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    heads = q.shape[1]
+    if dropout > 0.0 or not q.is_cpu or q.dtype != torch.bfloat16 or not fits:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
     q, k, v = (rearrange(part, "b h n d -> (b h) n d") for part in (q, k, v))
     # baddbmm scales the product itself, which saves a pass over the scores.
     scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
@@ -90,7 +87,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 class MLP(nn.Module):
     """Linear, GELU, linear; if gated, SwiGLU instead of GELU."""
 
-    def __init__(self, *, width: int, hidden: int, gated: bool, dropout: float) -> None:
+    def __init__(self, width: int, hidden: int, *, gated: bool, dropout: float) -> None:
         super().__init__()
         self.gated = gated
         self.fc1 = Linear(width, 2 * hidden if gated else hidden)
@@ -136,24 +133,30 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a LayerNorm before it and a residual connection."""
+    """Attention, then an MLP, each with a LayerNorm before it and a residual connection.
+
+    The arguments are those of `VisionTransformer`, and those of `Attention`.
+    """
 
     def __init__(
         self,
         width: int,
+        heads: int,
         *,
-        attention: Attention,
-        mlp: MLP,
+        mlp_ratio: float,
+        mlp: str,
         layer_scale: float | None,
         norm_eps: float,
+        dropout: float,
         drop_path: float,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attn = attention
+        self.attn = Attention(width, heads, dropout=dropout, **attention)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.mlp = mlp
+        self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
         self.drop_path = DropPath(drop_path)
 

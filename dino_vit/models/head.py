@@ -52,7 +52,7 @@ class DINOHead(nn.Module):
         for width, next_width in pairwise(widths):
             mlp.append(nn.Linear(width, next_width))
             if batch_norm:
-                mlp.append(BatchNorm(next_width))
+                mlp.append(nn.BatchNorm1d(next_width))
             mlp.append(nn.GELU())
         bottleneck = nn.Linear(widths[-1], bottleneck_dim)
         self.mlp = nn.Sequential(*mlp, bottleneck) if mlp else bottleneck
@@ -124,10 +124,6 @@ class AcrossProcesses(_BatchNorm):
             if following := getattr(self, part, None):
                 normalised = following(normalised)
         return normalised
-
-
-class BatchNorm(AcrossProcesses, nn.BatchNorm1d):
-    """The BatchNorm of the projection head."""
 
 
 def convert_sync_batchnorm(network: nn.Module) -> None:

@@ -122,17 +122,6 @@ class Network(nn.Module):
         return [self.head, *([self.patch_head] if self.patch_head else [])]
 
 
-def build_backbone(arguments: Mapping[str, Any], drop_path: float) -> Backbone:
-    """Build a vision transformer, or the model of timm that `name` names."""
-    if "name" not in arguments:
-        return VisionTransformer(**arguments, drop_path=drop_path)
-    from dino_vit.models.timm_backbone import TimmBackbone
-
-    backbone = TimmBackbone(**arguments, drop_path=drop_path)
-    convert_sync_batchnorm(backbone)
-    return backbone
-
-
 def build_networks(
     *,
     backbone: Mapping[str, Any],
@@ -143,12 +132,21 @@ def build_networks(
 ) -> tuple[Network, Network]:
     """Return a student and a teacher with the same weights; the teacher needs no gradient.
 
-    With `feature_dim` their heads project to features of that width, without prototypes.
+    With `name` their backbone is a model of timm; with `feature_dim` their heads project to features of that
+    width, without prototypes.
     """
 
     def build(rate: float) -> Network:
-        built = build_backbone(backbone, rate)
-        return Network(built, *(build_head(built.width) for _ in range(1 + patch_head)))
+        built: Backbone
+        if "name" in backbone:
+            from dino_vit.models.timm_backbone import TimmBackbone
+
+            built = TimmBackbone(**backbone, drop_path=rate)
+        else:
+            built = VisionTransformer(**backbone, drop_path=rate)
+        network = Network(built, *(build_head(built.width) for _ in range(1 + patch_head)))
+        convert_sync_batchnorm(network)
+        return network
 
     def build_head(width: int) -> Head:
         if feature_dim:

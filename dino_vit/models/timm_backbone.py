@@ -51,17 +51,15 @@ class TimmBackbone(Backbone):
 
     @grad_checkpointing.setter
     def grad_checkpointing(self, enable: bool) -> None:
-        if enable and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
-            raise ValueError(
-                f"model.grad_checkpointing=true would count each batch twice in the BatchNorm of {PREFIX}"
-                f"{self.name}; leave it out"
-            )
-        if enable:
-            try:
-                self.model.set_grad_checkpointing(True)
-            except AssertionError as error:
-                text = f"{PREFIX}{self.name} does not support model.grad_checkpointing=true"
-                raise ValueError(f"{text}: {error}") from error
+        if not enable:
+            return
+        text = f"{PREFIX}{self.name} does not support model.grad_checkpointing=true"
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
+            raise ValueError(f"{text}: its BatchNorm would count each batch twice")
+        try:
+            self.model.set_grad_checkpointing(True)
+        except AssertionError as error:
+            raise ValueError(f"{text}: {error}") from error
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the pooled features (B, D)."""
@@ -149,12 +147,10 @@ def _create(name: str, size: Size, channels: int, drop_path: float) -> tuple[Any
         raise ValueError(f"timm {timm.__version__} has no model {name!r}; {advice}")
     fixed = {"model_name": name, "num_classes": 0, "in_chans": channels}
     wanted: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
-    faults = []
     # Most transformers are built for a size, some take others too; convolutions know of none.
     for sizes in ({"img_size": size, "dynamic_img_size": True}, {"img_size": size}, {}):
         try:
             return timm.create_model(**fixed, **wanted, **sizes), {**fixed, **sizes}
         except TypeError as error:
-            faults.append(str(error))
-    advice = "; set drop_path to 0" if "drop_path_rate" in faults[-1] else ""
-    raise ValueError(f"{PREFIX}{name} cannot be built: {faults[-1]}{advice}")
+            fault = str(error)
+    raise ValueError(f"{PREFIX}{name} cannot be built with drop_path={drop_path}: {fault}")

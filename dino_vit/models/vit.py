@@ -12,6 +12,7 @@ B batch, C channels, N patches, R registers, T = 1 + R + N tokens, D width
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import ALL, MLP, Attention, Block
+from dino_vit.models.block import ALL, Block
 from dino_vit.models.onednn import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
@@ -33,6 +34,10 @@ from dino_vit.models.positions import (
 from dino_vit.models.stems import STEMS
 
 CLS = slice(0, 1)
+BLOCK_OPTIONS = (
+    *("mlp_ratio", "mlp", "qkv_bias", "qk_scale", "layer_scale"),
+    *("norm_eps", "dropout", "attention_dropout"),
+)
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
@@ -81,34 +86,25 @@ class VisionTransformer(Backbone):
         hybrid = {"layers": resnet_layers, "base_width": resnet_width} if stem == "hybrid" else {}
         self.patch_embed = STEMS[stem](patch_size=self.patch_size, channels=channels, width=width, **hybrid)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = self._build_pos_embed(positions)
+        count = 1 + self.trained_grid[0] * self.trained_grid[1]
+        self.pos_embed: nn.Parameter | None = None
+        if positions == "learned":
+            self.pos_embed = nn.Parameter(torch.zeros(1, count, width))
+        elif positions == "sinusoidal":
+            self.pos_embed = nn.Parameter(sinusoidal_pos_embs(count, width), requires_grad=False)
         self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
         self.pos_drop = nn.Dropout(dropout)
         uniform = drop_path_schedule == "uniform"
         rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(self._build_block(rate) for rate in rates)
+        options = {name: arguments[name] for name in BLOCK_OPTIONS}
+        # Where keys are rotated, their bias would have an effect; in DINOv3 they have none.
+        options["key_bias"] = positions != "rotary"
+        self.blocks = nn.ModuleList(Block(width, heads, drop_path=rate, **options) for rate in rates)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
-
-    def _build_block(self, drop_path: float) -> Block:
-        a, width = self.architecture, self.width
-        attention = Attention(
-            width=width,
-            heads=self.heads,
-            qkv_bias=a["qkv_bias"],
-            # As in DINOv3, where keys are rotated, and so their bias is not without effect, they have none.
-            key_bias=a["positions"] != "rotary",
-            qk_scale=a["qk_scale"],
-            attention_dropout=a["attention_dropout"],
-            dropout=a["dropout"],
-        )
-        hidden = round(width * a["mlp_ratio"])
-        mlp = MLP(width=width, hidden=hidden, gated=a["mlp"] == "swiglu", dropout=a["dropout"])
-        options = {name: a[name] for name in ("layer_scale", "norm_eps")}
-        return Block(width, attention=attention, mlp=mlp, drop_path=drop_path, **options)
 
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
@@ -118,14 +114,6 @@ class VisionTransformer(Backbone):
             outside = self.depth + 1 if block else outside
             layers[name] = int(block[1]) + 1 if block else outside
         return layers
-
-    def _build_pos_embed(self, positions: str) -> nn.Parameter | None:
-        count = 1 + self.trained_grid[0] * self.trained_grid[1]
-        if positions == "learned":
-            return nn.Parameter(torch.zeros(1, count, self.width))
-        if positions == "sinusoidal":
-            return nn.Parameter(sinusoidal_pos_embs(count, self.width), requires_grad=False)
-        return None
 
     def init_weights(self) -> None:
         """Initialise linear layers and tokens from truncated normals; convolutions keep PyTorch's default."""
@@ -269,26 +257,14 @@ def _validate(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name}={arguments[name]} must be at least 0 and below 1")
 
 
-def vit_tiny(**changes: Any) -> VisionTransformer:
-    """Build a ViT-Ti: width 192, 12 blocks, 3 heads."""
-    return VisionTransformer(**{**VIT_SIZES["vit_tiny"], **changes})
+def _of_size(name: str) -> "partial[VisionTransformer]":
+    """Return a function of the arguments of `VisionTransformer` with the defaults of a named size."""
+    size: dict[str, Any] = VIT_SIZES[name]
+    return partial(VisionTransformer, **size)
 
 
-def vit_small(**changes: Any) -> VisionTransformer:
-    """Build a ViT-S: width 384, 12 blocks, 6 heads."""
-    return VisionTransformer(**{**VIT_SIZES["vit_small"], **changes})
-
-
-def vit_base(**changes: Any) -> VisionTransformer:
-    """Build a ViT-B: width 768, 12 blocks, 12 heads."""
-    return VisionTransformer(**{**VIT_SIZES["vit_base"], **changes})
-
-
-def vit_large(**changes: Any) -> VisionTransformer:
-    """Build a ViT-L: width 1024, 24 blocks, 16 heads."""
-    return VisionTransformer(**{**VIT_SIZES["vit_large"], **changes})
-
-
-def vit_huge(**changes: Any) -> VisionTransformer:
-    """Build a ViT-H: width 1280, 32 blocks, 16 heads, patches of 14."""
-    return VisionTransformer(**{**VIT_SIZES["vit_huge"], **changes})
+vit_tiny = _of_size("vit_tiny")  # width 192, 12 blocks, 3 heads
+vit_small = _of_size("vit_small")  # width 384, 12 blocks, 6 heads
+vit_base = _of_size("vit_base")  # width 768, 12 blocks, 12 heads
+vit_large = _of_size("vit_large")  # width 1024, 24 blocks, 16 heads
+vit_huge = _of_size("vit_huge")  # width 1280, 32 blocks, 16 heads, patches of 14

@@ -19,7 +19,7 @@ from dino_vit.method.centering import Center, sinkhorn_center
 from dino_vit.method.features import koleo_loss
 from dino_vit.method.loss import loss_statistics
 from dino_vit.method.optim import reduce_loss
-from dino_vit.models.head import BatchNorm
+from dino_vit.models.head import convert_sync_batchnorm
 
 
 def test_a_single_process_needs_no_group():
@@ -99,7 +99,8 @@ def _check_gather(number):
 def _check_batch_norm(number):
     """Over rows of which process 1 has more, and over none; beside PyTorch's on all of them."""
     rows = torch.randn(9, 4) * 3 + 5
-    ours, theirs = BatchNorm(4), torch.nn.BatchNorm1d(4)
+    ours, theirs = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
+    convert_sync_batchnorm(ours)
     for layer in (ours, theirs):
         torch.nn.init.uniform_(layer.weight, generator=torch.Generator().manual_seed(0))
     shared, whole = rows.split((3, 6))[number].clone().requires_grad_(), rows.clone().requires_grad_()
