@@ -117,7 +117,7 @@ def export(config: ExportConfig) -> ExportResult:
     model, path, card = config.load(), Path(config.out), None
     if config.format == "huggingface":
         evaluation = _evaluation(model)
-        card = model_card(model, name=config.push or ".", license=config.license, evaluation=evaluation)
+        card = model_card(model, license=config.license, evaluation=evaluation)
     options = {"overwrite": config.overwrite, "dynamic": config.dynamic}
     export_backbone(model, path, config.format, **options, card=card)
     url, text = None, usage(model, path, config.format)

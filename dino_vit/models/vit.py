@@ -252,9 +252,6 @@ def _validate(arguments: dict[str, Any]) -> None:
     channels = arguments["width"] // arguments["heads"]
     if arguments["positions"] == "rotary" and channels % 4:
         raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")
-    for name in ("dropout", "attention_dropout", "drop_path"):
-        if not 0.0 <= arguments[name] < 1.0:
-            raise ValueError(f"{name}={arguments[name]} must be at least 0 and below 1")
 
 
 def _of_size(name: str) -> "partial[VisionTransformer]":

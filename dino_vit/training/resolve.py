@@ -33,7 +33,7 @@ from dino_vit.views.build import advice_on_size, build_pixels
 from dino_vit.views.eval_transform import eval_transform_of
 
 if TYPE_CHECKING:
-    from dino_vit.weights.heads import TrainedTeacher
+    from dino_vit.weights.loading import TrainedTeacher
 
 
 class Fit(NamedTuple):

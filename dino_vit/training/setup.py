@@ -33,7 +33,7 @@ from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 
 if TYPE_CHECKING:
-    from dino_vit.weights.heads import TrainedTeacher
+    from dino_vit.weights.loading import TrainedTeacher
 
 # Settings that a student without prototypes has no use for, beside those of the head.
 WITHOUT_HEADS = ("loss.centering", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
@@ -298,7 +298,7 @@ def _load_trained(config: PretrainConfig) -> Backbone:
 
 def _open_frozen(config: PretrainConfig, weights: str) -> "TrainedTeacher":
     """Load the network that `teacher.weights` names."""
-    from dino_vit.weights.heads import open_teacher
+    from dino_vit.weights.loading import open_teacher
 
     if Path(weights).resolve() == Path(config.output).resolve():
         raise ValueError(f"teacher.weights={weights} is the run itself; give another run")

@@ -1,11 +1,7 @@
-"""What is said about a backbone: its facts, the Python lines that open an export, and the model card.
-
-The lines embed a photo as `dino-vit embed` does. Hugging Face rounds the corner of a crop down, where we
-round to even, so its crops may be a pixel apart.
-"""
+"""What is said about a backbone: its facts, how other libraries open an export, and the model card."""
 
 from dataclasses import asdict
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import Any
 
 from jinja2 import Template
@@ -29,63 +25,54 @@ STRUCTURE = (
 CROP = 224 / 256  # share of the resized shorter side
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 
-_OPEN = {
+_USAGE = {
     "timm": """\
-import functools, timm, torch
+import functools, timm
 norm = functools.partial(timm.layers.LayerNorm, eps={norm_eps})
-model = timm.models.{name}({arguments}, norm_layer=norm)
+model = timm.models.{name}({arguments}, norm_layer=norm).eval()
 timm.models.load_checkpoint(model, {path!r})
+{images}
+output = model(images)
 """,
     "timm model": """\
-import timm, torch
-model = timm.create_model({arguments}, checkpoint_path={path!r})
+import timm
+model = timm.create_model({arguments}, checkpoint_path={path!r}).eval()
+{images}
+output = model(images)
 """,
     "reference": """\
 import functools, safetensors.torch, torch
 import vision_transformer  # of github.com/facebookresearch/dino
 norm = functools.partial(torch.nn.LayerNorm, eps=1e-6)
-model = vision_transformer.VisionTransformer({arguments}, norm_layer=norm)
+model = vision_transformer.VisionTransformer({arguments}, norm_layer=norm).eval()
 model.load_state_dict({reader}({path!r}))
+{images}
+output = model(images)
 """,
     "huggingface": """\
+from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
-model = AutoModel.from_pretrained({path!r}, {arguments})
+model = AutoModel.from_pretrained({path!r}, {arguments}).eval()
+{images}
+output = model(images).last_hidden_state[:, 0]
 """,
     "onnx": """\
-import onnxruntime, torch
+import onnxruntime
 session = onnxruntime.InferenceSession({path!r})
+{images}
+cls, patches = session.run(None, {{"images": images.numpy()}})
 """,
 }
 _PHOTO = """\
-from PIL import Image, ImageOps
 image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})
-"""
-_TRANSFORM = """\
-from torchvision.transforms import v2
-transform = v2.Compose([
-    v2.PILToTensor(), v2.Resize({shorter_side}, v2.InterpolationMode.BICUBIC), v2.CenterCrop({size}),
-    v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std}),
-])
-images = transform(image)[None]
-"""
-_PROCESSOR = (
-    'images = AutoImageProcessor.from_pretrained({path!r})(image, return_tensors="pt").pixel_values\n'
-)
-_COMPUTE = {
-    "huggingface": "output = model.eval()(images).last_hidden_state[:, 0]",
-    "onnx": 'cls, patches = session.run(None, {{"images": images.numpy()}})',
-}
+images = AutoImageProcessor.from_pretrained({path!r})(image, return_tensors="pt").pixel_values"""
 
-# By this an export tells its own card, which it replaces, from one that a person wrote.
-CARD_MARK = "<!-- Written by dino-vit export, which replaces this file unless this line is removed. -->"
 CARD_FACTS = (
     *("architecture", "parameters", "width", "depth", "heads", "patch_size", "image_size", "channels"),
     *("file", "sha256", "network", "step"),
 )
-PAPERS = {
-    "dino": "[DINO](https://arxiv.org/abs/2104.14294)",
-    "dinov2": "[DINOv2](https://arxiv.org/abs/2304.07193)",
-}
+# By this an export tells its own card, which it replaces, from one that a person wrote.
+CARD_MARK = "<!-- Written by dino-vit export, which replaces this file unless this line is removed. -->"
 _CARD = """\
 ---
 library_name: transformers
@@ -100,37 +87,32 @@ tags: [{% if run %}dino, self-supervised, {% endif %}vit]
 
 A vision transformer that turns images into features, for search, clustering, or a classifier of your own.
 {% if run %}
-It was pretrained without labels, with the objective of {{ paper }}
+It was pretrained without labels (`method={{ run.method }}`)
 {%- if run.init %}, starting from `{{ public(run.init.weights) }}`{% endif %}.
 Of its images only the name of their source is recorded: `{{ public(run.data.source) }}`.
 {% else %}
 How and on which images it was trained is not recorded in the file that it was exported from.
 {% endif %}
-What the images show, and who may use them, is for the owner of these weights to state.
 {% if license == "other" %}
 No licence is stated yet. The owner has to name it as `license` at the top, or export with `--license`.
 {% endif %}
 
 | | |
 |---|---|
-{% for name in names %}
-| {{ name.replace("_", " ") }} | {{ show(name, facts[name]) }} |
+{% for name, value in facts.items() if value is not none %}
+| {{ name.replace("_", " ") }} | {{ show(name, value) }} |
 {% endfor %}
-| exported by | dino-vit {{ version }} |
 
 ## Usage
 
-{% if name == "." %}
-In the folder of this file (elsewhere, write the path of the folder instead of `.`):
+In the folder of this file (elsewhere, write its path or its name on the hub instead of `.`):
 
-{% endif %}
 ```python
 {{ usage }}
 ```
 
-`output` has {{ facts.width }} features per image: the CLS token after the final LayerNorm.
-Values from 0 to 1 are normalised with
-mean ({{ show("mean", pixels.mean) }}) and std ({{ show("std", pixels.std) }}).
+`output` is the CLS token of each image after the final LayerNorm. Values from 0 to 1 are normalised with
+mean ({{ show("mean", mean) }}) and std ({{ show("std", std) }}).
 {% if run %}
 
 ## Training
@@ -183,8 +165,8 @@ def show(name: str, value: Any) -> str:
     return f"{value:,}" if name == "parameters" else str(value)
 
 
-def photos_of(model: Backbone) -> dict[str, Any] | None:
-    """Return how 8-bit photos are prepared, or None where the other libraries cannot do it as we do."""
+def processor_config(model: Backbone) -> dict[str, Any] | None:
+    """Return how transformers prepares 8-bit photos, or None where it cannot do it as we do."""
     origin, (height, width), channels = model.provenance, model.image_size, model.channels
     mean, std = (origin.mean, origin.std) if origin is not None else (None, None)
     if (mean is None or std is None) and channels == 3:
@@ -192,9 +174,15 @@ def photos_of(model: Backbone) -> dict[str, Any] | None:
     scaled = origin is not None and (origin.bits == 16 or origin.range is not None)
     if mean is None or std is None or scaled or height != width or channels not in MODES:
         return None
-    shorter_side = round(height / CROP)
-    photos = {"channels": channels, "mode": MODES[channels], "size": height, "shorter_side": shorter_side}
-    return {**photos, "mean": tuple(mean), "std": tuple(std)}
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": channels == 3,
+        "size": {"shortest_edge": round(height / CROP)},
+        "resample": 3,
+        "crop_size": {"height": height, "width": width},
+        "image_mean": mean,
+        "image_std": std,
+    }
 
 
 def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
@@ -227,41 +215,82 @@ def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
     return arguments
 
 
-def usage(model: Backbone, path: PurePath, format: str) -> str:
-    """Return lines of Python that open an export and compute the CLS features of a photo."""
-    photos = photos_of(model)
-    opening = _OPEN["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
-    prepare = _PHOTO + (_PROCESSOR if format == "huggingface" else _TRANSFORM)
-    if photos is None:
-        shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
-        prepare = f"images = ...  # ({shape}), float32, normalised as in the training\n"
-    facts = {
-        "path": str(path),
-        "arguments": ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items()),
-        "name": "eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
-        "norm_eps": model.architecture.get("norm_eps"),
-        "reader": "safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
+def huggingface_config(model: Backbone) -> dict[str, Any]:
+    a, gated = model.architecture, model.architecture["mlp"] == "swiglu"
+    config = {
+        "hidden_size": model.width,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.heads,
+        "image_size": model.image_size[0],
+        "patch_size": model.patch_size[0],
+        "num_channels": model.channels,
+        "qkv_bias": a["qkv_bias"],
+        "layer_norm_eps": a["norm_eps"],
+        "hidden_act": "gelu",
+        "torch_dtype": "float32",
     }
-    lines = opening + prepare + _COMPUTE.get(format, "output = model.eval()(images)")
-    return lines.format(**facts, **(photos or {})).replace(", )", ")")
+    hidden = {"intermediate_size": round(model.width * a["mlp_ratio"])}
+    if a["positions"] == "rotary":
+        bias = {f"{name}_bias": a["qkv_bias"] for name in ("query", "value")}
+        config |= {**bias, "key_bias": False, "mlp_bias": True, "proj_bias": True, "rope_theta": ROTARY_BASE}
+        config |= {**hidden, "use_gated_mlp": gated, "hidden_act": "silu" if gated else "gelu"}
+        config |= {"layerscale_value": 1.0, "pos_embed_rescale": a["rotary_rescale"]}
+        config |= {"num_register_tokens": model.registers}
+        return {**config, "model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
+    if a["layer_scale"] is None:
+        return {**config, **hidden, "model_type": "vit", "architectures": ["ViTModel"]}
+    config |= {"mlp_ratio": dinov2_mlp(model)[0], "use_swiglu_ffn": gated, "layerscale_value": 1.0}
+    if not model.registers:
+        return {**config, "model_type": "dinov2", "architectures": ["Dinov2Model"]}
+    names = {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"]}
+    return {**config, **names, "num_register_tokens": model.registers}
 
 
-def model_card(model: Backbone, *, name: str = ".", license: str | None = None, evaluation: str = "") -> str:
-    """Return the README.md of a Hugging Face folder; `name` is what its lines of Python open."""
+def dinov2_mlp(model: Backbone) -> tuple[int, int]:
+    """Return the integer mlp_ratio of a DINOv2 config, and the hidden width that it means in transformers."""
+    ratio: float = model.architecture["mlp_ratio"]
+    if model.architecture["mlp"] != "swiglu":
+        return round(ratio), model.width * round(ratio)
+    stated = round(ratio * 3 / 2)  # gated MLPs use two thirds of it, rounded up to a multiple of 8
+    return stated, (model.width * stated * 2 // 3 + 7) // 8 * 8
+
+
+def usage(model: Backbone, path: PurePath, format: str) -> str:
+    """Return lines of Python that open an export and compute the CLS features of images."""
+    origin = model.provenance
+    shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
+    images = f"images = ...  # ({shape}), float32, normalised as in the training"
+    if origin and origin.mean:
+        images += f": mean {show('mean', origin.mean)}, std {show('std', origin.std)}"
+    if format == "huggingface" and processor_config(model):
+        images = _PHOTO.format(mode=MODES[model.channels], path=str(path))
+    lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
+    arguments = ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items())
+    return lines.format(
+        path=str(path),
+        arguments=arguments,
+        images=images,
+        name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
+        norm_eps=model.architecture.get("norm_eps"),
+        reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
+    ).replace(", )", ")")
+
+
+def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:
+    """Return the README.md of a Hugging Face folder."""
     facts, run = describe(model), _pretraining(model)
+    photos = processor_config(model) or {"image_mean": facts["mean"], "image_std": facts["std"]}
+    facts = {name: facts[name] for name in CARD_FACTS} | {"exported by": f"dino-vit {__version__}"}
     facts["file"] = facts["file"] and Path(facts["file"]).name
     card = Template(_CARD, trim_blocks=True, keep_trailing_newline=True).render(
         license=write_yaml(license or "other"),
         mark=CARD_MARK,
         facts=facts,
-        names=[key for key in CARD_FACTS if facts.get(key) is not None],
         show=show,
-        version=__version__,
-        name=name,
-        usage=usage(model, PurePosixPath(name), "huggingface"),
-        pixels=photos_of(model) or facts,
+        usage=usage(model, PurePath("."), "huggingface"),
+        mean=photos["image_mean"],
+        std=photos["image_std"],
         run=run,
-        paper=run and PAPERS[run.method],
         evaluation=evaluation,
         changes=result_changes(run, PretrainConfig(method=run.method)) if run else {},
         public=_public,

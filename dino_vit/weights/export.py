@@ -1,12 +1,16 @@
 """Export a backbone to another library, and check that the written file gives its features."""
 
+import copy
 import json
+import logging
 import shutil
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +21,30 @@ from torch import Tensor, nn
 from dino_vit.core import log
 from dino_vit.core.storage import pickled, reason, save_plain, sync
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
-from dino_vit.weights.card import is_own_card, model_arguments, model_card, photos_of
+from dino_vit.weights.card import (
+    dinov2_mlp,
+    huggingface_config,
+    is_own_card,
+    model_arguments,
+    model_card,
+    processor_config,
+)
 from dino_vit.weights.layouts import Layout, split
 from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.metadata import EXPORT_KEY, WeightsError, describe_export
-from dino_vit.weights.onnx import check_graph, open_graph, write_graph
-from dino_vit.weights.reading import check_finite, read_weights
+from dino_vit.weights.reading import EXPORT_KEY, WeightsError, read_weights
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
 LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
-SUFFIXES = (".pth", ".pt", ".safetensors")
+_SUFFIXES = (".pth", ".pt", ".safetensors")
+SUFFIXES = {"reference": _SUFFIXES, "timm": _SUFFIXES, "onnx": (".onnx",)}
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
+TRAINING_FACTS = ("mean", "std", "bits", "range", "network", "step")  # of Provenance, that an export keeps
+LARGEST = 2e9  # bytes of weights in a single ONNX file
+INPUT, OUTPUTS = "images", ("cls", "patches")  # of an ONNX graph
+METADATA_KEY = "dino_vit"  # of an ONNX graph
 TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
 
 
@@ -56,17 +69,16 @@ def export_backbone(
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     _check_target(path, format, overwrite)
     if format == "onnx":
-        check_graph(model, path, dynamic=dynamic)
+        _check_graph(model, dynamic=dynamic)
     else:
         _check_architecture(model, format)
-    check_finite(model.state_dict(), "the model")
+    model = copy.deepcopy(model).cpu().float().eval()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             written = Path(folder) / path.name
             if format == "onnx":
-                write_graph(model, written, dynamic=dynamic)
-                sync(written)
+                _write_graph(model, written, _describe(model, format), dynamic=dynamic)
             else:
                 _write_tensors(model, written, format, card)
             summary = _compare_features(model, written, format, larger=dynamic)
@@ -76,7 +88,6 @@ def export_backbone(
             sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} could not be written: {reason(error)}") from error
-    summary += _note_on_other_sizes(model, format)
     log.info("%s: exported to the %s format; %s", path, format, summary)
     return summary
 
@@ -84,8 +95,8 @@ def export_backbone(
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise WeightsError(f"{path} already exists; choose another name or allow overwriting")
-    if format in ("reference", "timm") and path.suffix not in SUFFIXES:
-        raise WeightsError(f"{path} must end in {', '.join(SUFFIXES)}")
+    if (suffixes := SUFFIXES.get(format)) and path.suffix not in suffixes:
+        raise WeightsError(f"{path} must end in {', '.join(suffixes)}")
     if path.is_dir():
         others = {entry.name for entry in path.iterdir()} - HUGGINGFACE_FILES
         others |= {entry.name for entry in path.glob("README.md") if not is_own_card(entry)}
@@ -100,48 +111,68 @@ def _check_architecture(model: Backbone, format: str) -> None:
         if format != "timm":
             raise WeightsError(f"{model.name} of timm is written as timm or onnx, not as {format}")
         return
-    assert isinstance(model, VisionTransformer)
-    a, rotary, registers = model.architecture, model.rotary, bool(model.registers)
-    square = model.patch_size[0] == model.patch_size[1] and model.image_size[0] == model.image_size[1]
-    scaled, gated = a["layer_scale"] is not None, a["mlp"] == "swiglu"
-    hidden = round(model.width * a["mlp_ratio"])
-    reference, huggingface = format == "reference", format == "huggingface"
-    dinov2 = huggingface and scaled and not rotary
-    faults = {
-        "a stem other than a convolution": a["stem"] != "conv",
-        "a custom qk_scale": a["qk_scale"] is not None,
-        "non-square images or patches": not square and huggingface,
-        "registers": registers and reference,
-        "rotary positions": rotary and reference,
-        "rotary positions without layer scale": rotary and not scaled and huggingface,
-        "registers without layer scale": registers and not scaled and huggingface,
-        "layer scale": scaled and reference,
-        f"mlp_ratio={a['mlp_ratio']:.3g}": dinov2 and hidden != _dinov2_mlp(model)[1],
-        "gated MLPs": gated and not (scaled and huggingface) and not (rotary and format == "timm"),
-        "qkv without bias": not a["qkv_bias"] and reference,
-        "a precision other than float32 (export model.float())": any(
-            parameter.dtype != torch.float32 for parameter in model.parameters()
-        ),
-        "a LayerNorm eps other than 1e-6": a["norm_eps"] != 1e-6 and not huggingface and not rotary,
-    }
-    if present := [fault for fault, is_present in faults.items() if is_present]:
-        raise WeightsError(f"the {format} format does not support {', '.join(present)}")
+    a, layout = model.architecture, _layout_of(model, format)
+    defaults = signature(VisionTransformer).parameters
+    keys = ("stem", "qk_scale", *layout.lacks)
+    faults = [f"{key}={a[key]}" for key in keys if a[key] != defaults[key].default]
+    if a["positions"] == "rotary" and not layout.rotary:
+        faults.append("positions=rotary")
+    if format == "huggingface":
+        if len({*model.patch_size}) > 1 or len({*model.image_size}) > 1:
+            faults.append("non-square images or patches")
+        if layout.rotary and a["layer_scale"] is None:
+            faults.append("positions=rotary without layer_scale")
+        dinov2 = layout in (layouts.HF_DINOV2, layouts.HF_DINOV2_REGISTERS)
+        if dinov2 and round(model.width * a["mlp_ratio"]) != dinov2_mlp(model)[1]:
+            faults.append(f"mlp_ratio={a['mlp_ratio']:.3g}")
+    if faults:
+        raise WeightsError(f"the {format} format does not support {', '.join(faults)}")
+
+
+def _check_graph(model: Backbone, *, dynamic: bool) -> None:
+    """Raise WeightsError for what a graph cannot hold."""
+    if not (find_spec("onnxscript") and find_spec("onnxruntime")):
+        raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if size > LARGEST:
+        text = f"an ONNX file holds {LARGEST / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
+        raise WeightsError(f"{text}: use another --format")
+    if dynamic and not isinstance(model, VisionTransformer):
+        name = model.architecture["name"]
+        raise WeightsError(f"{name} of timm is written as a graph for one size: leave out --dynamic")
+    if dynamic and not model.rotary and model.position_mode in ("dino", "dinov2"):
+        raise WeightsError(
+            f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
+            "--dynamic, or load the weights with position_mode='hf', which is equal at the trained size, and "
+            "save them"
+        )
 
 
 def _layout_of(model: Backbone, format: str) -> Layout:
-    a, huggingface = model.architecture, format == "huggingface"
-    if a.get("positions") == "rotary":
-        of_huggingface = layouts.HF_DINOV3_GATED if a["mlp"] == "swiglu" else layouts.HF_DINOV3
-        return of_huggingface if huggingface else layouts.TIMM_DINOV3
-    if huggingface:
-        scaled = layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
-        return layouts.HF_VIT if a["layer_scale"] is None else scaled
-    return layouts.REFERENCE if format == "reference" else layouts.TIMM
+    a = model.architecture
+    rotary, gated = a["positions"] == "rotary", a["mlp"] == "swiglu"
+    if format == "reference":
+        return layouts.REFERENCE
+    if format == "timm":
+        return layouts.TIMM_DINOV3 if rotary else layouts.TIMM
+    if rotary:
+        return layouts.HF_DINOV3_GATED if gated else layouts.HF_DINOV3
+    if a["layer_scale"] is None:
+        return layouts.HF_VIT
+    return layouts.HF_DINOV2_REGISTERS if model.registers else layouts.HF_DINOV2
+
+
+def _describe(model: Backbone, format: str) -> str:
+    """Return what the tensors of an export do not show, as JSON."""
+    facts = {name: getattr(model.provenance, name, None) for name in TRAINING_FACTS}
+    facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
+    facts |= {name: value for name, value in model.architecture.items() if name in ("positions", "name")}
+    return json.dumps({**facts, "format": format})
 
 
 def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -> None:
     """Write the tensors under the names of another library."""
-    about = {EXPORT_KEY: describe_export(model, format)}
+    about = {EXPORT_KEY: _describe(model, format)}
     if isinstance(model, TimmBackbone):
         tensors = _plain(model.model)
     else:
@@ -158,7 +189,7 @@ def _write_tensors(model: Backbone, path: Path, format: str, card: str | None) -
 
 
 def _plain(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
 
 
 def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
@@ -193,73 +224,55 @@ def _write_huggingface(
     """Write config.json, preprocessor_config.json, model.safetensors and the model card."""
     folder.mkdir()
     save_plain(tensors, folder / "model.safetensors", {"format": "pt", **about})
-    files = {"README.md": card, "config.json": _as_json(_huggingface_config(model))}
-    if photos := photos_of(model):
-        files["preprocessor_config.json"] = _as_json(_processor_config(photos))
-    for name, content in files.items():
-        (folder / name).write_bytes(content.encode())
+    configs = {"config.json": huggingface_config(model)}
+    if processor := processor_config(model):
+        configs["preprocessor_config.json"] = processor
+    texts = {name: json.dumps(config, indent=2, sort_keys=True) + "\n" for name, config in configs.items()}
+    for name, text in {"README.md": card, **texts}.items():
+        (folder / name).write_bytes(text.encode())
         sync(folder / name)
 
 
-def _as_json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+class _Graph(nn.Module):
+    """A backbone that returns the CLS token and the patches."""
+
+    def __init__(self, model: Backbone) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.model.forward_features(images)
+        return tokens[:, 0], tokens[:, self.model.first_patch :]
 
 
-def _processor_config(photos: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": photos["channels"] == 3,
-        "do_resize": True,
-        "size": {"shortest_edge": photos["shorter_side"]},
-        "resample": 3,
-        "do_center_crop": True,
-        "crop_size": {"height": photos["size"], "width": photos["size"]},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": photos["mean"],
-        "image_std": photos["std"],
-    }
+@torch.no_grad()
+def _write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool) -> None:
+    """Write a graph for any number of images, of the trained size or of any of two patches a side or more.
 
-
-def _huggingface_config(model: Backbone) -> dict[str, Any]:
-    a, gated = model.architecture, model.architecture["mlp"] == "swiglu"
-    config = {
-        "hidden_size": model.width,
-        "num_hidden_layers": model.depth,
-        "num_attention_heads": model.heads,
-        "image_size": model.image_size[0],
-        "patch_size": model.patch_size[0],
-        "num_channels": model.channels,
-        "qkv_bias": a["qkv_bias"],
-        "layer_norm_eps": a["norm_eps"],
-        "hidden_act": "gelu",
-        "torch_dtype": "float32",
-    }
-    hidden = {"intermediate_size": round(model.width * a["mlp_ratio"])}
-    if a["positions"] == "rotary":
-        bias = {f"{name}_bias": a["qkv_bias"] for name in ("query", "value")}
-        config |= {**bias, "key_bias": False, "mlp_bias": True, "proj_bias": True, "rope_theta": ROTARY_BASE}
-        config |= {**hidden, "use_gated_mlp": gated, "hidden_act": "silu" if gated else "gelu"}
-        config |= {"layerscale_value": 1.0, "pos_embed_rescale": a["rotary_rescale"]}
-        config |= {"num_register_tokens": model.registers}
-        return {**config, "model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
-    if a["layer_scale"] is None:
-        return {**config, **hidden, "model_type": "vit", "architectures": ["ViTModel"]}
-    config |= {"mlp_ratio": _dinov2_mlp(model)[0], "use_swiglu_ffn": gated, "layerscale_value": 1.0}
-    if not model.registers:
-        return {**config, "model_type": "dinov2", "architectures": ["Dinov2Model"]}
-    names = {"model_type": "dinov2_with_registers", "architectures": ["Dinov2WithRegistersModel"]}
-    return {**config, **names, "num_register_tokens": model.registers}
-
-
-def _dinov2_mlp(model: Backbone) -> tuple[int, int]:
-    """Return the integer mlp_ratio of a DINOv2 config, and the hidden width that it means in transformers."""
-    ratio: float = model.architecture["mlp_ratio"]
-    if model.architecture["mlp"] != "swiglu":
-        return round(ratio), model.width * round(ratio)
-    stated = round(ratio * 3 / 2)  # gated MLPs use two thirds of it, rounded up to a multiple of 8
-    return stated, (model.width * stated * 2 // 3 + 7) // 8 * 8
+    `about` is what is known of the model, as JSON.
+    """
+    graph = _Graph(model).eval()
+    (height, width), (p, q) = model.image_size, model.patch_size
+    # Another size than a power of two, and of unequal sides, so that nothing is taken for constant.
+    images = torch.zeros(2, model.channels, *((height + p, width + 2 * q) if dynamic else (height, width)))
+    sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
+    if dynamic:
+        rows, columns = (torch.export.Dim(name, min=2, max=1024) for name in ("rows", "columns"))
+        sizes |= {2: p * rows, 3: q * columns}
+    level = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters' own dependencies warn of many things
+        logging.disable(logging.WARNING)
+        try:
+            program = torch.export.export(graph, (images,), dynamic_shapes=(sizes,))
+            names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(OUTPUTS)}
+            onnx = torch.onnx.export(program, **names, dynamo=True, verbose=False)
+        finally:
+            logging.disable(level)
+    assert onnx is not None
+    onnx.model.metadata_props[METADATA_KEY] = about
+    onnx.save(path, external_data=False)
+    sync(path)
 
 
 @torch.no_grad()
@@ -269,14 +282,12 @@ def _compare_features(model: Backbone, written: Path, format: str, *, larger: bo
     if library and find_spec(library):
         peer, how = _open_peer(model, written, format), f"with {library}"
     else:
-        again = load_backbone(written, format=format, heads=model.heads, verbose=False)
-        peer, how = again, "by loading it again"
-    was_training, device = model.training, next(model.parameters()).device
+        peer = load_backbone(written, format=format, heads=model.heads, verbose=False)
+        how = "by loading it again"
     (height, width), (p, q) = model.image_size, model.patch_size
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, model.channels, height + larger * p, width + larger * q, generator=generator)
-    ours = model.eval().forward_features(images.to(device))[:, 0].float().cpu()
-    model.train(was_training)
+    ours = model.forward_features(images)[:, 0]
     error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()
     if not error <= TOLERANCE:
         raise WeightsError(
@@ -289,7 +300,10 @@ def _compare_features(model: Backbone, written: Path, format: str, *, larger: bo
 def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:
     """Open the written file in the library it is for; return a function from images to CLS features."""
     if format == "onnx":
-        return open_graph(written)
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(written), providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run(["cls"], {INPUT: images.numpy()})[0])
     arguments = model_arguments(model, format)
     if format == "huggingface":
         from transformers import AutoModel
@@ -314,13 +328,3 @@ def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor]
     peer = (Eva if model.rotary else timm.models.VisionTransformer)(**arguments, norm_layer=norm).eval()
     peer.load_state_dict(read_weights(written, "teacher").tensors)
     return lambda images: peer.forward_features(images)[:, 0]
-
-
-def _note_on_other_sizes(model: Backbone, format: str) -> str:
-    """Return a note if the other library resamples positions differently."""
-    if format == "onnx" or not isinstance(model, VisionTransformer) or model.rotary:
-        return ""
-    # Modes dino and dinov2 are the same rule.
-    modes = (_layout_of(model, format).position_mode, model.position_mode)
-    theirs, ours = (mode.replace("dinov2", "dino") for mode in modes)
-    return "" if theirs == ours else f"; at other sizes positions are resampled in mode {theirs}, not {ours}"

@@ -32,6 +32,7 @@ class Layout:
     normalisation: tuple[tuple[float, ...], tuple[float, ...]] | None = IMAGENET_NORMALISATION
     removed: str = ""  # pattern of what is cut out of a name before it is looked up
     rotary: bool = False  # rotary positions, and keys without bias
+    lacks: tuple[str, ...] = ()  # arguments of VisionTransformer of which it holds the defaults only
 
     def fits(self, names: Iterable[str]) -> bool:
         """Tell whether there is a name for each of the marks."""
@@ -66,7 +67,13 @@ MASK_TOKEN = {r"mask_token": "mask token"}
 CLASSIFIER = {r"head\.(weight|bias)": "classifier"}
 
 OURS = Layout("dino-vit", "hf", dropped=CLASSIFIER)
-REFERENCE = Layout("reference", "dino", ("cls_token", "pos_embed"), dropped={**DINO_HEADS, **CLASSIFIER})
+REFERENCE = Layout(
+    "reference",
+    "dino",
+    marks=("cls_token", "pos_embed"),
+    dropped={**DINO_HEADS, **CLASSIFIER},
+    lacks=("registers", "layer_scale", "mlp", "qkv_bias", "norm_eps"),
+)
 DINOV2 = Layout(
     "dinov2",
     "dinov2",
@@ -94,6 +101,7 @@ TIMM = Layout(
     names={"reg_token": "register_tokens"},
     dropped=CLASSIFIER,
     normalisation=None,
+    lacks=("mlp", "norm_eps"),
 )
 TIMM_DINOV3 = replace(  # an Eva
     TIMM,
@@ -108,6 +116,7 @@ TIMM_DINOV3 = replace(  # an Eva
     },
     norm_eps=1e-5,
     rotary=True,
+    lacks=(),
 )
 TORCHVISION = Layout(
     "torchvision",
@@ -176,6 +185,7 @@ HF_VIT = Layout(
     norm_eps=1e-12,
     normalisation=None,
     removed=r"^(vit|dinov2|dinov2_with_registers)\.",  # classifiers keep their backbone under its name
+    lacks=("registers", "mlp"),
 )
 HF_DINOV2 = replace(
     HF_VIT,
@@ -190,6 +200,7 @@ HF_DINOV2 = replace(
     },
     norm_eps=1e-6,
     normalisation=IMAGENET_NORMALISATION,
+    lacks=(),
 )
 HF_DINOV2_REGISTERS = replace(
     HF_DINOV2, position_mode="timm", marks=(*HF_DINOV2.marks, r".*embeddings\.register_tokens")
@@ -220,7 +231,6 @@ LOOK_ALIKES = (DINOV2, TIMM, REFERENCE, OURS)  # where the format decides that i
 
 MERGED = (  # a tensor of ours, and the separate ones that others store instead
     ("attn.qkv", ("attn.q", "attn.k", "attn.v")),
-    ("attn.qkv", ("attn.query", "attn.key", "attn.value")),
     ("mlp.fc1", ("mlp.gate", "mlp.up")),
 )
 

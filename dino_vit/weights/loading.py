@@ -1,30 +1,38 @@
-"""Load a backbone: strictly, and logging in one line what was loaded and converted."""
+"""Load a backbone: strictly, and logging in one line what was loaded and converted.
+
+`open_teacher` also loads the projection heads of a checkpoint, and the centres of their outputs.
+"""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from contextlib import suppress
 from functools import cached_property
 from inspect import signature
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dino_vit.core import height_width, log
-from dino_vit.core.text import brief
+from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from dino_vit.core.storage import StorageError
+from dino_vit.core.text import plural
 from dino_vit.models.backbone import Backbone, Provenance
+from dino_vit.models.head import DINOHead
 from dino_vit.models.positions import Grid, interpolate_pos_embs
+from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
-from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.reading import RawWeights, check_finite, read_weights
-from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise, stated_normalisation
+from dino_vit.weights.reading import RawWeights, WeightsError, check_finite, is_name, read_weights
+from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
+
+HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
 
 if TYPE_CHECKING:
     from dino_vit.views.eval_transform import EvalTransform
@@ -94,14 +102,25 @@ def load_backbone(
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(parameters)}")
     raw = read_weights(source, network)
+    model: LoadedBackbone
     if _is_timm(raw):
-        timm = _load_timm(raw, overrides)
-        layout = OURS if raw.metadata else replace(TIMM, normalisation=stated_normalisation(raw))
-        timm.provenance = _provenance(raw, layout, timm)
-        if verbose:
-            log.info("%s: loaded %s of timm (%s)", raw.source, timm.name, _facts(timm.provenance))
-        return timm.eval()
-    layout = recognise(raw, format)
+        layout, model = OURS if raw.metadata else TIMM, _load_timm(raw, overrides)
+        notes = [f"{model.name} of timm"]
+    else:
+        layout = recognise(raw, format)
+        model, notes = _load_transformer(raw, layout, trained_size, overrides)
+    origin = model.provenance = _provenance(raw, layout, model)
+    if verbose:
+        loaded = f"loaded {len(model.state_dict())} tensors"
+        facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
+        log.info("%s: %s", raw.source, "; ".join([f"{loaded} ({facts})", *notes]))
+    return model.eval()
+
+
+def _load_transformer(
+    raw: RawWeights, layout: Layout, trained_size: int | Grid | None, overrides: Mapping[str, Any]
+) -> tuple[LoadedTransformer, list[str]]:
+    """Return a vision transformer with its weights, and notes on what was converted."""
     asked = {"num_classes": "classifier", "mask_token": "mask token"}
     tensors, notes = _translate(raw, layout, {part for key, part in asked.items() if overrides.get(key)})
     try:
@@ -115,22 +134,17 @@ def load_backbone(
         raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
-    tensors = _adapt(tensors, stored, wanted, raw.source, notes)
+    _load_strictly(model, _adapt(tensors, stored, wanted, raw.source, notes), raw.source)
+    return model, notes
+
+
+def _load_strictly(model: LoadedBackbone, tensors: Mapping[str, Tensor], source: str) -> None:
     try:
-        model.load_state_dict(tensors, assign=True)
+        model.load_state_dict(tensors, assign=model.device.type == "meta")
     except RuntimeError as error:
         # torch has a line for all that is missing, one for all that is unexpected, one for each other shape.
         facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
-        raise WeightsError(f"{raw.source} does not fit the inferred architecture: {facts}") from error
-    model.provenance = _provenance(raw, layout, model)
-    if verbose:
-        loaded = f"loaded {len(tensors)} tensors ({_facts(model.provenance)})"
-        log.info("%s: %s", raw.source, "; ".join([loaded, *notes]))
-    return model.eval()
-
-
-def _facts(origin: Provenance) -> str:
-    return f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
+        raise WeightsError(f"{source} does not fit its architecture: {facts}") from error
 
 
 def _adapt(
@@ -141,11 +155,10 @@ def _adapt(
     notes: list[str],
 ) -> dict[str, Tensor]:
     """Return the tensors in float32, resampled and inflated to the wanted size and channels; add notes."""
-    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise WeightsError(f"{source}: {name} is {types[name]}; weights must be floating-point numbers")
-    if converted := set(types.values()) - {"float32"}:
+            raise WeightsError(f"{source}: {name} is {tensor.dtype}; weights must be floating-point numbers")
+    if converted := {str(tensor.dtype) for tensor in tensors.values()} - {"torch.float32"}:
         notes.append(f"converted {', '.join(sorted(converted))} to float32")
     adapted = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in tensors.items()}
     check_finite(adapted, source)
@@ -171,17 +184,13 @@ def _adapt(
         # Every channel gets the mean kernel, scaled so that equal channels give the same output as before.
         mean = adapted["patch_embed.proj.weight"].mean(dim=1, keepdim=True) * (before / channels)
         adapted["patch_embed.proj.weight"] = mean.expand(-1, channels, -1, -1).contiguous()
-        notes.append(
-            f"inflated patch embedding from {before} to {channels} channels (mean kernel × "
-            f"{before}/{channels})"
-        )
+        notes.append(f"inflated patch embedding from {before} to {channels} channels")
     return adapted
 
 
 def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
     mean, std = layout.normalisation or (None, None)
-    exported = {key: value for key, value in raw.export.items() if value is not None}
-    facts = raw.metadata or {"mean": mean, "std": std, **exported}
+    facts = raw.metadata or {"mean": mean, "std": std, **raw.facts}
     mean, std, range = (tuple(facts[key]) if facts.get(key) else None for key in ("mean", "std", "range"))
     if mean is not None and len(mean) != model.channels:
         mean = std = None  # the statistics are those of other channels
@@ -200,7 +209,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Prove
 
 
 def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors under our names, and notes on what was dropped or merged."""
+    """Return the tensors under our names, and notes on what was dropped."""
     dropped: Counter[str] = Counter()
     kept: dict[str, Tensor] = {}
     for theirs, tensor in raw.tensors.items():
@@ -212,77 +221,99 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
             kept[name] = tensor
         else:
             dropped[part] += 1
-    ours = merge(kept, key_bias=not layout.rotary)
-    notes = [f"dropped {part} ({count} tensor{'s' * (count > 1)})" for part, count in dropped.items()]
-    merged = {name.split(".")[-2] for name in ours.keys() - kept.keys()}
-    if "qkv" in merged:
-        notes.append("merged separate q, k, v into qkv")
-    if "fc1" in merged:
-        notes.append("merged separate gate and up projections into fc1")
-    return ours, notes
+    notes = [f"dropped {part} ({plural(count, 'tensor')})" for part, count in dropped.items()]
+    return merge(kept, key_bias=not layout.rotary), notes
 
 
 def _is_timm(raw: RawWeights) -> bool:
     """Tell whether weights are of a model that timm builds and we do not."""
     if raw.metadata:
         return "name" in raw.metadata["architecture"]
-    from_hub = "architecture" in raw.hub_config and "cls_token" not in raw.tensors
-    return from_hub or bool(raw.export.get("name"))
+    return "name" in raw.facts or ("architecture" in raw.hub_config and "cls_token" not in raw.tensors)
 
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
-    """Return a model of timm with its weights; overrides are arguments of `TimmBackbone`."""
+    """Return a model of timm with its weights; other channels get kernels as timm makes them."""
     arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
     if unknown := [name for name in overrides if name not in arguments]:
-        masked = unknown[0] == "mask_token"
-        advice = "set loss.patch_weight=0" if masked else f"there are {', '.join(arguments)}"
         text = f"{raw.source} is a model of timm, which has no {unknown[0].replace('_', ' ')}"
+        advice = "set loss.patch_weight=0" if "mask_token" in unknown else f"there are {', '.join(arguments)}"
         raise WeightsError(f"{text}; {advice}")
-    floats = {name: tensor for name, tensor in raw.tensors.items() if tensor.is_floating_point()}
-    check_finite(floats, raw.source)
-    try:
-        # A model that is built draws its weights, which the caller's random numbers must not notice.
-        with torch.random.fork_rng(devices=[]):
-            return _from_ours(raw, overrides) if raw.metadata or raw.export else _from_timm(raw, overrides)
-    except (TypeError, RuntimeError) as error:  # of the arguments, and of load_state_dict
-        faults = brief(" ".join(str(error).split()), 300)
-        raise WeightsError(f"{raw.source} does not fit the model that it names: {faults}") from error
-
-
-def _from_ours(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
-    """Load a file of ours, or an export."""
-    tensors, architecture = dict(raw.tensors), raw.metadata.get("architecture")
-    if architecture is None:
-        architecture = {name: raw.export[name] for name in ("name", "image_size", "channels")}
-        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    model = LoadedTimmBackbone(**{**architecture, "num_classes": 0, **overrides})
-    if not model.architecture["num_classes"]:
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
-    model.load_state_dict(tensors)
-    return model
-
-
-def _from_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:
-    """Load a file of a folder of timm, without its classifier; other channels get timm's first kernels."""
-    if arguments := raw.hub_config.get("model_args"):
-        text = f"{raw.source}: config.json has model_args ({', '.join(arguments)})"
+    if changed := raw.hub_config.get("model_args"):
+        text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
         raise WeightsError(f"{text}, which are not supported")
-    stated = raw.hub_config.get("pretrained_cfg") or {}
-    channels, *size = stated.get("input_size") or (3, 224, 224)
-    model = LoadedTimmBackbone(
-        **{"name": raw.hub_config["architecture"], "image_size": size, "channels": channels, **overrides}
-    )
-    pretrained = model.model.pretrained_cfg
-    classifiers = tuple(f"{name}." for name in _names(pretrained.get("classifier")))
-    tensors = {name: tensor for name, tensor in raw.tensors.items() if not name.startswith(classifiers)}
-    if model.channels != channels:
+    facts, tensors = raw.facts, raw.tensors
+    if raw.metadata:
+        stated = raw.metadata["architecture"]
+    else:
+        stated = {"name": facts.get("name") or raw.hub_config["architecture"]}
+        stated |= {"image_size": facts.get("image_size") or 224, "channels": facts.get("channels", 3)}
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    check_finite({name: t for name, t in tensors.items() if t.is_floating_point()}, raw.source)
+    # A model that is built draws its weights, which the caller's random numbers must not notice.
+    with torch.random.fork_rng(devices=[]):
+        model = LoadedTimmBackbone(**{**stated, "num_classes": 0, **overrides})
+    pretrained, wanted = model.model.pretrained_cfg, model.state_dict()
+    classifiers = ("head.", *(f"model.{name}." for name in _names(pretrained.get("classifier"))))
+    tensors = {n: tensor for n, tensor in tensors.items() if n in wanted or not n.startswith(classifiers)}
+    if model.channels != stated["channels"]:
         from timm.models import adapt_input_conv
 
-        for name in (f"{conv}.weight" for conv in _names(pretrained.get("first_conv"))):
+        for name in (f"model.{conv}.weight" for conv in _names(pretrained.get("first_conv"))):
             tensors[name] = adapt_input_conv(model.channels, tensors[name].float())
-    model.load_state_dict({f"model.{name}": tensor for name, tensor in tensors.items()})
+    _load_strictly(model, tensors, raw.source)
     return model
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+class TrainedTeacher(NamedTuple):
+    """A frozen network, in evaluation mode: of a checkpoint with its heads, otherwise a backbone alone."""
+
+    backbone: Backbone
+    network: Network | None = None
+    centers: Mapping[str, Tensor] = {}  # (1, prototypes), by their names in a checkpoint
+    config: Mapping[str, Any] = {}  # the settings of the run
+
+    @property
+    def sha256(self) -> str:
+        assert self.backbone.provenance
+        return self.backbone.provenance.sha256
+
+
+def open_teacher(source: str) -> TrainedTeacher:
+    """Open what `teacher.weights` names: a run folder, a checkpoint, or weights of any kind."""
+    path, checkpoint = Path(source), None
+    if not is_name(source) and path.is_dir():
+        checkpoint = Checkpoints(path).newest()
+    elif not is_name(source) and path.is_file() and path.suffix == ".safetensors":
+        with suppress(StorageError):  # of another library
+            checkpoint = read_checkpoint(path)
+    # A run that learned the features of a backbone has no prototypes.
+    if checkpoint is not None and "teacher.head.last_layer.weight_v" in checkpoint.tensors:
+        return _load_teacher(checkpoint)
+    return TrainedTeacher(load_backbone(source).requires_grad_(False))
+
+
+def _load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
+    """Return the teacher of a checkpoint with its heads and centres."""
+    path = checkpoint.path
+    sizes = {key: value for key, value in checkpoint.metadata["config"]["head"].items() if key != "shared"}
+    backbone, heads, centers = load_backbone(path), dict[str, DINOHead](), dict[str, Tensor]()
+    for name, center in HEADS.items():
+        if center in checkpoint.tensors:
+            centers[center] = checkpoint.tensors[center]
+        prefix = f"teacher.{name}."
+        tensors = {n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)}
+        if tensors:  # masked patches pass the head of the CLS token, or one of their own
+            with torch.device("meta"):
+                heads[name] = DINOHead(in_dim=backbone.width, **sizes)
+            heads[name].load_state_dict(tensors, assign=True)
+    prototypes = heads["head"].last_layer.weight_v.shape[0]
+    first = centers.get(HEADS["head"])
+    if first is None or first.shape != (1, prototypes):
+        raise WeightsError(f"{path} holds no centre of its {prototypes:,} prototypes")
+    network = Network(backbone, **heads).eval().requires_grad_(False)
+    return TrainedTeacher(backbone, network, centers, checkpoint.metadata["config"])

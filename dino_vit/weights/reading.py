@@ -1,38 +1,40 @@
-"""Read the tensors of one backbone from a folder, a file, a dict or a hub, without running anything in it."""
+"""Read the tensors of one backbone from a folder, a file, a dict or a hub, without running anything in it.
+
+`save_backbone` writes our own files, which say all that loading needs.
+"""
 
 import argparse
 import hashlib
+import json
 import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors
+from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural
-from dino_vit.weights.metadata import (
-    EXPORT_KEY,
-    HUB_FILES,
-    WeightsError,
-    check_metadata,
-    parse_export,
-    parse_metadata,
-    read_hub_config,
-)
+from dino_vit.models.backbone import Backbone
 
+FORMAT_VERSION = 1  # of the metadata in our own files
+EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its tensors do not show
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # a config.json beside these is theirs
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 PREFIXES = ("hf:", "timm:")  # of weights by name
-CONFIG_FILES = ("config.json", "preprocessor_config.json")
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
+
+
+class WeightsError(ValueError):
+    """The given weights cannot be used as requested."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RawWeights:
     source: str  # as it was given, or the file in the folder that was given
     sha256: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of our own files
-    export: Mapping[str, Any] = field(default_factory=dict)  # what an export of ours says about itself
+    facts: Mapping[str, Any] = field(default_factory=dict)  # heads, mean, ... of our exports and config.json
     hub_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a hub folder
     network: str | None = None
     trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
@@ -74,32 +76,24 @@ def is_name(source: object) -> bool:
 def _fetch(name: str) -> Path:
     """Return the folder with the weights of a name, downloaded unless the hub's cache has them."""
     from huggingface_hub import hf_hub_download  # takes a second to import
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError
 
     repository = name.removeprefix("hf:") if name.startswith("hf:") else _of_timm(name)
     try:
-        for file in HUB_FILES:
-            try:
-                path = Path(hf_hub_download(repository, file))
-                break
-            except LocalEntryNotFoundError:
-                raise
-            except EntryNotFoundError:
-                continue
-        else:
-            raise WeightsError(f"{name}: {repository} on the hub has none of {', '.join(HUB_FILES)}")
-        for other in CONFIG_FILES:
-            with suppress(EntryNotFoundError):
-                hf_hub_download(repository, other)
-    except WeightsError:
-        raise
+        try:
+            path = hf_hub_download(repository, HUB_FILES[0])
+        except EntryNotFoundError:
+            path = hf_hub_download(repository, HUB_FILES[1])
+        hf_hub_download(repository, "config.json")  # without it the heads, say, would be guessed
+        with suppress(EntryNotFoundError):  # timm's have none
+            hf_hub_download(repository, "preprocessor_config.json")
     except (OSError, ValueError) as error:  # all that the hub's library raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise WeightsError(
             f"{name} could not be fetched, and the hub's cache does not have it ({reason}). Where there is a "
             f"network, run `hf download {repository}`, and give the folder that it prints"
         ) from error
-    return path.parent
+    return Path(path).parent
 
 
 def _of_timm(name: str) -> str:
@@ -108,14 +102,12 @@ def _of_timm(name: str) -> str:
         import timm
     except ImportError as error:
         raise WeightsError(f"{name} is found by timm: pip install 'dino-vit[timm]'") from error
-    try:
+    pretrained = None
+    with suppress(RuntimeError):  # of a tag that does not exist
         pretrained = timm.get_pretrained_cfg(name.removeprefix("timm:"))
-    except RuntimeError:  # a tag that there is not
-        pretrained = None
     if pretrained is None or not pretrained.hf_hub_id:
-        wrong = "knows no weights of this name" if pretrained is None else "has no file of it on the hub"
-        advice = "timm.list_pretrained() names those that there are"
-        raise WeightsError(f"{name}: timm {timm.__version__} {wrong}; {advice}")
+        text = f"{name}: timm {timm.__version__} knows no weights of this name on the hub"
+        raise WeightsError(f"{text}; timm.list_pretrained() names those that there are")
     return str(pretrained.hf_hub_id)
 
 
@@ -123,7 +115,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     """Return the file that was read, its content, and the fields of `RawWeights` that say more about it."""
     if path.is_dir():
         if checkpoint := Checkpoints(path).newest():
-            metadata = check_metadata(checkpoint.path, checkpoint.metadata)
+            metadata = _check_metadata(checkpoint.path, checkpoint.metadata)
             return checkpoint.path, checkpoint.tensors, {"metadata": metadata}
         files = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         if not files:
@@ -135,17 +127,72 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
-    about = {"hub_config": read_hub_config(path)}
+    hub_config = _read_hub_config(path)
+    about = {"hub_config": hub_config, "facts": _facts_of(hub_config)}
     if path.suffix == ".safetensors":
         content, texts = read_tensors(path)
         if OWN_KEY in texts:
-            about["metadata"] = parse_metadata(path, texts[OWN_KEY])
+            about["metadata"] = _check_metadata(path, _parse(f"the metadata of {path}", texts[OWN_KEY]))
     else:
         content = _read_pickle(path)
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
     if EXPORT_KEY in texts:
-        about["export"] = parse_export(path, texts[EXPORT_KEY])
+        export = _with_tuples(_parse(f"the metadata of {path}", texts[EXPORT_KEY]))
+        about["facts"] |= {name: value for name, value in export.items() if value is not None}
     return path, content, about
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of one of our own files, its lists as the tuples that they were."""
+    if (version := metadata.get("version", FORMAT_VERSION)) != FORMAT_VERSION:
+        raise WeightsError(
+            f"{path} has format version {brief(repr(version))}, but this dino-vit reads version "
+            f"{FORMAT_VERSION}; upgrade dino-vit to load it"
+        )
+    if "architecture" not in metadata:  # such as the classifier and optimiser of a fine-tuning
+        raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
+    return {**metadata, "architecture": _with_tuples(metadata["architecture"])}
+
+
+def _read_hub_config(weights: Path) -> dict[str, Any]:
+    """Return config.json of a hub folder together with the preprocessor's statistics, or an empty dict."""
+    config: dict[str, Any] = {}
+    for path in map(weights.with_name, ("preprocessor_config.json", "config.json")):
+        if weights.name in HUB_FILES and path.is_file():
+            config |= _parse(str(path), path.read_bytes())
+    return config if "model_type" in config or "architecture" in config else {}
+
+
+def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the config.json of a hub folder states, under the names that our exports use."""
+    timm, arguments = config.get("pretrained_cfg") or {}, config.get("model_args") or {}
+    channels, *size = timm.get("input_size") or (None,)
+    facts: dict[str, Any] = {
+        "format": "timm" if "architecture" in config else None,
+        "heads": config.get("num_attention_heads") or arguments.get("num_heads"),
+        "image_size": config.get("image_size") or size,
+        "channels": channels,
+        "mean": config.get("image_mean") or timm.get("mean"),
+        "std": config.get("image_std") or timm.get("std"),
+        "norm_eps": config.get("layer_norm_eps"),
+        "rotary_rescale": config.get("pos_embed_rescale"),
+    }
+    return _with_tuples({name: value for name, value in facts.items() if value is not None})
+
+
+def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was JSON with its lists as the tuples that they were."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+
+
+def _parse(where: str, text: Any) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{where} is not a JSON object: {error}") from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{where} is not a JSON object")
+    return content
 
 
 def _read_pickle(path: Path) -> Any:
@@ -183,7 +230,13 @@ def _unwrap(content: Any, raw: RawWeights, network: str) -> RawWeights:
         prefix = f"{network}.backbone."
         chosen = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         return replace(raw, tensors=chosen, network=network)
-    return _strip_prefixes(replace(raw, tensors=tensors))
+    # Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`.
+    bare = {WRAPPER_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
+    from_dino = any(name.startswith("backbone.") for name in bare)
+    bare = {name.removeprefix("backbone."): tensor for name, tensor in bare.items()}
+    if len(bare) != len(tensors):
+        raise WeightsError(f"{raw.source} holds more than one network: some names differ only by a prefix")
+    return replace(raw, tensors=bare, trained_with_dino=raw.trained_with_dino or from_dino)
 
 
 def _innermost(content: Any, raw: RawWeights, network: str) -> tuple[Mapping[Any, Any], RawWeights]:
@@ -213,11 +266,28 @@ def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
             )
 
 
-def _strip_prefixes(raw: RawWeights) -> RawWeights:
-    """Strip the prefixes that training adds; only DINO's own checkpoints have `backbone.`."""
-    bare = {WRAPPER_PREFIX.sub("", name): tensor for name, tensor in raw.tensors.items()}
-    from_dino = any(name.startswith("backbone.") for name in bare)
-    bare = {name.removeprefix("backbone."): tensor for name, tensor in bare.items()}
-    if len(bare) != len(raw.tensors):
-        raise WeightsError(f"{raw.source} holds more than one network: some names differ only by a prefix")
-    return replace(raw, tensors=bare, trained_with_dino=raw.trained_with_dino or from_dino)
+def save_backbone(
+    model: Backbone,
+    path: str | Path,
+    *,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+    bits: Literal[8, 16] | None = None,
+    range: tuple[float, float] | None = None,
+    network: str | None = None,
+    step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a safetensors file with all that loading needs; arguments default to the model's provenance."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise WeightsError(f"{path} must end in .safetensors")
+    pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
+    given = {**pixels, "network": network, "step": step, "config": config}
+    known = asdict(model.provenance) if model.provenance else {}
+    metadata: dict[str, Any] = {k: known.get(k) if value is None else value for k, value in given.items()}
+    for name in ("mean", "std"):
+        if (values := metadata[name]) is not None and len(values) != model.channels:
+            raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
+    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
+    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))

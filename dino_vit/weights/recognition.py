@@ -6,7 +6,6 @@ Weights that our backbone would compute differently are refused.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core import VIT_SIZES, height_width
-from dino_vit.core.text import brief, plural
+from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
 from dino_vit.models.stems import REDUCTION
 from dino_vit.models.vit import VisionTransformer
@@ -30,20 +29,9 @@ from dino_vit.weights.layouts import (
     TIMM_DINOV3,
     Layout,
 )
-from dino_vit.weights.metadata import WeightsError
-from dino_vit.weights.reading import RawWeights
+from dino_vit.weights.reading import RawWeights, WeightsError
 
 FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
-# Transformers with similar names that compute something else: pattern of their names, and what it shows.
-UNSUPPORTED = {
-    r"(.*\.)?(dist_token|distillation_token)": "a distillation token (DeiT)",
-    r"(.*\.)?(norm_pre|pre_layrnorm)\..*": "a normalisation before the first block (CLIP)",
-    r"(.*\.)?(rel_pos|relative_position)[^.]*(\..*)?": "relative positions (BEiT, SAM)",
-    r"(model\.)?(layer|rope|blocks\.\d+\.gamma_1)(\..*)?": "blocks of another kind (EVA, CaiT)",
-    r"local_cls_norm\..*": "a norm of its own for the CLS token (DINOv3 7B)",
-    r"(.*\.)?fc_norm\..*": "features that are averaged before they are normalised",
-    r"attn_pool\..*": "features that are pooled by attention (SigLIP)",
-}
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
 TRAINED_SIDE = 224  # pixels, of weights that show no size
@@ -62,44 +50,23 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     if raw.metadata:
         return OURS
-    format = format or raw.export.get("format")
+    format = format or raw.facts.get("format")
     layout = next((layout for layout in LAYOUTS if layout.fits(raw.tensors)), None)
-    if raw.export.get("positions") == "rotary" and raw.export["format"] == "timm":
+    if raw.facts.get("positions") == "rotary" and format == "timm":
         layout = TIMM_DINOV3
-    _refuse_unsupported(raw, layout)
     if layout is None:
         raise WeightsError(
             f"{raw.source} is not a supported vision transformer (tensors: "
             f"{', '.join(sorted(raw.tensors)[:6])}, ...); supported formats are {', '.join(FORMATS)}"
         )
-    if layout in (DINOV2_REGISTERS, *LOOK_ALIKES):
-        layout = _of_look_alikes(raw, layout, format)
-    if format not in (None, layout.format):
-        raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
-    # A hub folder states what other files leave to the layout's defaults.
-    layout = replace(layout, normalisation=stated_normalisation(raw) or layout.normalisation)
-    return replace(layout, norm_eps=raw.hub_config.get("layer_norm_eps", layout.norm_eps))
-
-
-def _of_look_alikes(raw: RawWeights, layout: Layout, format: str | None) -> Layout:
-    """Distinguish DINO's, DINOv2's, timm's and our own bare state dicts, which share most names."""
-    if format is None and "architecture" in raw.hub_config:
-        format = "timm"
+    _refuse_unsupported(raw, layout)
     if layout is TIMM and raw.trained_with_dino:
         layout = REFERENCE
-    if format in (None, layout.format):
-        return layout
-    return next((other for other in LOOK_ALIKES if other.format == format), layout)
-
-
-def stated_normalisation(raw: RawWeights) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return the mean and std that the config.json of a hub folder states."""
-    statistics = raw.hub_config.get("pretrained_cfg") or {}
-    mean = raw.hub_config.get("image_mean", statistics.get("mean"))
-    std = raw.hub_config.get("image_std", statistics.get("std"))
-    if not (isinstance(mean, list) and isinstance(std, list)):
-        return None
-    return tuple(map(float, mean)), tuple(map(float, std))
+    if layout in (DINOV2_REGISTERS, *LOOK_ALIKES) and format not in (None, layout.format):
+        layout = next((other for other in LOOK_ALIKES if other.format == format), layout)
+    if format not in (None, layout.format):
+        raise WeightsError(f"{raw.source} is in the {layout.format} format, not in {format}")
+    return layout
 
 
 def _check_rotary(raw: RawWeights) -> None:
@@ -117,32 +84,22 @@ def _check_rotary(raw: RawWeights) -> None:
             raise WeightsError(f"{raw.source} has keys with a bias ({name}), which is not supported")
 
 
-def _refuse_unsupported(raw: RawWeights, layout: Layout | None) -> None:
-    """Refuse weights, or a config.json beside them, that our backbone would compute differently."""
-    for pattern, what in UNSUPPORTED.items():
-        name = next((name for name in raw.tensors if re.fullmatch(pattern, name)), None)
-        if name and (layout is None or layout.to_ours(name) == name):
-            raise WeightsError(f"{raw.source} has {what}, which is not supported (tensor {name})")
-    stated = raw.hub_config.get("rope_parameters") or raw.hub_config
-    if (base := stated.get("rope_theta", ROTARY_BASE)) != ROTARY_BASE:
-        raise WeightsError(
-            f"{raw.source}: config.json has rope_theta={base}, but only {ROTARY_BASE:g} is supported"
-        )
-    if layout and layout.rotary:
+def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
+    """Refuse weights that our backbone would compute differently, although their tensors fit."""
+    if layout.rotary:
         _check_rotary(raw)
+    config = raw.hub_config
+    base = (config.get("rope_parameters") or config).get("rope_theta", ROTARY_BASE)
     activations = ("silu",) if layout is HF_DINOV3_GATED else EXACT_GELU
-    activation = raw.hub_config.get("hidden_act", activations[0])
-    if activation not in activations:
-        raise WeightsError(
-            f"{raw.source}: config.json has hidden_act={brief(activation)}, but only the exact GELU is "
-            "supported"
-        )
-    unknown = set(raw.hub_config.get("model_args") or {}) - KNOWN_MODEL_ARGS
-    if unknown:
-        raise WeightsError(
-            f"{raw.source}: config.json has unsupported model_args ({', '.join(sorted(unknown))}), which may "
-            "change the features"
-        )
+    activation = config.get("hidden_act", activations[0])
+    unknown = set(config.get("model_args") or {}) - KNOWN_MODEL_ARGS
+    unsupported = {
+        f"rope_theta={base}": base != ROTARY_BASE,
+        f"hidden_act={brief(activation)}": activation not in activations,
+        f"model_args {', '.join(sorted(unknown))}": bool(unknown),
+    }
+    if faults := [fault for fault, is_present in unsupported.items() if is_present]:
+        raise WeightsError(f"{raw.source}: config.json has {', '.join(faults)}, which is not supported")
 
 
 def infer_architecture(
@@ -158,10 +115,7 @@ def infer_architecture(
     if raw.metadata:
         parameters = signature(VisionTransformer).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        stated: dict[str, Any] = {**defaults, "depth": depth, **raw.metadata["architecture"]}
-        if stated["depth"] != depth:
-            raise WeightsError(f"{raw.source} has {plural(depth, 'block')}, but says {stated['depth']}")
-        return stated
+        return {**defaults, "depth": depth, **raw.metadata["architecture"]}
     width = tensors["cls_token"].shape[-1]
     stem = _infer_stem(tensors, overrides)
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
@@ -174,7 +128,7 @@ def infer_architecture(
         grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
     return {
         "positions": "rotary" if layout.rotary else "learned",
-        "rotary_rescale": raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE) if layout.rotary else None,
+        "rotary_rescale": raw.facts.get("rotary_rescale", ROTARY_RESCALE) if layout.rotary else None,
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
@@ -187,7 +141,7 @@ def infer_architecture(
         "registers": tensors["register_tokens"].shape[1] if "register_tokens" in tensors else 0,
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
         "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
-        "norm_eps": layout.norm_eps,
+        "norm_eps": raw.facts.get("norm_eps", layout.norm_eps),
     }
 
 
@@ -211,35 +165,25 @@ def _infer_stem(tensors: Mapping[str, Tensor], overrides: Mapping[str, Any]) -> 
 def _infer_grid(
     positions: int, patch: Grid, raw: RawWeights, layout: Layout, trained_size: int | Grid | None
 ) -> Grid:
-    """Return the grid of the positions: the one of the training images if known and if it fits, or a square.
-
-    In timm's files the CLS token may have no position.
-    """
-    size = trained_size if trained_size is not None else _stated_size(raw)
-    known = patch_grid(size, patch) if size is not None else None
-    cells = positions - 1
-    fits = known is not None and math.prod(known) == cells
-    if layout.format == "timm" and not fits and _find_grid(positions, known):
-        cells = positions
-    grid = _find_grid(cells, known)
-    if trained_size is not None and known is not None and grid != known:
+    """Return the grid of the positions: that of the training images if known and if it fits, or a square."""
+    size = trained_size or _stated_size(raw)
+    stated = patch_grid(size, patch) if size else None
+    # In timm's files the CLS token may have no position.
+    counts = (positions - 1, positions) if layout.format == "timm" else (positions - 1,)
+    if stated and math.prod(stated) in counts:
+        return stated
+    if trained_size and stated:
         raise WeightsError(
-            f"{raw.source} has {cells} positions, but trained_size={trained_size} means "
-            f"{known[0]} × {known[1]} patches"
+            f"{raw.source} has {counts[0]} positions, but trained_size={trained_size} means "
+            f"{stated[0]} × {stated[1]} patches"
         )
-    if grid is None:
-        raise WeightsError(
-            f"{raw.source} has {cells} positions, which do not form a square; give "
-            "trained_size=(height, width) of the training images"
-        )
-    return grid
-
-
-def _find_grid(count: int, known: Grid | None) -> Grid | None:
-    if known and math.prod(known) == count:
-        return known
-    side = math.isqrt(max(count, 0))
-    return (side, side) if side * side == count > 0 else None
+    for count in counts:
+        if (side := math.isqrt(max(count, 0))) and side * side == count:
+            return side, side
+    raise WeightsError(
+        f"{raw.source} has {counts[0]} positions, which do not form a square; give trained_size=(height, "
+        "width) of the training images (a second class token, as in distilled DeiT, is not supported)"
+    )
 
 
 def patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
@@ -249,23 +193,17 @@ def patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
 
 
 def _stated_size(raw: RawWeights) -> Grid | None:
-    """Return the image size that an export or a config.json states, or None if it is missing or malformed."""
-    timm = raw.hub_config.get("pretrained_cfg") or {}
-    size = (
-        raw.export.get("image_size") or raw.hub_config.get("image_size") or (timm.get("input_size") or ())[1:]
-    )
+    """Return the image size that a file or config.json states, or None if it is missing or malformed."""
     try:
-        height, width = map(int, height_width(size))
+        height, width = map(int, height_width(raw.facts.get("image_size", ())))
     except (TypeError, ValueError):
         return None
     return height, width
 
 
 def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]) -> int:
-    config, usual = raw.hub_config, HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
-    stated = config.get("num_attention_heads") or (config.get("model_args") or {}).get("num_heads")
-    stated = raw.export.get("heads") or stated
-    heads = overrides.get("heads") or stated or usual.get(width)
+    usual = HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
+    heads = overrides.get("heads") or raw.facts.get("heads") or usual.get(width)
     if heads is None:
         raise WeightsError(
             f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N (to pretrain: "

@@ -30,16 +30,6 @@ def test_the_trained_grid_is_the_identity_and_the_class_token_stays(mode):
     assert not torch.allclose(other, pos), "as many patches in another shape are another grid"
 
 
-def test_rows_and_columns_keep_their_places():
-    h, w = 4, 6
-    rows = torch.arange(h).repeat_interleave(w).float()
-    columns = torch.arange(w).repeat(h).float()
-    pos = torch.cat((torch.zeros(1, 1, 2), torch.stack((rows, columns), dim=-1)[None]), dim=1)
-    out = interpolate_pos_embs(pos, (8, 6), trained_grid=(h, w))[0, 1:].view(8, 6, 2)
-    assert torch.allclose(out[..., 1], torch.arange(6.0).expand(8, 6), atol=1e-5), "columns were not resized"
-    assert (out[1:, :, 0] > out[:-1, :, 0]).all(), "rows grow downwards"
-
-
 @pytest.mark.parametrize("grid", [(6, 6), (20, 9), (37, 37)])
 def test_modes_are_the_published_calls(grid):
     pos = embeddings((14, 14))
