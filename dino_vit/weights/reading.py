@@ -175,7 +175,6 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "mean": config.get("image_mean") or timm.get("mean"),
         "std": config.get("image_std") or timm.get("std"),
         "norm_eps": config.get("layer_norm_eps"),
-        "rotary_rescale": config.get("pos_embed_rescale"),
     }
     return _with_tuples({name: value for name, value in facts.items() if value is not None})
 

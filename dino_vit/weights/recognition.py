@@ -33,7 +33,7 @@ from dino_vit.weights.reading import RawWeights, WeightsError
 
 FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
-HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
+HEADS_OF_DINOV3 = {1280: 20}
 TRAINED_SIDE = 224  # pixels, of weights that show no size
 ROTARY_RESCALE = 2.0  # in DINOv3's training
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
@@ -122,13 +122,13 @@ def infer_architecture(
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
     patch = height_width(stem["patch_size"])
     if layout.rotary:
-        size = trained_size or _stated_size(raw) or TRAINED_SIDE
+        size = trained_size or raw.facts.get("image_size") or TRAINED_SIDE
         grid = patch_grid(size, patch)
     else:
         grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
     return {
         "positions": "rotary" if layout.rotary else "learned",
-        "rotary_rescale": raw.facts.get("rotary_rescale", ROTARY_RESCALE) if layout.rotary else None,
+        "rotary_rescale": raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE) if layout.rotary else None,
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,
@@ -166,7 +166,7 @@ def _infer_grid(
     positions: int, patch: Grid, raw: RawWeights, layout: Layout, trained_size: int | Grid | None
 ) -> Grid:
     """Return the grid of the positions: that of the training images if known and if it fits, or a square."""
-    size = trained_size or _stated_size(raw)
+    size = trained_size or raw.facts.get("image_size")
     stated = patch_grid(size, patch) if size else None
     # In timm's files the CLS token may have no position.
     counts = (positions - 1, positions) if layout.format == "timm" else (positions - 1,)
@@ -190,15 +190,6 @@ def patch_grid(size: int | Grid, patch: Sequence[int]) -> Grid:
     """Return the rows and columns of patches in an image."""
     height, width = height_width(size)
     return height // patch[0], width // patch[1]
-
-
-def _stated_size(raw: RawWeights) -> Grid | None:
-    """Return the image size that a file or config.json states, or None if it is missing or malformed."""
-    try:
-        height, width = map(int, height_width(raw.facts.get("image_size", ())))
-    except (TypeError, ValueError):
-        return None
-    return height, width
 
 
 def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping[str, Any]) -> int:

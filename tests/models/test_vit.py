@@ -192,3 +192,43 @@ def test_it_exports_for_any_size_the_trained_one_included(mode, example):
     for size in ((32, 32), (64, 24), (32, 40)):
         images = torch.randn(3, 3, *size)
         assert torch.allclose(program(images), model(images), atol=1e-5), size
+
+
+def masked_images(**changes):
+    """Return a model, images and a mask: of image 0 nothing, of the others some patches."""
+    torch.manual_seed(0)
+    model = VisionTransformer(**{**TINY, **changes}, mask_token=True)
+    torch.nn.init.normal_(model.mask_token)
+    mask = torch.rand(4, 24) < 0.3
+    mask[0] = False
+    return model, torch.randn(4, 3, 32, 48), mask
+
+
+def all_tokens(model, images, mask):
+    """Return all tokens after the last LayerNorm, with the mask token written into the patches by hand."""
+    patches = model.patch_embed(images)
+    for image, row in enumerate(mask):
+        for index in row.nonzero()[:, 0]:
+            patches[image, index] = model.mask_token[0]
+    positions = model.interpolate_pos_embs(model.grid_of(*images.shape[-2:]))
+    parts = [(model.cls_token + positions[:, :1]).expand(len(images), -1, -1), patches + positions[:, 1:]]
+    if model.register_tokens is not None:
+        parts.insert(1, model.register_tokens.expand(len(images), -1, -1))
+    tokens = torch.cat(parts, dim=1)
+    for block in model.blocks:
+        tokens = block(tokens)
+    return model.norm(tokens)
+
+
+@pytest.mark.parametrize("registers", [0, 3])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_mask_token_replaces_the_masked_patches(registers, recomputed):
+    model, images, mask = masked_images(registers=registers, layer_scale=0.5)
+    model.grad_checkpointing = recomputed
+    tokens, expected = model.forward_features(images, mask), all_tokens(model, images, mask)
+    torch.testing.assert_close(tokens, expected)
+    weights = torch.randn_like(tokens)
+    gradients = [torch.autograd.grad((t * weights).sum(), model.parameters()) for t in (tokens, expected)]
+    for mine, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(tokens[1:], model.forward_features(images)[1:])

@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from dino_vit import WeightsError, load_backbone, save_backbone
 from dino_vit.core.storage import write_tensors
@@ -151,13 +150,6 @@ def test_what_holds_no_backbone(tmp_path):
         load_backbone(backbone().state_dict(), network="ema")
 
 
-def test_two_names_may_share_a_tensor(tmp_path):
-    tensors = backbone().state_dict()
-    tensors["blocks.1.norm1.weight"] = tensors["blocks.0.norm1.weight"]
-    torch.save(tensors, tmp_path / "a.pth")
-    assert load_backbone(tmp_path / "a.pth", heads=2)(IMAGES).isfinite().all()
-
-
 def test_a_config_of_something_else_in_the_same_folder_is_not_read(tmp_path):
     torch.save(backbone().state_dict(), tmp_path / "dino.pth")
     config = {"model_type": "vit", "layer_norm_eps": 0.1, "num_attention_heads": 4}
@@ -179,29 +171,11 @@ def test_what_our_metadata_leaves_out_is_as_by_default(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ("{", r"the metadata of .*a\.safetensors is not a JSON object: Expecting"),
         ({"kind": "backbone"}, "architecture is missing"),
         ({**OWN, "version": 2}, "has format version 2"),
-        ({**OWN, "architecture": {"soup": 1}}, "cannot be built: .* unexpected keyword argument 'soup'"),
     ],
 )
 def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
-    text = metadata if isinstance(metadata, str) else json.dumps(metadata)
-    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), text)
+    write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), json.dumps(metadata))
     with pytest.raises(WeightsError, match=message):
         load_backbone(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"num_attention_heads": "two"}, "cannot be built: invalid literal .* 'two'"),
-        ("[]", "config.json is not a JSON object"),
-    ],
-)
-def test_a_config_of_wrong_types_is_refused(tmp_path, config, message):
-    save_file(backbone().state_dict(), tmp_path / "model.safetensors")
-    text = config if isinstance(config, str) else json.dumps({"model_type": "vit", **config})
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(WeightsError, match=message):
-        load_backbone(tmp_path)
