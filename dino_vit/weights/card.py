@@ -261,19 +261,20 @@ def usage(model: Backbone, path: PurePath, format: str) -> str:
     shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
     images = f"images = ...  # ({shape}), float32, normalised as in the training"
     if origin and origin.mean:
-        images += f": mean {show('mean', origin.mean)}, std {show('std', origin.std)}"
+        images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
     if format == "huggingface" and processor_config(model):
         images = _PHOTO.format(mode=MODES[model.channels], path=str(path))
     lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
     arguments = ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items())
-    return lines.format(
+    filled = lines.format(
         path=str(path),
         arguments=arguments,
         images=images,
         name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
         norm_eps=model.architecture.get("norm_eps"),
         reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
-    ).replace(", )", ")")
+    )
+    return filled.replace(", )", ")").rstrip()
 
 
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:
