@@ -96,16 +96,6 @@ def _gpu_resources() -> Any:
     return faiss.StandardGpuResources()
 
 
-def format_cosines(cosines: Sequence[float]) -> list[str]:
-    """Return cosines with the digits that tell them apart, four to six: float32 resolves no more near 1."""
-    exact = [f"{cosine:.6f}" for cosine in cosines]
-    for digits in (4, 5):
-        texts = [f"{cosine:.{digits}f}" for cosine in cosines]
-        if len(set(texts)) == len(set(exact)):
-            return texts
-    return exact
-
-
 def weighted_knn(
     bank: Tensor,
     bank_labels: Tensor,

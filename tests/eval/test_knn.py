@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dino_vit.eval import knn
-from dino_vit.eval.knn import NO_CLASS, format_cosines, nearest, weighted_knn
+from dino_vit.eval.knn import NO_CLASS, nearest, weighted_knn
 from tests.support.naive import ranked_classes
 
 
@@ -80,20 +80,6 @@ def test_features_that_are_not_finite_are_refused():
     for bad in (lambda: nearest(bank, bank[:2], k=3), lambda: nearest(bank[:3], bank[3:4], k=3)):
         with pytest.raises(ValueError, match="not finite"):
             bad()
-
-
-@pytest.mark.parametrize(
-    ("cosines", "texts"),
-    [
-        ([], []),
-        ([0.5, 0.25, -0.125], ["0.5000", "0.2500", "-0.1250"]),
-        ([0.99961, 0.99962], ["0.99961", "0.99962"]),
-        ([0.999961, 0.999962, 0.3], ["0.999961", "0.999962", "0.300000"]),
-        ([0.99999996, 1.0000001, 1.0], ["1.0000", "1.0000", "1.0000"]),  # rounding of a cosine of 1
-    ],
-)
-def test_cosines_have_the_digits_that_tell_them_apart(cosines, texts):
-    assert format_cosines(cosines) == texts
 
 
 @pytest.mark.usefixtures("_search")
