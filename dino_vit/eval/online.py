@@ -14,14 +14,7 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.features import (
-    CLS,
-    Features,
-    FeatureSpec,
-    extract_features,
-    pixel_features,
-    simple_specs,
-)
+from dino_vit.eval.features import CLS, Features, FeatureSpec, extract_features, pixel_features, simple_specs
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import EvalTransform
@@ -158,7 +151,7 @@ class OnlineEvaluation:
         labels = torch.tensor([self.source.label(i) for i in indices.tolist()], device=features.device)
         votes = queries = torch.ones_like(labels, dtype=torch.bool)
         if self.bank is not None:
-            votes = torch.isin(indices, self.bank).to(features.device)
+            votes = torch.isin(indices.cpu(), self.bank).to(features.device)
             queries = ~votes
         k = min(NEIGHBOURS, int(votes.sum()) - (self.bank is None))
         if k < 1 or not queries.any():  # most images became unreadable
