@@ -98,10 +98,8 @@ class Predictions:
     def guesses(self) -> str:
         """Return the accuracy of guesses as a text."""
         trivial = trivial_baselines(self.targets, self.classes)
-        largest = trivial["largest_class"]
-        guess = (
-            f"always guessing {largest['name']}, the largest class, is right in {largest['percent']:.1f} %"
-        )
+        name, percent = trivial["largest_class"].values()
+        guess = f"always guessing {name}, the largest class, is right in {percent:.1f} %"
         return f"{guess}, chance in {trivial['chance']:.1f} %"
 
 

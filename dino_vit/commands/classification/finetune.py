@@ -109,9 +109,10 @@ class Finetuning:
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"
+        transform = eval_transform_of(self.model)
         self.evaluated = FrozenBackbone(  # as it is at the end of an epoch
             model=self.model,
-            transform=eval_transform_of(self.model),
+            transform=transform,
             batch_size=config.batch_size,
             autocast=torch.bfloat16 if bf16 else None,  # without a gradient scaler there is no float16
         )
@@ -119,8 +120,7 @@ class Finetuning:
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = optim.parameter_groups(self.model, layer_decay=config.layer_decay)
         self.optimizer = optim.build_optimizer("adamw", groups)
-        size, augment = self.evaluated.transform.size, ViewAugment(flip=config.flip)
-        view = View(size=size, scale=config.crop, augment=augment)
+        view = View(size=transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip))
         self.loader = SupervisedLoader(
             self.train, self.evaluated, view=view, seed=config.seed, workers=config.workers
         )
@@ -162,11 +162,11 @@ class Finetuning:
         features = self.evaluated.extract(self.val.images, rank_slice(range(len(self.val))))
         with torch.no_grad():
             ranked = self.model.head(features.values).topk(min(TOP_K, len(self.val.classes))).indices
-        images = all_gather(features.indices).cpu().numpy()
+        rows = all_gather(features.indices).cpu().numpy()
         return Predictions(
-            images=images,
+            images=self.val.indices[rows],
             ranked=all_gather(ranked).cpu().numpy(),
-            targets=self.val.targets[images],
+            targets=self.val.targets[rows],
             classes=self.val.classes,
         )
 
@@ -192,11 +192,7 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
     folder, facts, history = Path(tuning.config.output), tuning.training.facts, tuning.training.history
-    weights, transform, classes = (
-        folder / "backbone.safetensors",
-        tuning.evaluated.transform,
-        facts["classes"],
-    )
+    weights, transform = folder / "backbone.safetensors", tuning.evaluated.transform
     if is_main_process():
         save_backbone(
             tuning.model,
@@ -207,12 +203,12 @@ def _result(tuning: Finetuning) -> Classification:
             range=transform.pixels.range,
             network="classifier",
             step=len(history) * tuning.loader.steps_per_epoch,
-            config={**facts["config"], "classes": classes},
+            config={**facts["config"], "classes": facts["classes"]},
         )
     predictions = tuning.predict()
     details = {**facts, "history": history, "last": {**history[-1], **predictions.figures()}}
     text = (
         f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
-        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(classes)})"
+        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
     return write_classification(predictions, folder / "eval" / "finetune.json", details, text)

@@ -116,7 +116,8 @@ def _train_on_features(
     else:
         setting, values = "C", sorted(config.logistic.cs)
         heads = [_fit_logistic(values, train, frozen.device)]
-    top1, chosen_by = _top1(heads, val), _top1(heads, chosen_on)
+    top1 = _top1(heads, val)
+    chosen_by = top1 if chosen_on is val else _top1(heads, chosen_on)
     cells: list[dict[str, Any]] = [
         {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, "top1": of_head}
         for (value, spec), of_head in zip(product(values, inputs), top1, strict=True)

@@ -75,6 +75,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights)
     assert f"mAP {found['ranking']['map']['percent']:.2f} (" in said
     assert "for k = 1000, all 49 images of the bank vote" in said
     assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
+    assert "always guessing b, the largest class, is right in 33.3 %, chance in 14.3 %" in said
 
 
 def ranking_of(queries):
@@ -160,33 +161,10 @@ def test_leaving_one_out_does_not_overwrite_the_results_of_a_bank(weights):
     assert len(list(weights.parent.glob("*.json"))) == 2
 
 
-def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    Image.new("RGB", (16, 16)).save(flat / "a.png")
-    two = write_classes(tmp_path / "two", "ab", 3)
-    for source, more, said in (
-        (flat, [], "none of the 1 images"),
-        (two, ["shots=[3]"], "shots=3 takes all 6 images, which leaves none"),
-    ):
-        assert main(arguments(weights, source, tmp_path / "none.json", *more)) == 2
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
-
-
-def test_a_folder_with_splits_is_classified_by_its_train(tmp_path, weights):
-    for split, count, first in (("train", 6, 0), ("test", 3, 50)):
-        write_classes(tmp_path / "photos" / split, "abc", count, first=first)
-    found, said = evaluate(weights, tmp_path / "photos", "k=[3]")
-    asked, _ = evaluate(
-        weights, tmp_path / "photos" / "test", f"train={tmp_path / 'photos' / 'train'}", "k=[3]"
-    )
-    assert found["results"] == asked["results"]
-    assert (found["images"], found["bank"]) == (9, 18)
-    assert "has the splits test (9 images), train (18 images): test is classified from train" in said
-    assert found["results"][0]["chance"] == pytest.approx(100 / 3)
-    assert found["results"][0]["largest_class"] == {"name": "a", "percent": pytest.approx(100 / 3)}
-    assert "always guessing a, the largest class, is right in 33.3 %, chance in 33.3 %" in said
+def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
+    two, output = write_classes(tmp_path / "two", "ab", 3), tmp_path / "none.json"
+    assert "shots=3 takes all 6 images" in command_here(*arguments(weights, two, output, "shots=[3]"), code=2)
+    assert not output.exists()
 
 
 def naive_precision(cosines, relevant):

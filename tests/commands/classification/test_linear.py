@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from dino_vit import load_backbone
-from dino_vit.cli import main
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.eval.features import FeatureSpec, extract_features
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
@@ -156,17 +155,9 @@ def test_held_out_images_are_those_of_the_seed(weights):
     assert hold_out(whole, 4)[1].targets.tolist() != held_out.targets.tolist()
 
 
-def test_mistakes_are_reported_and_nothing_is_written(weights, tmp_path, capsys):
-    two = write_classes(tmp_path / "two", "ab", 4)
-    for source, more, said in (
-        (write_classes(tmp_path / "three", "abc", 4), [f"train={two}"], "not among the 2"),
-        (two, ["method=dino2021", "dino2021.mean=true"], "dino2021.blocks=1, not 4"),
-        (tmp_path / "nowhere", [], "nowhere"),
-    ):
-        assert main(arguments(weights, *more, source=source, output="none.json")) == 2, more
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
-    assert not (tmp_path / "none.pth").exists()
+def test_the_mean_patch_of_2021_is_of_one_block(weights):
+    more = ["method=dino2021", "dino2021.mean=true"]
+    assert "dino2021.blocks=1, not 4" in command_here(*arguments(weights, *more), code=2)
 
 
 def test_a_regression_has_the_best_penalty(weights):
