@@ -29,7 +29,6 @@ from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import is_main_process
 from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
@@ -133,7 +132,7 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
         raise ValueError(f"{config.source} has no folders KIND/SEVERITY/CLASS, as ImageNet-C has")
     frozen = frozen_backbone(config)
     path = results_path(f"imagenet-c-{config.classifier}", weights=config.weights, output=config.output)
-    train = open_subset(config.train, None, "train_labels")
+    train = open_subset(config.train, None)
     features = labelled_features(frozen, train, title="features of the training images")
     classify = make_classifier(config, features, len(train.classes), frozen.device)
     clean = error_of(frozen, config.val, train, classify) if config.val else None
@@ -144,9 +143,8 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
     means = {kind: mean(of_kind.values()) for kind, of_kind in errors.items()}
     unpublished = [kind for kind in errors if kind not in ALEXNET]
     mce = None if unpublished else mean(means[kind] / ALEXNET[kind] for kind in means)
-    if is_main_process():
-        results = {"mCE": mce, "clean": clean, "errors": errors}
-        write_results(path, {"settings": config.model_dump(mode="json"), "results": results})
+    results = {"mCE": mce, "clean": clean, "errors": errors}
+    write_results(path, {"settings": config.model_dump(mode="json"), "results": results})
     names = sorted({name for of_kind in errors.values() for name in of_kind})
     rows = [
         [kind, *(f"{of_kind[name]:.1f}" if name in of_kind else "-" for name in names), f"{means[kind]:.1f}"]

@@ -97,10 +97,9 @@ def run(config: CompareConfig) -> ComparisonResult:
             for measured in _evaluate(evaluator, config, weights, path, comparison, name):
                 comparison.figures.setdefault(measured.title, {})[name] = measured
     page, path = folder / "comparison.html", folder / "comparison.json"
-    details = _details(config, comparison, paths)
     if is_main_process():
         write_bytes(page, render(comparison, config.source).encode())
-        write_results(path, details)
+    details = write_results(path, _details(config, comparison, paths))
     answer = verdict(comparison.standings)
     return ComparisonResult(
         figures=comparison.intervals,
@@ -177,10 +176,8 @@ def _evaluate(
         result, title = knn.run(knn.KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
     else:
         result, title = linear.run(linear.LinearConfig(**values, select="train")), "linear top-1"
-    predictions = result.predictions
-    assert predictions is not None, "both classify all images"
-    comparison.predictions.setdefault(name, predictions)
-    return [measured_share(title, predictions.images, torch.from_numpy(predictions.right))]
+    comparison.predictions.setdefault(name, result.predictions)
+    return [measured_share(title, result.predictions.images, torch.from_numpy(result.predictions.right))]
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
@@ -213,11 +210,11 @@ def _details(config: CompareConfig, comparison: Comparison, paths: Mapping[str, 
                 "path": path,
                 "step": comparison.steps[name],
                 "effective_rank": comparison.ranks[name],
-                "figures": {title: of[name]._asdict() for title, of in comparison.intervals.items()},
+                "figures": {title: of[name] for title, of in comparison.intervals.items()},
             }
             for name, path in paths.items()
         ],
-        "pairs": [{**pair._asdict(), "difference": pair.difference._asdict()} for pair in comparison.pairs],
+        "pairs": comparison.pairs,
         "best": {
             title: {"best": best, "tied": tied} for title, (best, *tied) in comparison.standings.items()
         },

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +73,13 @@ class FeatureSpec:
 
 
 CLS = FeatureSpec()
+
+
+def simple_specs(model: Backbone) -> list[FeatureSpec]:
+    """Return what classifiers read: CLS tokens of one block and of four, without and with the mean patch."""
+    tokens: tuple[Tokens, ...] = ("cls", "cls+mean") if model.has_patches else ("cls",)
+    blocks = sorted({1, min(4, model.depth)})
+    return [FeatureSpec(tokens=kind, blocks=count) for kind, count in product(tokens, blocks)]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
 
 _VERSION = 3  # of the files
-_NAMES_SHOWN = 3
 
 
 class BackboneConfig(Settings):
@@ -112,10 +111,8 @@ def cached_features(
             "processes share"
         )
     if unreadable := _left_out(chosen, tensors):
-        first = ", ".join(map(source.name, unreadable[:_NAMES_SHOWN]))
-        more = ", ..." * (len(unreadable) > _NAMES_SHOWN)
-        text = "%d of %d images cannot be read and are left out: %s%s"
-        log.warning(text, len(unreadable), len(chosen), first, more)
+        text = "%d of %d images cannot be read and are left out, the first is %s"
+        log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
     return tensors["values"].numpy(), tensors["indices"].numpy()
 
 

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by cosine, the classification by them, and the ranking of all images.
+"""Exact nearest neighbours by cosine, and the classification by them.
 
 FAISS finds neighbours, on CPUs and on GPUs. Where it is not installed, products and topk do.
 """
@@ -96,20 +96,10 @@ def _gpu_resources() -> Any:
     return faiss.StandardGpuResources()
 
 
-def format_cosines(cosines: Sequence[float]) -> list[str]:
-    """Return cosines with the digits that tell them apart, four to six: float32 resolves no more near 1."""
-    exact = [f"{cosine:.6f}" for cosine in cosines]
-    for digits in (4, 5):
-        texts = [f"{cosine:.{digits}f}" for cosine in cosines]
-        if len(set(texts)) == len(set(exact)):
-            return texts
-    return exact
-
-
 def weighted_knn(
-    bank: Matrix,
+    bank: Tensor,
     bank_labels: Tensor,
-    queries: Matrix,
+    queries: Tensor,
     *,
     k: Sequence[int],
     temperature: float = 0.07,
@@ -128,12 +118,12 @@ def weighted_knn(
     available = len(bank) - (self_offset is not None)
     if beyond := sorted(wanted for wanted in k if wanted > available):
         log.warning("k-NN: for k = %s, all %d images of the bank vote", str(beyond)[1:-1], available)
-    device = device or (queries.device if isinstance(queries, Tensor) else torch.device("cpu"))
+    device = device or queries.device
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}
     size = max(1, min(_QUERIES // (queries.shape[1] + 2 * max(k)), _VOTES // len(labels)))
     for start in range(0, len(queries) or 1, size):
-        block = torch.as_tensor(queries[start : start + size], device=device)
+        block = queries[start : start + size].to(device)
         itself = None if self_offset is None else self_offset + start
         cosines, rows = nearest(bank, block, k=max(k), self_offset=itself)
         scores = _class_scores(cosines, classes[rows], k=k, classes=len(labels), temperature=temperature)
@@ -166,53 +156,3 @@ def _best(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the labels of the classes with the greatest scores, the lower label first among equals."""
     best, order = scores.sort(dim=1, descending=True, stable=True)
     return labels[order[:, :RANKED]].masked_fill(best[:, :RANKED] <= 0, NO_CLASS)
-
-
-def rank_all(
-    bank: Tensor,
-    bank_labels: Tensor,
-    queries: Tensor,
-    query_labels: Tensor,
-    *,
-    own_rows: Tensor | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rank the whole bank for each query by cosine, images of its own label being relevant.
-
-    Return each query's average precision, NaN without a relevant image, and whether the nearest image is
-    relevant. Irrelevant images that tie with a relevant one come before it. `own_rows` are the rows of the
-    bank that are the queries themselves, which are left out. Queries are taken class by class, because those
-    of one class have equally many relevant images.
-    """
-    bank, itself = unit(bank), int(own_rows is not None)
-    precision = torch.full((len(queries),), torch.nan, device=bank.device)
-    first = torch.zeros(len(queries), dtype=torch.bool, device=bank.device)
-    size = max(1, _PRODUCTS // max(1, len(bank)))
-    for label in torch.unique(query_labels):
-        relevant = (bank_labels == label).nonzero()[:, 0]
-        for rows in (query_labels == label).nonzero()[:, 0].split(size):
-            if len(relevant) > itself:
-                cosines = unit(queries[rows]) @ bank.T
-                if own_rows is not None:
-                    cosines.scatter_(1, rearrange(own_rows[rows], "q -> q 1"), -torch.inf)
-                # The query itself comes first.
-                ascending = cosines[:, relevant].sort(dim=1).values[:, itself:].contiguous()
-                precision[rows], first[rows] = _precision(cosines, ascending)
-            if progress:
-                progress(len(rows))
-    return precision, first
-
-
-def _precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the average precision of scores (q, n), and whether the greatest is relevant.
-
-    The scores of the relevant images are ascending. No row is sorted as a whole: it is enough to count.
-    """
-    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
-    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
-    histogram.scatter_add_(
-        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
-    )
-    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
-    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
-    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]

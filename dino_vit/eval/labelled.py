@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.objects import is_object
 from dino_vit.config.settings import Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
@@ -18,6 +17,7 @@ from dino_vit.core.text import brief
 from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
+from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 
@@ -103,7 +103,7 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
     """Open the training and the validation set: those given, or splits; with neither, all images are one."""
     val = open_subset(config.source, config.labels)
     if config.train is not None:
-        train = open_subset(config.train, config.train_labels, "train_labels")
+        train = open_subset(config.train, config.train_labels)
     elif splits := choose_splits(val.source):
         log.info("%s", describe_use(val.source, *splits, config.source))
         train, val = (
@@ -128,36 +128,43 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     return val.part(~chosen, f"the rest of {val.name}"), val.part(chosen, f"a fifth of {val.name}")
 
 
-def open_subset(spec: str, labels: str | None, labels_setting: str = "labels") -> LabelledSubset:
-    """Open the labelled images of a source; an error names the setting that could give labels."""
+def open_subset(spec: str, labels: str | None) -> LabelledSubset:
+    """Open the labelled images of a source."""
     source = open_source(spec, labels)
     numbers = (source.label(index) for index in range(len(source)))
     targets = np.fromiter((-1 if number is None else number for number in numbers), np.int64, len(source))
     indices = np.flatnonzero(targets >= 0)
     if not len(indices):
-        advice = "sort them into one folder per class"
-        if is_object(spec):
-            advice = "let the object have `targets` or `label(i)`"
         raise ValueError(
-            f"none of the {len(source)} images of {spec} has a label; {advice}, or give "
-            f"{labels_setting}=FILE with a line for each image"
+            f"none of the {len(source)} images of {spec} has a label; sort them into one folder per class, "
+            "give labels=FILE or train_labels=FILE, or let an object have `targets` or `label(i)`"
         )
     return LabelledSubset(spec, source, indices, targets[indices], tuple(source.classes))
 
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Features of images, (n, D), their classes, (n,), and their indices in the source, (n,)."""
+    """Features of images and their classes."""
 
-    features: Tensor
-    targets: Tensor
-    indices: NDArray[np.int64]
+    features: Tensor  # (n, D)
+    targets: Tensor  # (n,)
+    indices: Rows  # (n,), in the source
+    classes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, rows: NDArray[np.int64]) -> "LabelledFeatures":
-        return LabelledFeatures(self.features[rows], self.targets[rows], self.indices[rows])
+    def __getitem__(self, rows: Rows) -> "LabelledFeatures":
+        return LabelledFeatures(self.features[rows], self.targets[rows], self.indices[rows], self.classes)
+
+    def predictions(self, ranked: Tensor) -> Predictions:
+        """Return the classes that a classifier ranks first for each image, (n, k)."""
+        return Predictions(
+            images=self.indices,
+            ranked=ranked.cpu().numpy(),
+            targets=self.targets.cpu().numpy(),
+            classes=self.classes,
+        )
 
 
 def labelled_features(
@@ -171,7 +178,7 @@ def labelled_features(
     device = frozen.device
     if device.type != "cuda" or values.nbytes < _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
         values, targets = values.to(device), targets.to(device)
-    return LabelledFeatures(values, targets, kept)
+    return LabelledFeatures(values, targets, kept, subset.classes)
 
 
 def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, LabelledFeatures]:
@@ -179,12 +186,3 @@ def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, Labe
     order = np.argsort(random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train))), kind="stable")
     held_out = max(1, len(order) // _HELD_OUT_SHARE)
     return train[order[held_out:]], train[order[:held_out]]
-
-
-def few_shot_rows(targets: Rows, keys: Rows, shots: int, seed: int, repeat: int) -> Rows:
-    """Choose `shots` rows of each class, ascending: a function of the seed, the repeat and the rows' keys."""
-    bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
-    order = np.lexsort((bits, targets))
-    sorted_targets = targets[order]
-    rank_in_class = np.arange(len(targets)) - np.searchsorted(sorted_targets, sorted_targets)
-    return np.sort(order[rank_in_class < shots])

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,14 +14,12 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.features import CLS, Features, FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.features import CLS, Features, FeatureSpec, extract_features, pixel_features, simple_specs
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20
-_BLOCKS = 4  # whose CLS tokens are evaluated together
-_TOKENS: tuple[Literal["cls", "cls+mean"], ...] = ("cls", "cls+mean")
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
 
@@ -97,9 +94,8 @@ class OnlineEvaluation:
 
     def __call__(self, backbone: Backbone) -> OnlineFigures:
         """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
-        blocks = min(_BLOCKS, backbone.depth)
-        tokens = _TOKENS if backbone.has_patches else _TOKENS[:1]
-        widest = FeatureSpec(tokens=tokens[-1], blocks=blocks) if self.has_labels else CLS
+        specs = simple_specs(backbone) if self.has_labels else [CLS]
+        widest = specs[-1]
         features = self._features(backbone, widest)
         if not features.values.isfinite().all():
             return OnlineFigures(math.nan, math.nan if self.has_labels else None)
@@ -110,7 +106,6 @@ class OnlineEvaluation:
         rank = rankme(columns(CLS))
         if not self.has_labels:
             return OnlineFigures(rank)
-        specs = [FeatureSpec(tokens=kind, blocks=n) for kind, n in product(tokens, sorted({1, blocks}))]
         top1 = {spec: self._accuracy(columns(spec), features.indices) for spec in specs}
         best = max(specs, key=lambda spec: top1[spec])
         return OnlineFigures(rank, top1[CLS], best.title, top1[best])
@@ -121,7 +116,7 @@ class OnlineEvaluation:
             return None
         bank = set() if self.bank is None else set(self.bank.tolist())
         queries = [index for index in self.indices if index not in bank]
-        targets = torch.tensor([self.source.label(index) for index in queries])
+        targets = np.array([self.source.label(index) for index in queries], np.int64)
         trivial = trivial_baselines(targets, self.source.classes)
         largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         return Guesses(self._raw_pixels(), largest, chance, len(queries))
@@ -156,7 +151,7 @@ class OnlineEvaluation:
         labels = torch.tensor([self.source.label(i) for i in indices.tolist()], device=features.device)
         votes = queries = torch.ones_like(labels, dtype=torch.bool)
         if self.bank is not None:
-            votes = torch.isin(indices, self.bank).to(features.device)
+            votes = torch.isin(indices.cpu(), self.bank).to(features.device)
             queries = ~votes
         k = min(NEIGHBOURS, int(votes.sum()) - (self.bank is None))
         if k < 1 or not queries.any():  # most images became unreadable

@@ -1,6 +1,5 @@
 """Training on augmented batches of labelled images, epoch by epoch; an unfinished training resumes."""
 
-import json
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -16,9 +15,10 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
 from dino_vit.core.text import progress
+from dino_vit.eval.accuracy import plain
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset
 from dino_vit.views.augment import Augment
-from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader, choose_workers
 from dino_vit.views.sampler import Sampler
@@ -33,16 +33,14 @@ class SupervisedLoader:
     def __init__(
         self,
         subset: LabelledSubset,
+        backbone: FrozenBackbone,
         *,
         view: View,
-        transform: EvalTransform,
-        batch_size: int,
         seed: int,
         workers: int | None,
-        device: torch.device,
     ) -> None:
-        processes = world_size()
-        self.global_batch = processes * min(batch_size, len(subset) // processes)
+        self.device, transform, processes = backbone.device, backbone.transform, world_size()
+        self.global_batch = processes * min(backbone.batch_size, len(subset) // processes)
         if not self.global_batch:
             raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
         sampler = Sampler(
@@ -55,12 +53,11 @@ class SupervisedLoader:
             sampler=sampler,
             pixels=transform.pixels,
             workers=choose_workers(workers, processes),
-            pin=device.type == "cuda",
+            pin=self.device.type == "cuda",
         )
-        self.size, self.device = view.size, device
-        self.augment = Augment(
-            mean=transform.mean, std=transform.std, sigma_max=view.augment.blur_sigma[1]
-        ).to(device)
+        self.size = view.size
+        augment = Augment(mean=transform.mean, std=transform.std, sigma_max=view.augment.blur_sigma[1])
+        self.augment = augment.to(self.device)
         self.targets = torch.from_numpy(subset.targets)
 
     def batches(self, step: int = 0) -> Generator[tuple[Tensor, Tensor]]:
@@ -82,7 +79,7 @@ class EpochTraining:
         self, folder: Path, module: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any]
     ) -> None:
         self.module, self.optimizer = module, optimizer
-        self.facts = json.loads(json.dumps(facts))
+        self.facts = plain(facts)
         self.checkpoints = Checkpoints(folder)
         self.history: list[dict[str, Any]] = []  # the figures of every finished epoch
         if checkpoint := self.checkpoints.newest():
@@ -124,7 +121,7 @@ class EpochTraining:
                 if not math.isfinite(loss):
                     advice = "lower the learning rate or use precision=no"
                     raise ValueError(f"the loss of epoch {epoch + 1} is not finite: {advice}")
-                self.history.append({"epoch": epoch + 1, "loss": loss, **evaluate()})
+                self.history.append(plain({"epoch": epoch + 1, "loss": loss, **evaluate()}))
                 if is_main_process():
                     tensors = collect({"model": self.module}, self.optimizer)
                     self.checkpoints.save(epoch + 1, tensors, {"facts": self.facts, "history": self.history})

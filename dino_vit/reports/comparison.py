@@ -138,7 +138,7 @@ def _disagreements(comparison: Comparison) -> list[Row]:
     """Return images that only the best backbone gets right, and those that others do but not the best."""
     if len(comparison.predictions) < 2:
         return []
-    answers = {name: predictions.by_image() for name, predictions in comparison.predictions.items()}
+    answers = {name: _answers(predictions) for name, predictions in comparison.predictions.items()}
     common = sorted(set.intersection(*map(set, answers.values())))
     right = {name: {index: given[index][1] for index in common} for name, given in answers.items()}
     best = max(right, key=lambda name: sum(right[name][index] for index in common))
@@ -152,6 +152,11 @@ def _disagreements(comparison: Comparison) -> list[Row]:
         tiles = [_judged(comparison, answers, indices[place]) for place in spread(len(indices), DIFFERING)]
         rows.append(Row(f"{title}: {len(indices):,} of {len(common):,} images", tiles))
     return rows
+
+
+def _answers(predictions: Predictions) -> Answers:
+    rows = zip(predictions.images.tolist(), predictions.ranked[:, 0], predictions.right.tolist(), strict=True)
+    return {image: (predictions.classes[number], right) for image, number, right in rows}
 
 
 def _judged(comparison: Comparison, answers: Mapping[str, Answers], index: int) -> Tile:

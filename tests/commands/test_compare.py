@@ -68,7 +68,7 @@ def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, oth
     assert f"another right: {missed.sum()} of 60 images" in text
     classes = SyntheticSource(length=60).classes
     first = int(missed.nonzero()[0][0])
-    assert f"✗ {'ab'[best]}.safetensors: {classes[predictions[best].predicted[first]]}" in text
+    assert f"✗ {'ab'[best]}.safetensors: {classes[predictions[best].ranked[first, 0]]}" in text
 
 
 def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):

@@ -1,6 +1,5 @@
 """Figures and comparisons, against the definitions computed in plain Python; which backbone is best."""
 
-import json
 import math
 from fractions import Fraction
 from math import comb
@@ -12,17 +11,15 @@ import torch
 from dino_vit.eval.accuracy import (
     RESAMPLES,
     Measured,
+    Predictions,
     accuracy,
     compare_pairs,
     difference,
     mcnemar,
     measured_share,
-    per_class_accuracy,
     results_path,
     standings,
-    top_k_accuracy,
     verdict,
-    write_results,
 )
 
 RANDOM = np.random.default_rng(0)
@@ -46,29 +43,21 @@ def test_the_ends_of_the_interval_are_where_the_score_test_turns(correct, count)
     assert found.high == pytest.approx(100 * root(1.0, share) if correct < count else 100.0, abs=1e-7)
 
 
-def test_accuracy_counts_what_a_loop_counts():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(40, 6, generator=generator)
-    values = torch.tensor([-3, 0, 5, 7, 100, 9])  # labels have gaps and signs
-    labels = values[torch.randint(5, (40,), generator=generator)]
-    ranked = values[scores.argsort(dim=1, descending=True)]
-    for k in (1, 2, 5):
-        right = sum(label in row[:k] for row, label in zip(ranked.tolist(), labels.tolist(), strict=True))
-        found = top_k_accuracy(ranked, labels, k)
-        assert (found.correct, found.images) == (right, 40)
-        assert found.percent == pytest.approx(100 * right / 40)
-        assert 0 <= found.low < found.percent < found.high <= 100
-    classes = per_class_accuracy(ranked, labels)
-    assert set(classes) == set(labels.tolist())
-    for label, found in classes.items():
-        chosen = [row[0] for row, true in zip(ranked.tolist(), labels.tolist(), strict=True) if true == label]
-        assert (found.correct, found.images) == (chosen.count(label), len(chosen))
-
-
-def test_accuracy_of_no_image_is_nan():
-    nothing = accuracy(0, 0)
-    assert math.isnan(nothing.percent)
-    assert (nothing.low, nothing.high) == (0, 100)
+def test_figures_count_what_a_loop_counts():
+    random = np.random.default_rng(0)
+    ranked = random.random((40, 6)).argsort(axis=1)
+    targets = random.integers(5, size=40)  # no image is of the last class
+    predictions = Predictions(images=np.arange(40), ranked=ranked, targets=targets, classes="abcdef")
+    figures, rows = predictions.figures(), [*zip(ranked.tolist(), targets.tolist(), strict=True)]
+    for k in (1, 5):
+        top = figures[f"top{k}"]
+        assert (top.correct, top.images) == (sum(target in row[:k] for row, target in rows), 40)
+        assert top.percent == pytest.approx(100 * top.correct / 40)
+        assert 0 <= top.low < top.percent < top.high <= 100
+    assert set(figures["per_class"]) == {"abcdef"[target] for target in targets}
+    for name, of_class in figures["per_class"].items():
+        first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
+        assert (of_class.correct, of_class.images) == (sum(first), len(first))
 
 
 def test_results_lie_with_the_weights_unless_told(tmp_path):
@@ -82,15 +71,6 @@ def test_results_lie_with_the_weights_unless_told(tmp_path):
     assert str(told) == "here.json"
 
 
-def test_results_are_whole_or_not_there(tmp_path):
-    path = tmp_path / "new" / "x.json"
-    write_results(path, {"a": 1})
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_results(path, {"a": float("nan")})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [file.name for file in path.parent.iterdir()] == ["x.json"]
-
-
 def by_definition(first, second):
     """The share of all ways to split the images that are at least as uneven."""
     count = first + second
@@ -101,11 +81,6 @@ def by_definition(first, second):
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (3, 9), (9, 3), (5, 5), (40, 71), (0, 30)])
 def test_mcnemar_is_the_exact_test(first, second):
     assert mcnemar(first, second) == pytest.approx(by_definition(first, second), rel=1e-9)
-
-
-def test_mcnemar_of_many_images():
-    assert 0 < mcnemar(40_000, 41_000) < 1e-3
-    assert mcnemar(40_000, 40_000) == pytest.approx(1)
 
 
 def test_resampled_figures_are_those_of_images_drawn_with_replacement():
@@ -123,7 +98,7 @@ def test_resampled_figures_are_those_of_images_drawn_with_replacement():
 
 
 def rightly(title, images, right):
-    return measured_share(title, np.array(images), torch.tensor(right, dtype=torch.double))
+    return measured_share(title, np.array(images), torch.tensor(right, dtype=torch.bool))
 
 
 def test_backbones_are_compared_on_the_images_that_both_judged():
@@ -137,10 +112,10 @@ def test_backbones_are_compared_on_the_images_that_both_judged():
 
 def test_pairing_sees_what_intervals_alone_do_not():
     hard = RANDOM.random(2000) < 0.5
-    better = (~hard).astype(float)
-    better[np.flatnonzero(hard)[:30]] = 1  # what the other gets, and 30 images more
+    better = ~hard
+    better[np.flatnonzero(hard)[:30]] = True  # what the other gets, and 30 images more
     images = np.arange(2000)
-    first, second = (rightly("", images, one) for one in (better, (~hard).astype(float)))
+    first, second = (rightly("", images, one) for one in (better, ~hard))
     found = difference(first, second)
     assert found.points == pytest.approx(1.5)
     assert found.low > 0
@@ -166,17 +141,17 @@ def test_other_figures_are_compared_by_the_bootstrap():
 def figures_of(**right):
     """One figure of several backbones: the images that each gets right, of a hundred."""
     images = np.arange(100)
-    shares = {name: torch.from_numpy(np.isin(images, rows)).double() for name, rows in right.items()}
+    shares = {name: torch.from_numpy(np.isin(images, rows)) for name, rows in right.items()}
     return {"k-NN": {name: measured_share("k-NN", images, of) for name, of in shares.items()}}
 
 
 def test_a_backbone_is_as_good_as_the_best_unless_pairs_of_images_say_otherwise():
     figures = figures_of(a=range(40), b=range(60), c=range(2, 60))
     pairs = compare_pairs(figures)
-    assert [(pair.better, pair.other) for pair in pairs] == [("b", "a"), ("c", "a"), ("b", "c")]
+    assert [(pair.better, pair.other) for pair in pairs] == [("b", "c"), ("b", "a"), ("c", "a")]
     assert all(pair.difference.points > 0 and pair.difference.low <= pair.difference.high for pair in pairs)
-    assert pairs[0].difference.p < 1e-4
-    assert pairs[2].difference.p == 0.5  # two images that only one of them gets right
+    assert pairs[1].difference.p < 1e-4
+    assert pairs[0].difference.p == 0.5  # two images that only one of them gets right
     assert standings(figures, pairs) == {"k-NN": ("b", "c")}
 
 
@@ -190,13 +165,10 @@ def test_of_many_backbones_some_look_worse_by_chance():
 
 def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     knn, linear = ("a",), ("b", "a")
-    assert verdict({"k-NN": knn}) == "Take a: it is the best by k-NN."
     assert verdict({"k-NN": knn, "linear": linear}) == (
-        "Take a: it is the best or as good as the best by k-NN and linear."
+        "Take a: on these images none is better by k-NN or linear."
     )
-    assert verdict({"linear": linear}) == (
-        "Take b: it is the best by linear. On these images a cannot be told from it."
-    )
+    assert verdict({"linear": linear}) == "Take b or a: on these images none is better by linear."
     assert verdict({"k-NN": knn, "linear": ("b",)}) == (
         "It depends on what you need. The best is by k-NN a; by linear b."
     )

@@ -121,14 +121,12 @@ def test_a_photo_that_is_replaced_in_place_is_noticed(tmp_path, folder, computed
     assert np.array_equal(first, again)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate"])
-def test_damaged_features_are_computed_again(tmp_path, computed, damage):
+def test_damaged_features_are_computed_again(tmp_path, computed):
     expected = store_in(tmp_path)[0].copy()
     (path,) = tmp_path.rglob("*.safetensors")
     data = bytearray(path.read_bytes())
-    if damage == "flip":
-        data[-5] ^= 1
-    path.write_bytes(data if damage == "flip" else data[:-9])
+    data[-5] ^= 1
+    path.write_bytes(data)
     computed.clear()
     assert np.array_equal(store_in(tmp_path)[0], expected)
     assert sum(computed) == 50
@@ -140,7 +138,7 @@ def test_unreadable_images_are_left_out_and_named(tmp_path, folder, caplog):
         source = FolderSource(folder)
         stored, indices = store_in(tmp_path / "cache", source)
         assert len(indices) == len(stored) == 37
-        assert "3 of 40 images cannot be read and are left out: even/04.png" in caplog.text
+        assert "3 of 40 images cannot be read and are left out, the first is even/04.png" in caplog.text
         assert [source.name(row)[-6:-4] for row in indices[:4]] == ["00", "02", "06", "08"]
 
 

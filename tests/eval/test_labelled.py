@@ -2,18 +2,18 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.labelled import SupervisedConfig, few_shot_rows, open_sets
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
+from tests.support.backbones import backbone
 from tests.support.images import write_classes
 
 
@@ -62,12 +62,8 @@ def test_a_part_is_a_source_of_its_images_alone():
     train, val = sets_of("synthetic:50:32")
     images = val.images
     assert isinstance(images, Subset)
-    assert len(images) == 10
-    for place, index in enumerate(val.indices.tolist()):
-        assert images.name(place) == val.source.name(index)
-        assert images.label(place) == val.targets[place]
-        assert (read_image(images, place) == read_image(val.source, index)).all()
-    assert images.classes == val.source.classes
+    assert images.indices.tolist() == val.indices.tolist()
+    assert [images.label(place) for place in range(10)] == val.targets.tolist()
     relabelled = replace(val, targets=val.targets[::-1].copy())
     prints = {each.fingerprint for each in (val, train, val.source, relabelled)}
     assert len(prints) == 4
@@ -99,32 +95,17 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
     train, _ = sets_of(str(tmp_path), train=str(tmp_path))
     feed = SupervisedLoader(
         train,
+        FrozenBackbone(
+            model=backbone(),
+            transform=EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
+            batch_size=50,
+        ),
         view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
-        transform=EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3),
-        batch_size=50,
         seed=0,
         workers=0,
-        device=torch.device("cpu"),
     )
     assert (feed.global_batch, feed.steps_per_epoch) == (24, 1), "no more than there are"
     with closing(feed.batches()) as batches:
         for images, targets in islice(batches, 3):
             brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
             torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
-
-
-def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
-    labels = np.array([7] * 50 + [-2] * 3 + [1000] * 20)
-    keys = np.arange(500, 573)
-    chosen = few_shot_rows(labels, keys, shots=5, seed=1, repeat=0)
-    assert [int((labels[chosen] == label).sum()) for label in (7, -2, 1000)] == [5, 3, 5]
-    assert len(set(chosen.tolist())) == 13
-    assert chosen.tolist() == sorted(chosen.tolist())
-    assert np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, seed=1, repeat=0))
-    for other in ({"seed": 2, "repeat": 0}, {"seed": 1, "repeat": 1}):
-        assert not np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, **other))
-    # The same images in another order are chosen again.
-    back = few_shot_rows(labels[::-1], keys[::-1], shots=5, seed=1, repeat=0)
-    assert sorted(keys[::-1][back].tolist()) == keys[chosen].tolist()
-    drawn = [few_shot_rows(labels, keys, shots=1, seed=0, repeat=repeat).tolist() for repeat in range(300)]
-    assert {row for rows in drawn for row in rows} == set(range(73)), "everyone has its turn"

@@ -6,6 +6,7 @@ After every epoch the state is saved, from which training resumes; the head at t
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Settings, setting
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.storage import pickled, write_bytes
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, eval_mode
-from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, labelled_features
-from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight
+from dino_vit.core.text import plural
+from dino_vit.eval.accuracy import Predictions
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone
+from dino_vit.eval.labelled import LabelledSubset, labelled_features
+from dino_vit.eval.linear import MOMENTUM, LinearHeads, count_correct, initial_weight, top_classes
 from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.augment import ViewAugment
@@ -42,39 +45,34 @@ class Dino2021(Settings):
         return rearrange(features, "b (token d) -> b (d token)", token=2) if self.mean else features
 
 
-def probe_features(frozen: FrozenBackbone, images: LabelledSubset, settings: Dino2021) -> LabelledFeatures:
-    """Return what a head reads of some images."""
-    labelled = labelled_features(frozen, images, settings.spec, "evaluation features")
-    return replace(labelled, features=settings.arrange(labelled.features))
-
-
-def train_probe(
+def train_on_views(
+    settings: Dino2021,
+    frozen: FrozenBackbone,
     train: LabelledSubset,
     val: LabelledSubset,
-    on_val: LabelledFeatures,
-    frozen: FrozenBackbone,
-    settings: Dino2021,
-    *,
     seed: int,
     path: Path,
-) -> tuple[LinearHeads, list[float]]:
-    """Return a trained head, and its top-1 in per cent after every epoch; all processes call it.
+) -> tuple[dict[str, Any], str, Predictions]:
+    """Train one head and evaluate it after every epoch; return results, a text and the last predictions.
 
     The head is written to `path`, and the state to the folder beside it whose name ends in `.state`.
     """
-    device = frozen.device
-    flip = ViewAugment(flip=0.5)
+    on_val = labelled_features(frozen, val, settings.spec, "evaluation features")
+    on_val = replace(on_val, features=settings.arrange(on_val.features))
     loader = SupervisedLoader(
         train,
-        view=View(size=frozen.transform.size, scale=(0.08, 1.0), augment=flip, interpolation="bilinear"),
-        transform=frozen.transform,
-        batch_size=frozen.batch_size,
+        frozen,
+        view=View(
+            size=frozen.transform.size,
+            scale=(0.08, 1.0),
+            augment=ViewAugment(flip=0.5),
+            interpolation="bilinear",
+        ),
         seed=seed,
         workers=settings.workers,
-        device=device,
     )
     inputs, classes = on_val.features.shape[1], len(train.classes)
-    probe = nn.Linear(inputs, classes, device=device)
+    probe = nn.Linear(inputs, classes, device=frozen.device)
     probe.load_state_dict({"weight": initial_weight(classes, inputs, seed), "bias": torch.zeros(classes)})
     parameters = tuple(probe.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
@@ -98,9 +96,7 @@ def train_probe(
         epoch = step // loader.steps_per_epoch
         rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
         optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
-        enabled = frozen.autocast is not None
-        with eval_mode(frozen.model), torch.autocast(device.type, frozen.autocast, enabled=enabled):
-            features = settings.arrange(settings.spec.of(frozen.model, images).float())
+        features = settings.arrange(frozen.compute(images, settings.spec))
         loss = F.cross_entropy(probe(features), targets)
         gradients = torch.autograd.grad(loss, parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -113,8 +109,16 @@ def train_probe(
         return {"percent": 100 * correct / len(on_val)}
 
     training.run(loader, settings.epochs, take_step=take_step, evaluate=evaluate)
-    percents = [figures["percent"] for figures in training.history]
     if is_main_process():  # in the reference's format
         tensors = {f"module.linear.{name}": tensor for name, tensor in probe.state_dict().items()}
         write_bytes(path, pickled({"state_dict": tensors}))
-    return head, percents
+    predictions = on_val.predictions(top_classes(head, on_val.features))
+    percents = [epoch["percent"] for epoch in training.history]
+    counts, best = {"images": len(on_val), "classes": classes}, max(percents)
+    results = {**counts, **predictions.figures(), "head": str(path), "percents": percents}
+    text = (
+        f"{predictions.summary()}\n"
+        f"trained on {len(train):,} images for {plural(settings.epochs, 'epoch')}; best after "
+        f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
+    )
+    return results, text, predictions

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from dino_vit.commands.classification import Classification
+from dino_vit.commands.classification import Classification, write_classification
 from dino_vit.config.sections import Arch, PositiveShare, Share, Side
 from dino_vit.config.settings import (
     BelowOne,
@@ -32,19 +32,12 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.accuracy import summary, top_k_accuracy, trivial_baselines, write_results
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.accuracy import Predictions
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.eval.linear import TOP_K
 from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
-from dino_vit.method.optim import (
-    build_optimizer,
-    clip_gradients,
-    parameter_groups,
-    reduce_loss,
-    set_rates,
-    step_if_finite,
-)
+from dino_vit.method import optim
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import convert_sync_batchnorm
@@ -112,32 +105,31 @@ class Finetuning:
 
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
-        self.device: torch.device = accelerator.device
         self.train, self.val = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-        self.model = build_model(config, len(self.train.classes)).to(self.device)
-        self.transform = eval_transform_of(self.model)
+        self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
+        bf16 = choose_precision(config.precision, accelerator.device) == "bf16"
+        transform = eval_transform_of(self.model)
+        self.evaluated = FrozenBackbone(  # as it is at the end of an epoch
+            model=self.model,
+            transform=transform,
+            batch_size=config.batch_size,
+            autocast=torch.bfloat16 if bf16 else None,  # without a gradient scaler there is no float16
+        )
         # What the steps call: in several processes the model inside DistributedDataParallel.
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
-        groups = parameter_groups(self.model, layer_decay=config.layer_decay)
-        self.optimizer = build_optimizer("adamw", groups)
-        bf16 = choose_precision(config.precision, self.device) == "bf16"
-        self.autocast = torch.bfloat16 if bf16 else None  # without a gradient scaler there is no float16
+        groups = optim.parameter_groups(self.model, layer_decay=config.layer_decay)
+        self.optimizer = optim.build_optimizer("adamw", groups)
+        view = View(size=transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip))
         self.loader = SupervisedLoader(
-            self.train,
-            view=View(size=self.transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip)),
-            transform=self.transform,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            workers=config.workers,
-            device=self.device,
+            self.train, self.evaluated, view=view, seed=config.seed, workers=config.workers
         )
         facts = {
             "config": config.model_dump(mode="json", exclude={"output", "workers"}),
             "sets": [subset.fingerprint for subset in (self.train, self.val)],
             "classes": self.train.classes,
             "global_batch": self.loader.global_batch,
-            "precision": str(self.autocast),
+            "precision": str(self.evaluated.autocast),
         }
         self.training = EpochTraining(Path(config.output) / "state", self.model, self.optimizer, facts)
 
@@ -153,34 +145,34 @@ class Finetuning:
             total=config.epochs * steps,
             warmup=round(config.warmup_epochs * steps),
         )
-        set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+        optim.set_rates(self.optimizer, lr=rate, weight_decay=config.weight_decay)
+        autocast = self.evaluated.autocast
+        with torch.autocast(images.device.type, autocast, enabled=autocast is not None):
             logits = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
         torch.autograd.backward(loss)
-        norm = clip_gradients([self.model], mode="global", max_norm=config.clip)
-        mean, finite = reduce_loss(loss, norm)
-        step_if_finite(self.optimizer, finite)
+        norm = optim.clip_gradients([self.model], mode="global", max_norm=config.clip)
+        mean, finite = optim.reduce_loss(loss, norm)
+        optim.step_if_finite(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def evaluate(self) -> dict[str, Any]:
-        """Return top-1 and top-5 on the evaluation images, which the processes share."""
-        classes = self.val.classes
-        features = extract_features(
-            self.model,
-            self.val.images,
-            rank_slice(range(len(self.val))),
-            transform=self.transform,
-            batch_size=self.config.batch_size,
-            autocast=self.autocast,
-        )
+    def predict(self) -> Predictions:
+        """Classify the evaluation images, which the processes share."""
+        features = self.evaluated.extract(self.val.images, rank_slice(range(len(self.val))))
         with torch.no_grad():
-            ranked = self.model.head(features.values).topk(min(TOP_K, len(classes))).indices
-        ranked, indices = all_gather(ranked), all_gather(features.indices)
-        targets = torch.from_numpy(self.val.targets).to(self.device)[indices]
-        accuracies = {f"top{k}": top_k_accuracy(ranked, targets, k)._asdict() for k in (1, TOP_K)}
-        return {**accuracies, **trivial_baselines(targets, classes)}
+            ranked = self.model.head(features.values).topk(min(TOP_K, len(self.val.classes))).indices
+        rows = all_gather(features.indices).cpu().numpy()
+        return Predictions(
+            images=self.val.indices[rows],
+            ranked=all_gather(ranked).cpu().numpy(),
+            targets=self.val.targets[rows],
+            classes=self.val.classes,
+        )
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return the figures after an epoch; those of each class would fill the checkpoints."""
+        return {name: value for name, value in self.predict().figures().items() if name != "per_class"}
 
 
 def build_model(config: FinetuneConfig, classes: int) -> Backbone:
@@ -200,8 +192,7 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
     folder, facts, history = Path(tuning.config.output), tuning.training.facts, tuning.training.history
-    weights, last, transform = folder / "backbone.safetensors", history[-1], tuning.transform
-    path, details = folder / "eval" / "finetune.json", {**facts, "history": history, "last": last}
+    weights, transform = folder / "backbone.safetensors", tuning.evaluated.transform
     if is_main_process():
         save_backbone(
             tuning.model,
@@ -214,10 +205,10 @@ def _result(tuning: Finetuning) -> Classification:
             step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
-        write_results(path, details)
-    classes = len(facts["classes"])
+    predictions = tuning.predict()
+    details = {**facts, "history": history, "last": {**history[-1], **predictions.figures()}}
     text = (
-        f"after {plural(len(history), 'epoch')}: {summary(last, classes)}\n"
-        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={classes})"
+        f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
+        f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
-    return Classification.of(last, path=path, details=details, text=text)
+    return write_classification(predictions, folder / "eval" / "finetune.json", details, text)

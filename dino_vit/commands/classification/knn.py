@@ -6,37 +6,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification
-from dino_vit.config.settings import Count, Few, NonEmpty, Positive, setting
-from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
-from dino_vit.core.text import plural, progress
+from dino_vit.commands.classification import Classification, write_classification
+from dino_vit.config.settings import Count, NonEmpty, Positive, setting
+from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.randomness import RngPurpose, random_bits
+from dino_vit.core.text import progress
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import (
-    Accuracy,
-    Predictions,
-    accuracy,
-    classification_results,
-    describe_guess,
-    measured_share,
-    results_path,
-    top_k_accuracy,
-    write_results,
-)
+from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share, results_path
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
-from dino_vit.eval.knn import rank_all, weighted_knn
-from dino_vit.eval.labelled import (
-    LabelledFeatures,
-    SupervisedConfig,
-    few_shot_rows,
-    given_sets,
-    labelled_features,
-)
+from dino_vit.eval.knn import unit, weighted_knn
+from dino_vit.eval.labelled import LabelledFeatures, Rows, SupervisedConfig, given_sets, labelled_features
 
+REPEATS = 5  # random choices of the images for each of `shots`
 _CLASSES_SHOWN = 20
+_COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
@@ -50,9 +37,8 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting(
-        (), "also classify by only this many images per class, such as 1 and 5"
+        (), "also classify by only this many images per class, such as 1 and 5, five times"
     )
-    repeats: Few = setting(5, "random choices of the images for each of shots")
     output: str | None = setting(
         None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
     )
@@ -69,29 +55,35 @@ def run(config: KnnConfig) -> Classification:
         bank = labelled_features(frozen, train, title="features of the bank")
         queries = labelled_features(frozen, val, title="features of the query images")
         name, among = "knn", f"{len(bank):,} of {train.name}"
-    classes = val.classes
-    path = results_path(name, weights=config.weights, output=config.output)
-    ranked = _classify(config, bank, queries, config.k, frozen.device)
-    results: dict[str, Any] = {
+    predictions = _classify(config, bank, queries, config.k, frozen.device)
+    figures = {k: of_k.figures() for k, of_k in predictions.items()}
+    ranking = _rank(bank, queries, frozen.device)
+    few_shot = list(_few_shot(config, bank, queries, frozen.device))
+    first = config.k[0]
+    details = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
         "images": len(queries),
         "bank": len(bank) - (queries is bank),  # no image is its own neighbour
-        "classes": len(classes),
-        "results": [
-            {"k": k, **classification_results(of_k, queries.targets, classes)} for k, of_k in ranked.items()
-        ],
-        "ranking": _rank(bank, queries, frozen.device),
-        "few_shot": list(_few_shot(config, bank, queries, frozen.device)),
+        "classes": len(val.classes),
+        "results": [{"k": k, **of_k} for k, of_k in figures.items()],
+        "ranking": ranking,
+        "few_shot": few_shot,
     }
-    if is_main_process():
-        write_results(path, results)
-    title = f"{len(queries):,} images of {val.name} by their neighbours among {among}"
-    text = "\n\n".join([title, *_tables(config, results), str(path)])
-    predicted = ranked[config.k[0]][:, 0].cpu().numpy()
-    predictions = Predictions(queries.indices, predicted, queries.targets.cpu().numpy(), classes)
-    best = results["results"][0]
-    return Classification.of(best, predictions=predictions, path=path, details=results, text=text)
+    rows = [[str(k), str(of_k["top1"]), str(of_k["top5"])] for k, of_k in figures.items()]
+    lines = [
+        f"{len(queries):,} images of {val.name} by their neighbours among {among}\n",
+        format_table(["k", "top-1 %", "top-5 %"], rows),
+        predictions[first].guesses(),
+    ]
+    if ranking:
+        line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
+        lines.append(f"ranking all images by cosine, for {ranking['queries']:,} of them: {line}")
+    if few_shot:
+        lines.append(_few_shot_table(few_shot))
+    lines.append(_class_table(first, figures[first]["per_class"]))
+    path = results_path(name, weights=config.weights, output=config.output)
+    return write_classification(predictions[first], path, details, "\n".join(lines))
 
 
 def _classify(
@@ -100,11 +92,10 @@ def _classify(
     queries: LabelledFeatures,
     k: Sequence[int],
     device: torch.device,
-    title: str = "neighbours",
-) -> dict[int, Tensor]:
-    """Return the best classes of all queries for each k; each process classifies a share of the queries."""
+) -> dict[int, Predictions]:
+    """Classify all queries for each k; each process does a share of them."""
     mine = rank_slice(range(len(queries)))
-    with progress(title, len(mine)) as advance:
+    with progress("neighbours", len(mine)) as advance:
         ranked = weighted_knn(
             bank.features,
             bank.targets,
@@ -115,32 +106,66 @@ def _classify(
             device=device,
             progress=advance,
         )
-    return {k: all_gather(best).to(queries.targets.device) for k, best in ranked.items()}
+    return {k: queries.predictions(all_gather(best)) for k, best in ranked.items()}
 
 
 def _rank(bank: LabelledFeatures, queries: LabelledFeatures, device: torch.device) -> dict[str, Any] | None:
-    """Return mAP and recall at 1 of the queries with an image of their class in the bank, if there are any.
-
-    Each query ranks the whole bank, or all other images, by cosine.
-    """
+    """Return mAP and recall at 1 of the queries with an image of their class in the bank, if any."""
     chosen = spread(len(queries), max(1, _PAIRS_RANKED // len(bank)))
-    rows = torch.tensor(rank_slice(chosen), dtype=torch.long, device=queries.targets.device)
-    with progress("ranking all images", len(rows)) as advance:
-        ranking = rank_all(
-            bank.features,
-            bank.targets,
-            queries.features[rows],
-            queries.targets[rows],
-            own_rows=rows if queries is bank else None,
-            progress=advance,
-        )
-    precision, first = (all_gather(each.to(device)) for each in ranking)
-    first, precision = first[~precision.isnan()], precision[~precision.isnan()]
-    if not len(precision):
+    ranking = rank_all(bank, queries, torch.tensor(rank_slice(chosen), dtype=torch.long))
+    precision, first = (all_gather(each.to(device)).cpu() for each in ranking)
+    ranks = ~precision.isnan()
+    if not ranks.any():
         return None
-    mean = measured_share("mAP", np.arange(len(precision)), precision).interval
-    recall = accuracy(int(first.sum()), len(first))
-    return {"queries": len(chosen), "map": mean._asdict(), "recall_at_1": recall._asdict()}
+    images = np.flatnonzero(ranks)
+    return {
+        "queries": len(chosen),
+        "map": measured_share("mAP", images, precision[ranks]).interval,
+        "recall_at_1": accuracy(int(first[ranks].sum()), len(images)),
+    }
+
+
+def rank_all(bank: LabelledFeatures, queries: LabelledFeatures, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rank the whole bank, or all other images, for some rows of the queries by cosine.
+
+    Return each query's average precision, NaN without an image of its class, and whether the nearest image is
+    of its class. Images of other classes that are as near come first. Queries are taken class by class,
+    because those of one class have equally many relevant images.
+    """
+    features, itself = unit(bank.features), int(queries is bank)
+    asked, targets = (each[rows].to(features.device) for each in (queries.features, queries.targets))
+    rows = rows.to(features.device)
+    precision = torch.full((len(rows),), torch.nan, device=features.device)
+    first = torch.zeros(len(rows), dtype=torch.bool, device=features.device)
+    size = max(1, _COSINES // len(features))
+    with progress("ranking all images", len(rows)) as advance:
+        for target in torch.unique(targets):
+            relevant = (bank.targets == target).nonzero()[:, 0]
+            for places in (targets == target).nonzero()[:, 0].split(size):
+                if len(relevant) > itself:
+                    cosines = unit(asked[places]) @ features.T
+                    if itself:
+                        cosines.scatter_(1, rearrange(rows[places], "q -> q 1"), -torch.inf)
+                    # The query itself comes first.
+                    ascending = cosines[:, relevant].sort(dim=1).values[:, itself:].contiguous()
+                    precision[places], first[places] = _precision(cosines, ascending)
+                advance(len(places))
+    return precision, first
+
+
+def _precision(scores: Tensor, relevant: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the average precision of scores (q, n), and whether the greatest is relevant.
+
+    The scores of the relevant images are ascending. No row is sorted as a whole: it is enough to count.
+    """
+    passed = torch.searchsorted(relevant, scores, right=True)  # relevant images at or below each
+    histogram = torch.zeros(len(scores), relevant.shape[1] + 1, dtype=torch.long, device=scores.device)
+    histogram.scatter_add_(
+        1, passed, torch.ones((), dtype=torch.long, device=scores.device).expand_as(passed)
+    )
+    ranks = histogram.flip(1).cumsum(1).flip(1)[:, 1:]  # images at or above each relevant one
+    hits = relevant.shape[1] - torch.searchsorted(relevant, relevant)  # relevant ones at or above it
+    return (hits / ranks).mean(1), hits[:, -1] == ranks[:, -1]
 
 
 def _few_shot(
@@ -148,23 +173,17 @@ def _few_shot(
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each of `shots` and each k, the accuracies of all repeats, their mean and deviation."""
     targets = bank.targets.cpu().numpy()
-    counts = np.unique(targets, return_counts=True)[1]
     for shots in config.shots:
-        images = f"{plural(shots, 'image')} per class"
-        if short := int((counts < shots).sum()):
-            text = "%s: %s of %d with fewer, all of whose images are taken"
-            log.warning(text, images, plural(short, "class", "classes"), len(counts))
         top1: dict[int, list[Accuracy]] = {}
-        for repeat in range(config.repeats):
+        for repeat in range(REPEATS):
             rows = few_shot_rows(targets, bank.indices, shots, config.seed, repeat)
             # Without a bank of their own the queries are the images that were not chosen.
             rest = bank[np.delete(np.arange(len(bank)), rows)] if queries is bank else queries
             if not len(rest):
-                raise ValueError(f"with {images}, all {len(bank)} are taken, which leaves none to classify")
-            title = f"neighbours, {images}, {repeat + 1} of {config.repeats}"
+                raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
             possible = sorted({min(k, len(rows)) for k in config.k})
-            for k, ranked in _classify(config, bank[rows], rest, possible, device, title).items():
-                top1.setdefault(k, []).append(top_k_accuracy(ranked, rest.targets))
+            for k, predictions in _classify(config, bank[rows], rest, possible, device).items():
+                top1.setdefault(k, []).append(predictions.top(1))
         for k, of_k in top1.items():
             percents = [of_repeat.percent for of_repeat in of_k]
             yield {
@@ -172,36 +191,34 @@ def _few_shot(
                 "images": len(rows),
                 "k": k,
                 "mean": mean(percents),
-                "standard_deviation": stdev(percents) if len(percents) > 1 else None,
-                "top1": [of_repeat._asdict() for of_repeat in of_k],
+                "standard_deviation": stdev(percents),
+                "top1": of_k,
             }
 
 
-def _tables(config: KnnConfig, results: dict[str, Any]) -> list[str]:
-    """Return the tables as texts: by k, by shots, and by class for the first k."""
-    first = results["results"][0]
-    rows = [[str(of_k["k"]), _cell(of_k["top1"]), _cell(of_k["top5"])] for of_k in results["results"]]
-    lines = [format_table(["k", "top-1 %", "top-5 %"], rows), describe_guess(first)]
-    if ranking := results["ranking"]:
-        precision, recall = _cell(ranking["map"]), _cell(ranking["recall_at_1"])
-        line = f"ranking all images by cosine: mAP {precision} %, recall at 1 {recall} %"
-        if ranking["queries"] < results["images"]:
-            line += f", of {ranking['queries']:,} of the {results['images']:,} images"
-        lines.append(line)
-    tables = ["\n".join(lines)]
-    if results["few_shot"]:
-        rows = []
-        for few in results["few_shot"]:
-            deviation = "-" if few["standard_deviation"] is None else f"{few['standard_deviation']:.2f}"
-            counts = [f"{few[name]:,}" for name in ("shots", "images", "k")]
-            rows.append([*counts, f"{few['mean']:.2f}", deviation])
-        header = ["images per class", "images", "k", "top-1 %", f"std of {config.repeats}"]
-        tables.append(format_table(header, rows))
-    classes = sorted(first["per_class"].items(), key=lambda item: item[1]["percent"])[:_CLASSES_SHOWN]
-    lowest = ", the lowest" if len(first["per_class"]) > _CLASSES_SHOWN else ""
-    rows = [[name, _cell(of_class), f"{of_class['images']:,}"] for name, of_class in classes]
-    return [*tables, format_table([f"class, k={first['k']}{lowest}", "top-1 %", "images"], rows)]
+def few_shot_rows(targets: Rows, keys: Rows, shots: int, seed: int, repeat: int) -> Rows:
+    """Choose `shots` rows of each class, ascending: a function of the seed, the repeat and the rows' keys."""
+    bits = random_bits(seed, RngPurpose.EVALUATION, repeat, keys)
+    order = np.lexsort((bits, targets))
+    sorted_targets = targets[order]
+    rank_in_class = np.arange(len(targets)) - np.searchsorted(sorted_targets, sorted_targets)
+    return np.sort(order[rank_in_class < shots])
 
 
-def _cell(figure: dict[str, Any]) -> str:
-    return f"{figure['percent']:.2f} ({figure['low']:.2f} to {figure['high']:.2f})"
+def _few_shot_table(few_shot: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            *(f"{few[name]:,}" for name in ("shots", "images", "k")),
+            *(f"{few[name]:.2f}" for name in ("mean", "standard_deviation")),
+        ]
+        for few in few_shot
+    ]
+    return "\n" + format_table(["images per class", "images", "k", "top-1 %", f"std of {REPEATS}"], rows)
+
+
+def _class_table(k: int, per_class: dict[str, Accuracy]) -> str:
+    """Return the classes with the lowest accuracy."""
+    lowest = sorted(per_class.items(), key=lambda item: item[1].percent)[:_CLASSES_SHOWN]
+    rows = [[name, str(of_class), f"{of_class.images:,}"] for name, of_class in lowest]
+    title = f"class, k={k}" + (", the lowest" if len(per_class) > len(rows) else "")
+    return f"\n{format_table([title, 'top-1 %', 'images'], rows)}\n"

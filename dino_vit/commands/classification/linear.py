@@ -6,31 +6,22 @@ mean patch token of the last block. Each head reads a contiguous range of these 
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification
-from dino_vit.commands.classification.dino2021 import Dino2021, probe_features, train_probe
-from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
+from dino_vit.commands.classification import Classification, write_classification
+from dino_vit.commands.classification.dino2021 import Dino2021, train_on_views
+from dino_vit.config.settings import Count, NonEmpty, Positive, Problem, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.distributed import is_main_process
-from dino_vit.core.text import plural, progress
-from dino_vit.eval.accuracy import (
-    Accuracy,
-    Predictions,
-    accuracy,
-    classification_results,
-    results_path,
-    summary,
-    write_results,
-)
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
+from dino_vit.core.text import progress
+from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, results_path
+from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, simple_specs
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.labelled import (
     LabelledFeatures,
+    LabelledSubset,
     SupervisedConfig,
     hold_out,
     labelled_features,
@@ -47,22 +38,16 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
-from dino_vit.models.backbone import Backbone
 
+BATCH = 1024  # images per step of a grid
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
-
-# Results for JSON, the text to print, and what the best classifier says of each image.
-Evaluated = tuple[dict[str, Any], str, Predictions]
 
 
 class ProbeGrid(Settings):
     """method=grid: one head for each learning rate and input, all trained side by side."""
 
     rates: NonEmpty[Positive] = setting(RATES, "learning rates at a batch of 256")
-    blocks: NonEmpty[Few] = setting((1, 4), "read the CLS tokens of this many last blocks")
-    mean: NonEmpty[bool] = setting((False, True), "without and with the mean patch token")
     steps: Count | None = setting(None, "of SGD; null: ten epochs, but at least 1,250 and at most 12,500")
-    batch: Count = setting(1024, "images per step; all images if there are fewer")
 
 
 class Logistic(Settings):
@@ -98,105 +83,85 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 def run(config: LinearConfig) -> Classification:
     """Train and evaluate, and write the JSON; the result's own figures are those of the best classifier."""
     frozen = frozen_backbone(config)
+    train, val = open_sets(config)
     method = "" if config.method == "grid" else f"-{config.method}"
     held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
     path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
     if config.method == "dino2021":
-        results, text, predictions = _train_on_views(config, frozen, path.with_suffix(".pth"))
+        head = path.with_suffix(".pth")
+        results, text, predictions = train_on_views(config.dino2021, frozen, train, val, config.seed, head)
     else:
-        results, text, predictions = _train_on_features(config, frozen)
+        results, text, predictions = _train_on_features(config, frozen, train, val)
     settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
     weights = frozen.describe_weights()
     details = {"method": config.method, "weights": weights, "settings": settings, **results}
-    if is_main_process():
-        write_results(path, details)
-    best = results.get("best", results)
-    return Classification.of(
-        best, predictions=predictions, path=path, details=details, text=f"{text}\n{path}"
-    )
+    return write_classification(predictions, path, details, text)
 
 
-def _train_on_features(config: LinearConfig, frozen: FrozenBackbone) -> Evaluated:
+def _train_on_features(
+    config: LinearConfig, frozen: FrozenBackbone, train_set: LabelledSubset, val_set: LabelledSubset
+) -> tuple[dict[str, Any], str, Predictions]:
     """Train heads on cached features, evaluate all of them and choose the best."""
-    train_set, val_set = open_sets(config)
-    inputs, device = _inputs(config, frozen.model), frozen.device
-    with_mean, blocks = any(spec.with_mean for spec in inputs), max(spec.blocks for spec in inputs)
-    cached = FeatureSpec(tokens="cls+mean" if with_mean else "cls", blocks=blocks)
-    train = labelled_features(frozen, train_set, cached, "training features")
-    val = labelled_features(frozen, val_set, cached, "evaluation features")
+    inputs = sorted(simple_specs(frozen.model), key=lambda spec: spec.blocks)
+    if config.method == "logistic":
+        inputs = [CLS]
+    train = labelled_features(frozen, train_set, inputs[-1], "training features")
+    val = labelled_features(frozen, val_set, inputs[-1], "evaluation features")
     train, chosen_on = hold_out(train, config.seed) if config.select == "train" else (train, val)
-    columns = [spec.columns_in(cached, frozen.model.width) for spec in inputs]
-    classes = len(train_set.classes)
     values: Sequence[float]
     if config.method == "grid":
         setting, values = "rate", config.grid.rates
-        heads = _train_grid(config, train, columns, classes, device)
+        columns = [spec.columns_in(inputs[-1], frozen.model.width) for spec in inputs]
+        heads = _train_grid(config, train, columns, frozen.device)
     else:
         setting, values = "C", sorted(config.logistic.cs)
-        heads = _fit_logistic(config, train, classes, device)
+        heads = [_fit_logistic(values, train, frozen.device)]
     top1 = _top1(heads, val)
-    chosen_by = top1 if config.select == "source" else _top1(heads, chosen_on)
-    cells: list[dict[str, Any]] = []
-    for (value, spec), on_val, on_held_out in zip(product(values, inputs), top1, chosen_by, strict=True):
-        cells.append(
-            {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, "top1": on_val._asdict()}
-        )
-        if config.select == "train":
-            cells[-1]["held_out"] = on_held_out._asdict()
+    chosen_by = top1 if chosen_on is val else _top1(heads, chosen_on)
+    cells: list[dict[str, Any]] = [
+        {setting: value, "blocks": spec.blocks, "mean": spec.with_mean, "top1": of_head}
+        for (value, spec), of_head in zip(product(values, inputs), top1, strict=True)
+    ]
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
-    row, column = divmod(best, len(inputs))
-    accuracies, predictions = _evaluate_head(heads[column], val, train_set.classes, head=row)
-    results: dict[str, Any] = {
-        "images": {"train": len(train), "val": len(val)},
-        "chosen_on": config.select,
-        "classes": classes,
-        "best": cells[best] | accuracies,
-        "table": cells,
-    }
     how_chosen = (
         "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
         "select=train chooses on a tenth of the training images"
     )
     if config.select == "train":
+        for cell, on_held_out in zip(cells, chosen_by, strict=True):
+            cell["held_out"] = on_held_out
         images = f"{len(chosen_on):,} training images that no head was trained on"
-        how_chosen = f"chosen on {images}: {chosen_by[best]}"
+        how_chosen = f"chosen on {images}: {chosen_by[best]} %"
+    row, column = divmod(best, len(inputs))
+    predictions = val.predictions(top_classes(heads[column], val.features, head=row))
+    results = {
+        "images": {"train": len(train), "val": len(val)},
+        "chosen_on": config.select,
+        "classes": len(val.classes),
+        "best": cells[best] | predictions.figures(),
+        "table": cells,
+    }
     text = [
         f"top-1 in %, trained on {len(train):,} images",
         _table(setting, values, inputs, top1, best),
-        f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {summary(accuracies, classes)}",
+        f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {predictions.summary()}",
         how_chosen,
     ]
     return results, "\n".join(text), predictions
 
 
-def _inputs(config: LinearConfig, model: Backbone) -> list[FeatureSpec]:
-    """Return what the heads read; a backbone with fewer blocks, or without patches, gives all it has."""
-    if config.method == "logistic":
-        return [CLS]
-    counts = dict.fromkeys(min(count, model.depth) for count in config.grid.blocks)
-    means = dict.fromkeys(mean and model.has_patches for mean in config.grid.mean)
-    return [
-        FeatureSpec(tokens="cls+mean" if mean else "cls", blocks=count)
-        for count, mean in product(counts, means)
-    ]
-
-
 def _train_grid(
-    config: LinearConfig,
-    train: LabelledFeatures,
-    columns: Sequence[slice],
-    classes: int,
-    device: torch.device,
+    config: LinearConfig, train: LabelledFeatures, columns: Sequence[slice], device: torch.device
 ) -> list[LinearHeads]:
-    grid, batch = config.grid, min(config.grid.batch, len(train))
-    steps = grid.steps or grid_steps(len(train), batch)
+    batch = min(BATCH, len(train))
+    steps = config.grid.steps or grid_steps(len(train), batch)
     log.info("%d steps of %d images; rates are for 256 images and scale with the batch", steps, batch)
     return train_heads(
         train.features,
         train.targets,
         columns=columns,
-        rates=[rate * batch / 256 for rate in grid.rates],
-        classes=classes,
+        rates=[rate * batch / 256 for rate in config.grid.rates],
+        classes=len(train.classes),
         steps=steps,
         batch_size=batch,
         seed=config.seed,
@@ -204,19 +169,17 @@ def _train_grid(
     )
 
 
-def _fit_logistic(
-    config: LinearConfig, train: LabelledFeatures, classes: int, device: torch.device
-) -> list[LinearHeads]:
+def _fit_logistic(cs: Sequence[float], train: LabelledFeatures, device: torch.device) -> LinearHeads:
     """Fit every C in every process: each fit starts from the previous one, so they cannot be shared."""
     features, targets = train.features.to(device, torch.float32), train.targets.to(device)
     fits = []
-    with progress("Fitting logistic regressions", len(config.logistic.cs)) as advance:
-        for fit in sweep(features, targets, cs=config.logistic.cs, classes=classes):
+    with progress("Fitting logistic regressions", len(cs)) as advance:
+        for fit in sweep(features, targets, cs=cs, classes=len(train.classes)):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}")
     if unfinished := [f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED]:
         log.warning("L-BFGS did not reach the optimum for C = %s", ", ".join(unfinished))
-    return [join_heads(fits)]
+    return join_heads(fits)
 
 
 def _top1(heads: Sequence[LinearHeads], images: LabelledFeatures) -> list[Accuracy]:
@@ -233,30 +196,3 @@ def _table(
     width = len(inputs)
     rows = [[f"{value:.3g}", *cells[row * width : (row + 1) * width]] for row, value in enumerate(values)]
     return format_table([setting, *(spec.title for spec in inputs)], rows)
-
-
-def _evaluate_head(
-    heads: LinearHeads, val: LabelledFeatures, classes: Sequence[str], *, head: int = 0
-) -> tuple[dict[str, Any], Predictions]:
-    """Return the top-1, top-5 and per-class accuracy of one head, and its predictions."""
-    ranked = top_classes(heads, val.features, head=head)
-    targets = val.targets.to(ranked.device)
-    predicted = ranked[:, 0].cpu().numpy()
-    predictions = Predictions(val.indices, predicted, targets.cpu().numpy(), tuple(classes))
-    return classification_results(ranked, targets, classes), predictions
-
-
-def _train_on_views(config: LinearConfig, frozen: FrozenBackbone, path: Path) -> Evaluated:
-    """Train one head as in 2021 and write it to `path`."""
-    settings, (train_set, val_set) = config.dino2021, open_sets(config)
-    val = probe_features(frozen, val_set, settings)
-    head, percents = train_probe(train_set, val_set, val, frozen, settings, seed=config.seed, path=path)
-    accuracies, predictions = _evaluate_head(head, val, val_set.classes)
-    classes, best = len(val_set.classes), max(percents)
-    counts = {"images": len(val), "classes": classes}
-    text = (
-        f"{summary(accuracies, classes)}\n"
-        f"trained on {len(train_set):,} images for {plural(settings.epochs, 'epoch')}; best after "
-        f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
-    )
-    return {**counts, **accuracies, "head": str(path), "percents": percents}, text, predictions

@@ -17,7 +17,7 @@ from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
-from dino_vit.eval.knn import format_cosines, unit
+from dino_vit.eval.knn import unit
 from dino_vit.eval.maps.pictures import Panel, shorten, write_sheet
 
 PAIRS_PRINTED = 10
@@ -77,9 +77,7 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
         "groups": groups,
     }
     write_results(output, content)
-    printed = pairs[:PAIRS_PRINTED]
-    cosines = format_cosines([pair.cosine for pair in printed])
-    lines = [f"{text}  {first}  {second}" for text, (first, second, _) in zip(cosines, printed, strict=True)]
+    lines = [f"{cosine:.4f}  {first}  {second}" for first, second, cosine in pairs[:PAIRS_PRINTED]]
     above = f"a cosine of {config.threshold:g} or more"
     if not pairs:
         lines.append(f"no two of the {plural(len(names), 'image')} have {above}")
@@ -161,9 +159,8 @@ def _roots(parents: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.in
 def draw_pairs(embeddings: Embeddings, pairs: Sequence[Pair], path: Path) -> None:
     """Draw pairs, several in a row with gaps between them."""
     names, captions = embeddings.names, []
-    cosines = format_cosines([cosine for _, _, cosine in pairs])
-    for (first, second, _), cosine in zip(pairs, cosines, strict=True):
-        captions += [(first, f"{cosine}  {shorten(names[first], 20)}"), (second, names[second])]
+    for first, second, cosine in pairs:
+        captions += [(first, f"{cosine:.4f}  {shorten(names[first], 20)}"), (second, names[second])]
     panels: list[Panel | None] = [*embedded_panels(embeddings, captions)]
     for end in range(len(panels), 0, -2):
         panels.insert(end, None)

@@ -18,7 +18,7 @@ from dino_vit.data.sources.source import Source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone
-from dino_vit.eval.knn import format_cosines, nearest
+from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import shorten, thumbnail, write_sheet
 from dino_vit.weights import load_backbone
 
@@ -75,11 +75,11 @@ def run(config: SearchConfig) -> SearchResult:
     ]
     lines, captions = [], []
     for name, images in zip(names, neighbours, strict=True):
-        texts = format_cosines([image.cosine for image in images])
         lines.append(f"{name}:")
-        for text, image in zip(texts, images, strict=True):
-            lines.append(f"  {text}  {image.name}" + (f"  {image.label}" if image.label else ""))
-            captions.append((image.row, f"{text}  {shorten(image.label or image.name, 20)}"))
+        for image in images:
+            text = f"{image.cosine:.4f}  {image.name}"
+            lines.append(f"  {text}  {image.label}" if image.label else f"  {text}")
+            captions.append((image.row, f"{image.cosine:.4f}  {shorten(image.label or image.name, 20)}"))
     panels = iter(embedded_panels(embeddings, captions))
     sheet = []
     for query, (name, images) in enumerate(zip(names, neighbours, strict=True)):

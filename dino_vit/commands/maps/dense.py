@@ -4,7 +4,7 @@ n images, (H, W) pixels, (h, w) patches, C classes
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -19,14 +19,14 @@ from torch import Tensor
 from dino_vit.commands import Result, format_table
 from dino_vit.config.settings import Count, Few, Problem, setting
 from dino_vit.core import Size, log
-from dino_vit.core.distributed import all_gather, is_main_process, rank_slice
+from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import Interval, Measured, results_path, with_confidence, write_results
+from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.knn import weighted_knn
@@ -89,19 +89,15 @@ def run(config: DenseConfig) -> DenseResult:
     figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
     path = results_path("dense", weights=config.weights, output=config.output)
-    if is_main_process():
-        results = {
-            "weights": frozen.describe_weights(),
-            "settings": config.model_dump(mode="json"),
-            "images": images,
-            "bank": len(bank.features),
-            "largest_class": {"name": largest, "percent": percent},
-            **{
-                name: {"mean_iou": iou._asdict(), "pixel_accuracy": pixels._asdict(), "iou": by_class}
-                for name, (iou, pixels, by_class) in figures.items()
-            },
-        }
-        write_results(path, results)
+    results = {
+        "weights": frozen.describe_weights(),
+        "settings": config.model_dump(mode="json"),
+        "images": images,
+        "bank": len(bank.features),
+        "largest_class": {"name": largest, "percent": percent},
+        **{name: of._asdict() for name, of in figures.items()},
+    }
+    write_results(path, results)
     rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
     text = (
         f"pixels of {images:,} images, learned from {len(bank.features):,} patches of others\n\n"
@@ -279,7 +275,7 @@ def pixel_figures(measured: Measured, classes: Sequence[str]) -> PixelFigures:
     iou = 100 * right / (predicted + true - right).clamp(min=1)
     return PixelFigures(
         mean_iou=measured.interval,
-        pixel_accuracy=with_confidence(measured.parts, pixel_accuracy),
+        pixel_accuracy=replace(measured, figure=pixel_accuracy).interval,
         iou={name: float(iou[i]) for i, name in enumerate(classes) if true[i] > 0},
     )
 
@@ -295,7 +291,7 @@ def judge(
         predicted = classifier.predict(batch.features, (batch.masks.shape[1], batch.masks.shape[2]))
         counts.append(torch.stack([count_pixels(of, batch.masks, classes) for of in predicted.values()], 1))
         judged.append(torch.as_tensor(batch.indices, device=frozen.device))
-    images, pixels = all_gather(torch.cat(judged)).cpu().numpy(), all_gather(torch.cat(counts))
+    images, pixels = all_gather(torch.cat(judged)).cpu().numpy(), all_gather(torch.cat(counts)).cpu()
     return [
         Measured(title=f"mIoU, {title}", images=images, parts=pixels[:, number].unbind(1), figure=mean_iou)
         for number, title in enumerate(JUDGES.values())

@@ -2,18 +2,21 @@
 
 import json
 import statistics
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import dino_vit.commands.classification.knn
 from dino_vit.cli import main
+from dino_vit.commands.classification.knn import few_shot_rows, rank_all
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.features import extract_features
-from dino_vit.eval.labelled import few_shot_rows
+from dino_vit.eval.labelled import LabelledFeatures
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 from tests.support.images import write_classes
@@ -58,7 +61,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights)
         for top in (1, 5):
             found_by_loop = [ranked_classes((bank @ query).tolist(), bank_labels, k) for query in queries]
             right = [label in classes[:top] for label, classes in zip(labels, found_by_loop, strict=True)]
-            assert figures[f"top{top}"] == accuracy(sum(right), 12)._asdict()
+            assert figures[f"top{top}"] == asdict(accuracy(sum(right), 12))
             if top == 1:
                 of_class = {
                     name: sum(r for r, label in zip(right, labels, strict=True) if label == name)
@@ -72,6 +75,7 @@ def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights)
     assert f"mAP {found['ranking']['map']['percent']:.2f} (" in said
     assert "for k = 1000, all 49 images of the bank vote" in said
     assert f"{found['results'][0]['top1']['percent']:.2f} (" in said
+    assert "always guessing b, the largest class, is right in 33.3 %, chance in 14.3 %" in said
 
 
 def ranking_of(queries):
@@ -100,7 +104,7 @@ def first_class(features, labels, query, rows):
 
 def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weights):
     images = write_classes(tmp_path / "images", "abc", 8)
-    found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "repeats=3", "seed=4")
+    found, said = evaluate(weights, images, "k=[5]", "shots=[2]", "seed=4")
     bank, labels = features_of(weights, images)
     right = [first_class(bank, labels, i, set(range(24)) - {i}) == labels[i] for i in range(24)]
     assert found["results"][0]["top1"]["correct"] == sum(right)
@@ -108,10 +112,9 @@ def test_one_set_is_classified_by_the_others_and_by_few_of_them(tmp_path, weight
     precision, recall = ranking_of(among_the_others(bank, labels, range(24)))
     assert found["ranking"]["map"]["percent"] == pytest.approx(precision)
     assert found["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
-    assert "of the 24 images" not in said
     numbers = torch.tensor(["abc".index(label) for label in labels]).numpy()
     percents = []
-    for repeat in range(3):
+    for repeat in range(5):
         rows = few_shot_rows(numbers, torch.arange(24).numpy(), shots=2, seed=4, repeat=repeat)
         others = [i for i in range(24) if i not in rows]
         right = [first_class(bank, labels, i, rows.tolist()) == labels[i] for i in others]
@@ -132,17 +135,7 @@ def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
     precision, recall = ranking_of(among_the_others(*features_of(weights, images), spread(24, 5)))
     assert result.details["ranking"]["map"]["percent"] == pytest.approx(precision)
     assert result.details["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
-    assert "%, of 5 of the 24 images" in str(result)
-
-
-def test_classes_with_few_images_are_counted(tmp_path, weights):
-    bank = write_classes(tmp_path / "bank", "ab", 6)
-    write_classes(bank, "c", 2, first=20)
-    few = ("shots=[2,4]", "repeats=2", "k=[3]")
-    found, said = evaluate(weights, write_classes(tmp_path / "images", "abc", 2), f"train={bank}", *few)
-    assert [(one["shots"], one["images"]) for one in found["few_shot"]] == [(2, 6), (4, 10)]
-    assert "4 images per class: 1 class of 3 with fewer, all of whose images are taken" in said
-    assert "2 images per class" not in said
+    assert "by cosine, for 5 of them: mAP" in str(result)
 
 
 def test_two_processes_find_what_one_does(tmp_path, weights):
@@ -168,30 +161,63 @@ def test_leaving_one_out_does_not_overwrite_the_results_of_a_bank(weights):
     assert len(list(weights.parent.glob("*.json"))) == 2
 
 
-def test_mistakes_are_said_and_nothing_is_written(tmp_path, weights, capsys):
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    Image.new("RGB", (16, 16)).save(flat / "a.png")
-    two = write_classes(tmp_path / "two", "ab", 3)
-    for source, more, said in (
-        (flat, [], "none of the 1 images"),
-        (two, ["shots=[3]"], "with 3 images per class, all 6 are taken, which leaves none"),
-    ):
-        assert main(arguments(weights, source, tmp_path / "none.json", *more)) == 2
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
+def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
+    two, output = write_classes(tmp_path / "two", "ab", 3), tmp_path / "none.json"
+    assert "shots=3 takes all 6 images" in command_here(*arguments(weights, two, output, "shots=[3]"), code=2)
+    assert not output.exists()
 
 
-def test_a_folder_with_splits_is_classified_by_its_train(tmp_path, weights):
-    for split, count, first in (("train", 6, 0), ("test", 3, 50)):
-        write_classes(tmp_path / "photos" / split, "abc", count, first=first)
-    found, said = evaluate(weights, tmp_path / "photos", "k=[3]")
-    asked, _ = evaluate(
-        weights, tmp_path / "photos" / "test", f"train={tmp_path / 'photos' / 'train'}", "k=[3]"
-    )
-    assert found["results"] == asked["results"]
-    assert (found["images"], found["bank"]) == (9, 18)
-    assert "has the splits test (9 images), train (18 images): test is classified from train" in said
-    assert found["results"][0]["chance"] == pytest.approx(100 / 3)
-    assert found["results"][0]["largest_class"] == {"name": "a", "percent": pytest.approx(100 / 3)}
-    assert "always guessing a, the largest class, is right in 33.3 %, chance in 33.3 %" in said
+def naive_precision(cosines, relevant):
+    """The mean, over the relevant images, of the share of relevant ones among all that are as near."""
+    shares = []
+    for score in [score for score, is_relevant in zip(cosines, relevant, strict=True) if is_relevant]:
+        reached = [
+            is_relevant for other, is_relevant in zip(cosines, relevant, strict=True) if other >= score
+        ]
+        shares.append(sum(reached) / len(reached))
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("self_offset", [None, 0, 30])
+def test_ranking_all_images_equals_the_loop(monkeypatch, self_offset):
+    """One class of the queries has no image in the bank, one no other image; coordinates of ±1 tie often."""
+    monkeypatch.setattr(dino_vit.commands.classification.knn, "_COSINES", 150)
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (torch.randn(count, 4, generator=generator).sign() for count in (60, 25))
+    labels, query_labels = (torch.randint(7, (count,), generator=generator) for count in (60, 25))
+    labels[50], query_labels[3] = 1000, -1
+    if self_offset is not None:
+        queries, query_labels = bank[self_offset:], labels[self_offset:]
+    of_bank = asked = LabelledFeatures(bank, labels, np.arange(60), ())
+    if self_offset is None:
+        asked = LabelledFeatures(queries, query_labels, np.arange(25), ())
+    rows = torch.arange(self_offset or 0, len(asked))
+    precision, first = rank_all(of_bank, asked, rows)
+    for query in range(len(queries)):
+        others = [row for row in range(60) if self_offset is None or row != self_offset + query]
+        relevant = [bool(labels[row] == query_labels[query]) for row in others]
+        if any(relevant):
+            cosines = [int(bank[row] @ queries[query]) for row in others]  # of whole numbers: ties are exact
+            assert float(precision[query]) == pytest.approx(naive_precision(cosines, relevant))
+            nearest_are = {flag for c, flag in zip(cosines, relevant, strict=True) if c == max(cosines)}
+            assert bool(first[query]) == (nearest_are == {True})
+        else:
+            assert precision[query].isnan()
+    assert int(precision.isnan().sum()) == (self_offset is None or self_offset <= 50)
+
+
+def test_few_shots_are_of_each_class_and_a_function_of_seed_and_repeat():
+    labels = np.array([7] * 50 + [-2] * 3 + [1000] * 20)
+    keys = np.arange(500, 573)
+    chosen = few_shot_rows(labels, keys, shots=5, seed=1, repeat=0)
+    assert [int((labels[chosen] == label).sum()) for label in (7, -2, 1000)] == [5, 3, 5]
+    assert len(set(chosen.tolist())) == 13
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, seed=1, repeat=0))
+    for other in ({"seed": 2, "repeat": 0}, {"seed": 1, "repeat": 1}):
+        assert not np.array_equal(chosen, few_shot_rows(labels, keys, shots=5, **other))
+    # The same images in another order are chosen again.
+    back = few_shot_rows(labels[::-1], keys[::-1], shots=5, seed=1, repeat=0)
+    assert sorted(keys[::-1][back].tolist()) == keys[chosen].tolist()
+    drawn = [few_shot_rows(labels, keys, shots=1, seed=0, repeat=repeat).tolist() for repeat in range(300)]
+    assert {row for rows in drawn for row in rows} == set(range(73)), "everyone has its turn"

@@ -19,7 +19,7 @@ from dino_vit.commands.maps.dense import (
 )
 from dino_vit.data.sources.masks import IGNORED
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.accuracy import with_confidence
+from dino_vit.eval.accuracy import Measured
 from dino_vit.eval.features import FeatureSpec, extract_features
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -224,7 +224,8 @@ def test_rare_classes_are_inside_their_interval():
     masks[:, :4] = torch.arange(1, 21, dtype=torch.uint8)[:, None, None]
     predicted = masks.long()
     predicted[:, 0] = 0
-    interval = with_confidence(count_pixels(predicted, masks, 21).unbind(1), mean_iou)
+    parts = count_pixels(predicted, masks, 21).unbind(1)
+    interval = Measured(title="", images=np.arange(20), parts=parts, figure=mean_iou).interval
     assert interval.low - 0.5 <= interval.percent <= interval.high + 0.5
 
 
