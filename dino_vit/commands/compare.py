@@ -1,8 +1,7 @@
 """Compare backbones on the same images: all evaluators that fit the labels at hand, paired by image."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,18 +15,23 @@ from dino_vit.config.settings import NonEmpty, Problem, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.accuracy import Interval, Measured, Pair, measured_share, verdict, write_results
+from dino_vit.eval.accuracy import (
+    Interval,
+    Measured,
+    Pair,
+    compare_pairs,
+    measured_share,
+    standings,
+    verdict,
+    write_results,
+)
 from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
 from dino_vit.eval.labelled import SupervisedConfig
 from dino_vit.eval.online import random_indices, rankme
-from dino_vit.reports.comparison import Comparison, first_images, map_tiles, render
-from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
-from dino_vit.weights.reading import is_name
 
 Evaluator = Literal["knn", "linear", "dense"]
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
@@ -54,7 +58,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
+    output: str = setting("comparison", "folder for the JSON and the results of each evaluator")
 
     positional: ClassVar = ("source",)
 
@@ -70,65 +74,52 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
-    figures: dict[str, dict[str, Interval]]  # by title, then by the name of the backbone
+    figures: dict[str, dict[str, Interval]]  # by title, then by the weights
     ranks: dict[str, float]  # effective rank
     pairs: list[Pair]
     verdict: str
-    page: Path
     path: Path  # of the JSON file
-    details: dict[str, Any] = field(repr=False)  # all that the JSON file holds
 
 
 def run(config: CompareConfig) -> ComparisonResult:
-    """Measure all backbones, compare them by pairs of images, and write a page and JSON."""
+    """Measure all backbones, and compare them by pairs of images."""
     folder = Path(config.output)
-    paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     source, evaluators, notes = _choose_evaluators(config)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
+    paths = {weights: weights for weights in config.weights}
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
-    comparison = Comparison(source=source, names=list(paths), notes=notes)
+    measured: dict[str, dict[str, Measured]] = {}
+    ranks: dict[str, float] = {}
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        _describe_features(config, weights, comparison, name)
+        ranks[name] = _effective_rank(config, weights, source)
         for evaluator in evaluators:
-            path = folder / f"{number}-{evaluator}.json"
-            for measured in _evaluate(evaluator, config, weights, path, comparison, name):
-                comparison.figures.setdefault(measured.title, {})[name] = measured
-    page, path = folder / "comparison.html", folder / "comparison.json"
-    details = _details(config, comparison, paths)
+            for figure in _evaluate(evaluator, config, weights, folder / f"{number}-{evaluator}.json"):
+                measured.setdefault(figure.title, {})[name] = figure
+    pairs = compare_pairs(measured)
+    best = standings(measured, pairs)
+    figures = {
+        title: {name: figure.interval for name, figure in by_name.items()}
+        for title, by_name in measured.items()
+    }
+    answer, path = verdict(best), folder / "comparison.json"
+    results = {
+        "settings": config.model_dump(mode="json"),
+        "figures": {
+            title: {name: interval._asdict() for name, interval in by_name.items()}
+            for title, by_name in figures.items()
+        },
+        "effective_rank": ranks,
+        "pairs": [{**pair._asdict(), "difference": pair.difference._asdict()} for pair in pairs],
+        "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
+        "verdict": answer,
+    }
     if is_main_process():
-        write_bytes(page, render(comparison, config.source).encode())
-        write_results(path, details)
-    answer = verdict(comparison.standings)
-    return ComparisonResult(
-        figures=comparison.intervals,
-        ranks=comparison.ranks,
-        pairs=comparison.pairs,
-        verdict=answer,
-        page=page,
-        path=path,
-        details=details,
-        text="\n\n".join([_table(comparison), answer, f"{page}: open it in any browser\n{path}"]),
-    )
-
-
-def names_of(weights: Sequence[str]) -> list[str]:
-    """Return short names of weights: without the folder that all of them share, checkpoints by their step."""
-    folders, steps = [], []
-    for spec in weights:
-        path = Path(spec)
-        is_checkpoint = path.parent.name == "checkpoints"
-        folders.append(spec if is_name(spec) else str(path.parent.parent if is_checkpoint else path))
-        steps.append(f", step {int(path.stem.removeprefix('step-')):,}" if is_checkpoint else "")
-    paths = {os.path.abspath(folder) for folder in folders if not is_name(folder)}
-    shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
-    names = [
-        (folder if is_name(folder) else os.path.relpath(os.path.abspath(folder), shared)) + step
-        for folder, step in zip(folders, steps, strict=True)
-    ]
-    return names if len(set(names)) == len(names) else list(weights)
+        write_results(path, results)
+    text = "\n\n".join(["\n".join([_table(figures, ranks, best), *notes]), answer, str(path)])
+    return ComparisonResult(figures=figures, ranks=ranks, pairs=pairs, verdict=answer, path=path, text=text)
 
 
 def _choose_evaluators(config: CompareConfig) -> tuple[Source, list[Evaluator], list[str]]:
@@ -166,9 +157,16 @@ def _write_untrained(config: CompareConfig, path: Path) -> Path:
     return path
 
 
-def _evaluate(
-    evaluator: Evaluator, config: CompareConfig, weights: str, path: Path, comparison: Comparison, name: str
-) -> list[Measured]:
+def _effective_rank(config: CompareConfig, weights: str, source: Source) -> float:
+    """Return the effective rank of the features of some images, or of all if they are not many."""
+    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
+    few = len(source) <= RANK_IMAGES  # then all of them, whose features k-NN needs too
+    indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
+    features, _ = cached_features(frozen, source, indices=indices, title=f"features of {weights}")
+    return rankme(torch.from_numpy(features))
+
+
+def _evaluate(evaluator: Evaluator, config: CompareConfig, weights: str, path: Path) -> list[Measured]:
     """Run one evaluator on one backbone."""
     values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": str(path)}
     if evaluator == "dense":
@@ -179,7 +177,6 @@ def _evaluate(
         result, title = linear.run(linear.LinearConfig(**values, select="train")), "linear top-1"
     predictions = result.predictions
     assert predictions is not None, "both classify all images"
-    comparison.predictions.setdefault(name, predictions)
     return [measured_share(title, predictions.images, torch.from_numpy(predictions.right))]
 
 
@@ -188,53 +185,17 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
     return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
 
 
-def _describe_features(config: CompareConfig, weights: str, comparison: Comparison, name: str) -> None:
-    """Note the effective rank, the step and the run of a backbone, and what its features look like."""
-    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
-    few = len(comparison.source) <= RANK_IMAGES  # then all of them, whose features k-NN needs too
-    indices = None if few else sorted(random_indices(comparison.source, config.seed)[:RANK_IMAGES])
-    features, _ = cached_features(frozen, comparison.source, indices=indices, title=f"features of {name}")
-    comparison.ranks[name] = rankme(torch.from_numpy(features))
-    comparison.pixels = frozen.transform.pixels
-    comparison.steps[name] = frozen.describe_weights()["step"]
-    folder = Path(weights).parent.parent if Path(weights).parent.name == "checkpoints" else Path(weights)
-    if folder.is_dir() and (folder / "config.yaml").is_file():
-        comparison.runs[name] = read_run(folder)
-    if is_main_process():
-        comparison.maps[name] = map_tiles(frozen, comparison.source, first_images(comparison.source), name)
-
-
-def _details(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "settings": config.model_dump(mode="json"),
-        "weights": [
-            {
-                "name": name,
-                "path": path,
-                "step": comparison.steps[name],
-                "effective_rank": comparison.ranks[name],
-                "figures": {title: of[name]._asdict() for title, of in comparison.intervals.items()},
-            }
-            for name, path in paths.items()
-        ],
-        "pairs": [{**pair._asdict(), "difference": pair.difference._asdict()} for pair in comparison.pairs],
-        "best": {
-            title: {"best": best, "tied": tied} for title, (best, *tied) in comparison.standings.items()
-        },
-        "verdict": verdict(comparison.standings),
-        "notes": comparison.notes,
-    }
-
-
-def _table(comparison: Comparison) -> str:
+def _table(
+    figures: Mapping[str, Mapping[str, Interval]],
+    ranks: Mapping[str, float],
+    best: Mapping[str, tuple[str, ...]],
+) -> str:
     """Return the figures as a table, the best and those as good marked."""
-    marks = {"best": "*", "tied": "=", "behind": " "}
     rows = []
-    for name in comparison.names:
-        cells = [
-            f"{of[name]}{marks[comparison.mark(title, name)]}" for title, of in comparison.intervals.items()
-        ]
-        rows.append([name, *cells, f"{comparison.ranks[name]:.1f}"])
-    table = format_table(["in %", *(f"{title} " for title in comparison.intervals), "effective rank"], rows)
+    for name, rank in ranks.items():
+        marks = ["*" if name == best[title][0] else "=" if name in best[title] else " " for title in figures]
+        cells = [f"{of[name]}{mark}" for of, mark in zip(figures.values(), marks, strict=True)]
+        rows.append([name, *cells, f"{rank:.1f}"])
+    table = format_table(["in %", *(f"{title} " for title in figures), "effective rank"], rows)
     legend = "* best, = on these images as good (image by image, p times the number of others at least 0.05)"
-    return "\n".join([table, *([legend] if comparison.intervals else []), *comparison.notes])
+    return f"{table}\n{legend}" if figures else table

@@ -48,11 +48,6 @@ class Predictions(NamedTuple):
         """Which images were classified rightly."""
         return self.predicted == self.targets
 
-    def by_image(self) -> dict[int, tuple[str, bool]]:
-        """Return the predicted class of each image, and whether it is right."""
-        rows = zip(self.images.tolist(), self.predicted, self.right.tolist(), strict=True)
-        return {image: (self.classes[number], right) for image, number, right in rows}
-
 
 def accuracy(correct: int, images: int) -> Accuracy:
     """Return the accuracy of `correct` predictions out of `images`; NaN for none.
