@@ -17,7 +17,6 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
 from dino_vit.eval.accuracy import (
     Interval,
     Measured,
@@ -28,9 +27,8 @@ from dino_vit.eval.accuracy import (
     verdict,
     write_results,
 )
-from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
+from dino_vit.eval.frozen import CachedConfig
 from dino_vit.eval.labelled import SupervisedConfig
-from dino_vit.eval.online import random_indices, rankme
 from dino_vit.weights import load_backbone, save_backbone
 
 Evaluator = Literal["knn", "linear", "dense"]
@@ -41,7 +39,6 @@ CONFIGS: dict[Evaluator, type[Settings]] = {
     "dense": dense.DenseConfig,
 }
 NEIGHBOURS = 20
-RANK_IMAGES = 5000
 UNTRAINED = "untrained"
 
 
@@ -75,7 +72,6 @@ class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
     figures: dict[str, dict[str, Interval]]  # by title, then by the weights
-    ranks: dict[str, float]  # effective rank
     pairs: list[Pair]
     verdict: str
     path: Path  # of the JSON file
@@ -84,17 +80,15 @@ class ComparisonResult(Result):
 def run(config: CompareConfig) -> ComparisonResult:
     """Measure all backbones, and compare them by pairs of images."""
     folder = Path(config.output)
-    source, evaluators, notes = _choose_evaluators(config)
+    evaluators = _choose_evaluators(config)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     paths = {weights: weights for weights in config.weights}
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
     measured: dict[str, dict[str, Measured]] = {}
-    ranks: dict[str, float] = {}
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        ranks[name] = _effective_rank(config, weights, source)
         for evaluator in evaluators:
             for figure in _evaluate(evaluator, config, weights, folder / f"{number}-{evaluator}.json"):
                 measured.setdefault(figure.title, {})[name] = figure
@@ -111,19 +105,18 @@ def run(config: CompareConfig) -> ComparisonResult:
             title: {name: interval._asdict() for name, interval in by_name.items()}
             for title, by_name in figures.items()
         },
-        "effective_rank": ranks,
         "pairs": [{**pair._asdict(), "difference": pair.difference._asdict()} for pair in pairs],
         "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
         "verdict": answer,
     }
     if is_main_process():
         write_results(path, results)
-    text = "\n\n".join(["\n".join([_table(figures, ranks, best), *notes]), answer, str(path)])
-    return ComparisonResult(figures=figures, ranks=ranks, pairs=pairs, verdict=answer, path=path, text=text)
+    text = f"{_table(figures, best)}\n\n{answer}\n\n{path}"
+    return ComparisonResult(figures=figures, pairs=pairs, verdict=answer, path=path, text=text)
 
 
-def _choose_evaluators(config: CompareConfig) -> tuple[Source, list[Evaluator], list[str]]:
-    """Return the images, what to measure on them, and why nothing can be measured."""
+def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
+    """Return what is to be measured, or raise if labels and masks do not allow it."""
     source = open_source(config.source, config.labels)
     reasons: dict[Evaluator, str] = {}
     labels = {source.label(index) for index in range(len(source))} - {None}
@@ -135,12 +128,11 @@ def _choose_evaluators(config: CompareConfig) -> tuple[Source, list[Evaluator], 
     except ValueError as error:
         reasons["dense"] = str(error)
     asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
-    for name in asked:
+    possible = [name for name in CONFIGS if name not in reasons]
+    for name in asked or ([] if possible else CONFIGS):
         if reason := reasons.get(name):
             raise ValueError(f"measures={name}: {reason}")
-    possible = list(config.measures) or [name for name in CONFIGS if name not in reasons]
-    notes = [f"{name} was not measured: {reason}" for name, reason in reasons.items()]
-    return source, possible, [] if possible else notes
+    return list(config.measures) or possible
 
 
 def _write_untrained(config: CompareConfig, path: Path) -> Path:
@@ -155,15 +147,6 @@ def _write_untrained(config: CompareConfig, path: Path) -> Path:
         save_backbone(untrained, path, mean=origin.mean, std=origin.std, bits=origin.bits, range=origin.range)
     wait_for_all()
     return path
-
-
-def _effective_rank(config: CompareConfig, weights: str, source: Source) -> float:
-    """Return the effective rank of the features of some images, or of all if they are not many."""
-    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
-    few = len(source) <= RANK_IMAGES  # then all of them, whose features k-NN needs too
-    indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
-    features, _ = cached_features(frozen, source, indices=indices, title=f"features of {weights}")
-    return rankme(torch.from_numpy(features))
 
 
 def _evaluate(evaluator: Evaluator, config: CompareConfig, weights: str, path: Path) -> list[Measured]:
@@ -185,17 +168,14 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
     return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
 
 
-def _table(
-    figures: Mapping[str, Mapping[str, Interval]],
-    ranks: Mapping[str, float],
-    best: Mapping[str, tuple[str, ...]],
-) -> str:
+def _table(figures: Mapping[str, Mapping[str, Interval]], best: Mapping[str, tuple[str, ...]]) -> str:
     """Return the figures as a table, the best and those as good marked."""
-    rows = []
-    for name, rank in ranks.items():
-        marks = ["*" if name == best[title][0] else "=" if name in best[title] else " " for title in figures]
-        cells = [f"{of[name]}{mark}" for of, mark in zip(figures.values(), marks, strict=True)]
-        rows.append([name, *cells, f"{rank:.1f}"])
-    table = format_table(["in %", *(f"{title} " for title in figures), "effective rank"], rows)
+    rows: dict[str, list[str]] = {}
+    for title, by_name in figures.items():
+        first, *tied = best[title]
+        for name, interval in by_name.items():
+            mark = "*" if name == first else "=" if name in tied else " "
+            rows.setdefault(name, [name]).append(f"{interval}{mark}")
+    table = format_table(["in %", *(f"{title} " for title in figures)], list(rows.values()))
     legend = "* best, = on these images as good (image by image, p times the number of others at least 0.05)"
-    return f"{table}\n{legend}" if figures else table
+    return f"{table}\n{legend}"

@@ -68,9 +68,9 @@ def run(config: ReportConfig) -> ReportFile | None:
 def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; a note explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
-    with _noted(pictures, "pictures of the images"):
+    with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
         source = open_source(config.source or record.config.data.source)
-        with _noted(pictures, "labels"):
+        with _noted(pictures, "The map has no labels"):
             source = join_labels(source, labels) if labels else source
         epoch = int(record.history[-1].epoch) if record.history else 0
         pictures.views = view_rows(record.config, source, epoch)
@@ -81,7 +81,8 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
 def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: int) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
-        raise ValueError("the run has not written a checkpoint yet")
+        pictures.notes.append("The run has not written a checkpoint yet.")
+        return
     teacher = frozen_backbone(BackboneConfig(source=record.config.data.source, weights=str(checkpoint.path)))
     indices = random_indices(source, record.config.seed)[:count]
     images = build_map(teacher, source, indices)
@@ -100,11 +101,10 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
 
 
 @contextmanager
-def _noted(pictures: Pictures, content: str) -> Iterator[None]:
-    """Note why the page lacks something, instead of raising what missing or damaged files raise."""
+def _noted(pictures: Pictures, note: str) -> Iterator[None]:
+    """Note on the page what missing or damaged files raise, instead of raising it."""
     try:
         yield
     except (ValueError, OSError, UnreadableImage) as error:
-        log.warning("the report lacks %s: %s", content, error)
-        advice = "If the images have moved, say where with source=..."
-        pictures.notes.append(f"The page lacks {content}: {error}. {advice}")
+        log.warning("%s: %s", note, error)
+        pictures.notes.append(f"{note}: {error}")

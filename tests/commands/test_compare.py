@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,17 +26,14 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
         "synthetic:60:16", weights=paths, output=tmp_path / "out", cache=tmp_path, **SETTINGS
     )
     assert list(found.figures) == ["k-NN top-1", "linear top-1"]
-    assert list(found.ranks) == paths
     for path in paths:
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
         assert found.figures["k-NN top-1"][path].percent == pytest.approx(knn.top1.percent)
-        assert 1 <= found.ranks[path] <= 32
     linear = dino_vit.linear("synthetic:60:16", select="train", **shared)  # of the last
     assert found.figures["linear top-1"][path].percent == pytest.approx(linear.top1.percent)
     written = json.loads(found.path.read_text())
     assert written["figures"]["k-NN top-1"][path] == found.figures["k-NN top-1"][path]._asdict()
-    assert written["effective_rank"] == found.ranks
     assert len(found.pairs) == 2
     assert found.verdict in found.text
     assert all(path in found.text for path in paths)
@@ -62,27 +58,13 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
     assert not torch.equal(untrained.state_dict()["cls_token"], trained.state_dict()["cls_token"])
 
 
-def test_without_labels_and_masks_only_the_rank_is_measured(tmp_path):
-    generator = np.random.default_rng(0)
-    np.save(tmp_path / "scenes.npy", generator.integers(0, 255, (6, 16, 16, 5), dtype=np.uint8))
-    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=5)
-    save_backbone(model, tmp_path / "five.safetensors", mean=(0.5,) * 5, std=(0.5,) * 5)
-    found = dino_vit.compare(
-        tmp_path / "scenes.npy",
-        weights=tmp_path / "five.safetensors",
-        untrained=True,
-        output=tmp_path / "out",
-        **SETTINGS,
-    )
-    assert not found.figures
-    assert len(found.ranks) == 2
-    assert "no labels" in found.verdict
-    assert "knn was not measured: the images need labels" in found.text
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"weights": ["a", "b"], "source": "synthetic:scenes:9:16", "measures": ["knn"]},
+            "labels of two classes",
+        ),
         ({"weights": ["a"]}, "give two weights or more, or one and untrained=true"),
         ({"weights": ["a", "a"]}, "weights are given twice"),
         ({"weights": ["a", "b"], "measures": ["dense"]}, "measures=dense: .* has no masks"),
@@ -90,7 +72,7 @@ def test_without_labels_and_masks_only_the_rank_is_measured(tmp_path):
 )
 def test_what_cannot_be_compared_is_said(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        dino_vit.compare("synthetic:60:16", output=tmp_path / "out", **settings, **SETTINGS)
+        dino_vit.compare(output=tmp_path / "out", **{"source": "synthetic:60:16", **settings}, **SETTINGS)
     assert not (tmp_path / "out").exists()
 
 

@@ -77,7 +77,7 @@ def test_without_a_usable_checkpoint_the_rest_is_shown(folder):
     assert "none of the" in write_report(folder).text
     shutil.rmtree(folder / "checkpoints")
     page = write_report(folder)
-    assert "the run has not written a checkpoint yet" in page.text
+    assert "The run has not written a checkpoint yet." in page.text
     assert "global 1" in page.text
     assert page.data["charts"]
 

@@ -76,8 +76,8 @@ def run(config: SearchConfig) -> SearchResult:
             lines.append(f"  {text}  {image}" + (f"  {label}" if label else ""))
             captions.append((row, f"{text}  {shorten(label or image, 20)}"))
     panels, sheet = iter(embedded_panels(embeddings, captions)), list[list[Panel]]()
-    for query, (name, images) in enumerate(zip(names, neighbours, strict=True)):
-        given = thumbnail(queries, query, embeddings.transform.pixels), Path(name).name
+    for query, images in enumerate(neighbours):
+        given = thumbnail(queries, query, embeddings.transform.pixels), Path(names[query]).name
         sheet.append([given, *islice(panels, len(images))])
     write_sheet(sheet, output)
     path = output.with_suffix(".json")
