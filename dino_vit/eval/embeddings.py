@@ -16,7 +16,7 @@ from pyarrow import parquet
 from pydantic import TypeAdapter
 
 from dino_vit.core import log
-from dino_vit.core.storage import OWN_KEY, replacing, utf8_path
+from dino_vit.core.storage import OWN_KEY, replacing
 from dino_vit.core.text import brief
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
@@ -61,7 +61,7 @@ def write_embeddings(path: Path, embeddings: Embeddings, *, dtype: str) -> None:
     table = pa.table(columns, metadata={OWN_KEY: json.dumps(embeddings.metadata)})
     # Floating-point noise neither compresses nor repeats.
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["label"]}
-    with replacing(path) as partial, partial.open("wb") as file:  # Arrow itself opens UTF-8 names only
+    with replacing(path) as partial, partial.open("wb") as file:
         parquet.write_table(table, file, row_group_size=max(_GROUP_BYTES // (4 * width), 1), **options)
 
 
@@ -73,8 +73,8 @@ def read_embeddings(path: Path) -> Embeddings:
             f"{path} does not exist; write it with `dino-vit embed SOURCE weights=... output={path}`"
         )
     try:
-        with utf8_path(path) as name:
-            table = parquet.read_table(name, memory_map=True)
+        with path.open("rb") as file:  # Arrow itself opens UTF-8 names only
+            table = parquet.read_table(file)
         metadata = json.loads(table.schema.metadata[OWN_KEY.encode()])
         blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
         embeddings = Embeddings(

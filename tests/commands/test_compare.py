@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,10 +62,6 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"weights": ["a", "b"], "source": "synthetic:scenes:9:16", "measures": ["knn"]},
-            "labels of two classes",
-        ),
         ({"weights": ["a"]}, "give two weights or more, or one and untrained=true"),
         ({"weights": ["a", "a"]}, "weights are given twice"),
         ({"weights": ["a", "b"], "measures": ["dense"]}, "measures=dense: .* has no masks"),
@@ -72,7 +69,7 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
 )
 def test_what_cannot_be_compared_is_said(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        dino_vit.compare(output=tmp_path / "out", **{"source": "synthetic:60:16", **settings}, **SETTINGS)
+        dino_vit.compare("synthetic:60:16", output=tmp_path / "out", **settings, **SETTINGS)
     assert not (tmp_path / "out").exists()
 
 
@@ -81,3 +78,9 @@ def test_weights_that_cannot_be_loaded_are_said_before_anything_is_measured(tmp_
     with pytest.raises(ValueError, match=r"missing\.safetensors does not exist"):
         dino_vit.compare("synthetic:60:16", weights=paths, output=tmp_path / "out", **SETTINGS)
     assert not (tmp_path / "out").exists()
+
+
+def test_images_without_labels_and_masks_cannot_be_judged(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((6, 16, 16, 3), np.uint8))
+    with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
+        dino_vit.compare(tmp_path / "a.npy", weights=["a", "b"], output=tmp_path / "out", **SETTINGS)

@@ -16,7 +16,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.reports.page import charts, figures, render, thin
 from dino_vit.reports.pictures import Pictures, Row, Tile
 from dino_vit.reports.record import read_run, state
-from dino_vit.training.metrics import Baseline, append_record
+from dino_vit.training.metrics import append_record
 from dino_vit.training.verdict import UNIFORM
 from tests.support.history import HEALTHY
 from tests.support.reports import HOSTILE, IMAGES, write_report
@@ -92,27 +92,6 @@ def test_a_run_without_metrics_still_has_a_page(folder, content):
     assert "metrics.jsonl has no lines yet." in page.text
     assert page.data["charts"] == []
     assert len(page.data["map"]["names"]) == 20
-
-
-DAMAGED = [
-    ("metrics.jsonl", '{"step": 21}\n'),
-    ("metrics.jsonl", '{"step": 21, "lo{"step": 22}\n'),
-    ("metrics.jsonl", "[" * 10**4 + "\n"),
-    ("starts.jsonl", '{"step": 5, "began": "2026\n'),
-]
-
-
-def test_damaged_lines_are_left_out_of_the_page(folder, made, caplog):
-    for name, line in DAMAGED:
-        with (folder / name).open("a") as file:
-            file.write(line * 500)
-    whole = read_run(made)
-    for baseline in ("[]", '{"knn": [1', '{"knn": "high"}', ""):
-        (folder / "baseline.json").write_text(baseline)
-        record = read_run(folder)
-        assert (record.history, record.starts, record.baseline) == (whole.history, whole.starts, Baseline())
-    assert caplog.text.count("left out") == 2 + 3  # once for each file, as a page reads them every time
-    assert "20 of 20 steps" in write_report(folder, "images=4").text
 
 
 def test_labels_of_a_file_colour_the_map_and_missing_ones_are_reported(folder, tmp_path):

@@ -78,8 +78,6 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     printed = pairs[:PAIRS_PRINTED]
     cosines = format_cosines([pair.cosine for pair in printed])
     lines = [f"{text}  {first}  {second}" for text, (first, second, _) in zip(cosines, printed, strict=True)]
-    if not pairs:
-        lines.append(f"no two of {len(names):,} images have a cosine of {config.threshold:g} or more")
     lines.append(f"{output}: {len(pairs):,} of {plural(total, 'pair')}, {plural(len(groups), 'group')}")
     sheet = output.with_suffix(".png") if pairs else None
     if sheet:
