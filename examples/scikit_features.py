@@ -21,7 +21,7 @@ parser.add_argument("weights", help="run or file of weights")
 parser.add_argument("--groups", type=int, default=8)
 options = parser.parse_args()
 
-features = dino_vit.embed(options.photos, weights=options.weights, output="features.npy", verbose=False)
+features = dino_vit.embed(options.photos, weights=options.weights, output="features.parquet", verbose=False)
 groups = KMeans(options.groups, random_state=0).fit_predict(normalize(features.values))
 for group in range(options.groups):
     names = [name for name, of_image in zip(features.names, groups, strict=True) if of_image == group]

@@ -1,8 +1,7 @@
 """Compare backbones on the same images: all evaluators that fit the labels at hand, paired by image."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,18 +15,21 @@ from dino_vit.config.settings import NonEmpty, Problem, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
-from dino_vit.data.sources.source import Source
-from dino_vit.eval.accuracy import Interval, Measured, Pair, measured_share, verdict, write_results
-from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
+from dino_vit.eval.accuracy import (
+    Interval,
+    Measured,
+    Pair,
+    compare_pairs,
+    measured_share,
+    standings,
+    verdict,
+    write_results,
+)
+from dino_vit.eval.frozen import CachedConfig
 from dino_vit.eval.labelled import SupervisedConfig
-from dino_vit.eval.online import random_indices, rankme
-from dino_vit.reports.comparison import Comparison, first_images, map_tiles, render
-from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
-from dino_vit.weights.reading import is_name
 
 Evaluator = Literal["knn", "linear", "dense"]
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
@@ -37,7 +39,6 @@ CONFIGS: dict[Evaluator, type[Settings]] = {
     "dense": dense.DenseConfig,
 }
 NEIGHBOURS = 20
-RANK_IMAGES = 5000
 UNTRAINED = "untrained"
 
 
@@ -54,7 +55,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
+    output: str = setting("comparison", "folder for the JSON and the results of each evaluator")
 
     positional: ClassVar = ("source",)
 
@@ -70,68 +71,48 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
-    figures: dict[str, dict[str, Interval]]  # by title, then by the name of the backbone
-    ranks: dict[str, float]  # effective rank
+    figures: dict[str, dict[str, Interval]]  # by title, then by the weights
     pairs: list[Pair]
     verdict: str
-    page: Path
     path: Path  # of the JSON file
-    details: dict[str, Any] = field(repr=False)  # all that the JSON file holds
 
 
 def run(config: CompareConfig) -> ComparisonResult:
-    """Measure all backbones, compare them by pairs of images, and write a page and JSON."""
+    """Measure all backbones, and compare them by pairs of images."""
     folder = Path(config.output)
-    paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    source, evaluators, notes = _choose_evaluators(config)
+    evaluators = _choose_evaluators(config)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
+    paths = {weights: weights for weights in config.weights}
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
-    comparison = Comparison(source=source, names=list(paths), notes=notes)
+    measured: dict[str, dict[str, Measured]] = {}
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        _describe_features(config, weights, comparison, name)
         for evaluator in evaluators:
-            path = folder / f"{number}-{evaluator}.json"
-            for measured in _evaluate(evaluator, config, weights, path, comparison, name):
-                comparison.figures.setdefault(measured.title, {})[name] = measured
-    page, path = folder / "comparison.html", folder / "comparison.json"
-    if is_main_process():
-        write_bytes(page, render(comparison, config.source).encode())
-    details = write_results(path, _details(config, comparison, paths))
-    answer = verdict(comparison.standings)
-    return ComparisonResult(
-        figures=comparison.intervals,
-        ranks=comparison.ranks,
-        pairs=comparison.pairs,
-        verdict=answer,
-        page=page,
-        path=path,
-        details=details,
-        text="\n\n".join([_table(comparison), answer, f"{page}: open it in any browser\n{path}"]),
-    )
+            for figure in _evaluate(evaluator, config, weights, folder / f"{number}-{evaluator}.json"):
+                measured.setdefault(figure.title, {})[name] = figure
+    pairs = compare_pairs(measured)
+    best = standings(measured, pairs)
+    figures = {
+        title: {name: figure.interval for name, figure in by_name.items()}
+        for title, by_name in measured.items()
+    }
+    answer, path = verdict(best), folder / "comparison.json"
+    results = {
+        "settings": config.model_dump(mode="json"),
+        "figures": figures,
+        "pairs": pairs,
+        "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
+        "verdict": answer,
+    }
+    write_results(path, results)
+    text = f"{_table(figures, best)}\n\n{answer}\n\n{path}"
+    return ComparisonResult(figures=figures, pairs=pairs, verdict=answer, path=path, text=text)
 
 
-def names_of(weights: Sequence[str]) -> list[str]:
-    """Return short names of weights: without the folder that all of them share, checkpoints by their step."""
-    folders, steps = [], []
-    for spec in weights:
-        path = Path(spec)
-        is_checkpoint = path.parent.name == "checkpoints"
-        folders.append(spec if is_name(spec) else str(path.parent.parent if is_checkpoint else path))
-        steps.append(f", step {int(path.stem.removeprefix('step-')):,}" if is_checkpoint else "")
-    paths = {os.path.abspath(folder) for folder in folders if not is_name(folder)}
-    shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
-    names = [
-        (folder if is_name(folder) else os.path.relpath(os.path.abspath(folder), shared)) + step
-        for folder, step in zip(folders, steps, strict=True)
-    ]
-    return names if len(set(names)) == len(names) else list(weights)
-
-
-def _choose_evaluators(config: CompareConfig) -> tuple[Source, list[Evaluator], list[str]]:
-    """Return the images, what to measure on them, and why nothing can be measured."""
+def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
+    """Return what is to be measured, or raise if labels and masks do not allow it."""
     source = open_source(config.source, config.labels)
     reasons: dict[Evaluator, str] = {}
     labels = {source.label(index) for index in range(len(source))} - {None}
@@ -143,12 +124,11 @@ def _choose_evaluators(config: CompareConfig) -> tuple[Source, list[Evaluator], 
     except ValueError as error:
         reasons["dense"] = str(error)
     asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
-    for name in asked:
+    possible = [name for name in CONFIGS if name not in reasons]
+    for name in asked or ([] if possible else CONFIGS):
         if reason := reasons.get(name):
             raise ValueError(f"measures={name}: {reason}")
-    possible = list(config.measures) or [name for name in CONFIGS if name not in reasons]
-    notes = [f"{name} was not measured: {reason}" for name, reason in reasons.items()]
-    return source, possible, [] if possible else notes
+    return list(config.measures) or possible
 
 
 def _write_untrained(config: CompareConfig, path: Path) -> Path:
@@ -165,9 +145,7 @@ def _write_untrained(config: CompareConfig, path: Path) -> Path:
     return path
 
 
-def _evaluate(
-    evaluator: Evaluator, config: CompareConfig, weights: str, path: Path, comparison: Comparison, name: str
-) -> list[Measured]:
+def _evaluate(evaluator: Evaluator, config: CompareConfig, weights: str, path: Path) -> list[Measured]:
     """Run one evaluator on one backbone."""
     values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": str(path)}
     if evaluator == "dense":
@@ -176,7 +154,6 @@ def _evaluate(
         result, title = knn.run(knn.KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
     else:
         result, title = linear.run(linear.LinearConfig(**values, select="train")), "linear top-1"
-    comparison.predictions.setdefault(name, result.predictions)
     return [measured_share(title, result.predictions.images, torch.from_numpy(result.predictions.right))]
 
 
@@ -185,53 +162,14 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
     return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
 
 
-def _describe_features(config: CompareConfig, weights: str, comparison: Comparison, name: str) -> None:
-    """Note the effective rank, the step and the run of a backbone, and what its features look like."""
-    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
-    few = len(comparison.source) <= RANK_IMAGES  # then all of them, whose features k-NN needs too
-    indices = None if few else sorted(random_indices(comparison.source, config.seed)[:RANK_IMAGES])
-    features, _ = cached_features(frozen, comparison.source, indices=indices, title=f"features of {name}")
-    comparison.ranks[name] = rankme(torch.from_numpy(features))
-    comparison.pixels = frozen.transform.pixels
-    comparison.steps[name] = frozen.describe_weights()["step"]
-    folder = Path(weights).parent.parent if Path(weights).parent.name == "checkpoints" else Path(weights)
-    if folder.is_dir() and (folder / "config.yaml").is_file():
-        comparison.runs[name] = read_run(folder)
-    if is_main_process():
-        comparison.maps[name] = map_tiles(frozen, comparison.source, first_images(comparison.source), name)
-
-
-def _details(config: CompareConfig, comparison: Comparison, paths: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "settings": config.model_dump(mode="json"),
-        "weights": [
-            {
-                "name": name,
-                "path": path,
-                "step": comparison.steps[name],
-                "effective_rank": comparison.ranks[name],
-                "figures": {title: of[name] for title, of in comparison.intervals.items()},
-            }
-            for name, path in paths.items()
-        ],
-        "pairs": comparison.pairs,
-        "best": {
-            title: {"best": best, "tied": tied} for title, (best, *tied) in comparison.standings.items()
-        },
-        "verdict": verdict(comparison.standings),
-        "notes": comparison.notes,
-    }
-
-
-def _table(comparison: Comparison) -> str:
+def _table(figures: Mapping[str, Mapping[str, Interval]], best: Mapping[str, tuple[str, ...]]) -> str:
     """Return the figures as a table, the best and those as good marked."""
-    marks = {"best": "*", "tied": "=", "behind": " "}
-    rows = []
-    for name in comparison.names:
-        cells = [
-            f"{of[name]}{marks[comparison.mark(title, name)]}" for title, of in comparison.intervals.items()
-        ]
-        rows.append([name, *cells, f"{comparison.ranks[name]:.1f}"])
-    table = format_table(["in %", *(f"{title} " for title in comparison.intervals), "effective rank"], rows)
+    rows: dict[str, list[str]] = {}
+    for title, by_name in figures.items():
+        first, *tied = best[title]
+        for name, interval in by_name.items():
+            mark = "*" if name == first else "=" if name in tied else " "
+            rows.setdefault(name, [name]).append(f"{interval}{mark}")
+    table = format_table(["in %", *(f"{title} " for title in figures)], list(rows.values()))
     legend = "* best, = on these images as good (image by image, p times the number of others at least 0.05)"
-    return "\n".join([table, *([legend] if comparison.intervals else []), *comparison.notes])
+    return f"{table}\n{legend}"

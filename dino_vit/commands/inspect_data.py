@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from dino_vit.commands import Result
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, FewOrZero, Settings, setting
+from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
@@ -28,6 +28,7 @@ from dino_vit.eval.maps.pictures import as_picture, write_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
+ROWS = 8  # images on the sheet
 
 
 class InspectConfig(Settings):
@@ -38,7 +39,6 @@ class InspectConfig(Settings):
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
     max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
     sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
-    rows: FewOrZero = setting(8, "images on the sheet")
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
@@ -61,8 +61,8 @@ def run(config: InspectConfig) -> SourceFacts:
     training = training_config(config.pretrain, source, summary)
     sizes = [(image.height, image.width) for image in summary.images]
     facts = describe(name, source, summary, advice_on_size(training, sizes, name))
-    if config.sheet and config.rows:
-        draw_views(Path(config.sheet), source, summary, training, rows=config.rows)
+    if config.sheet:
+        draw_views(Path(config.sheet), source, summary, training)
         log.info("%s: the views that training would use", config.sheet)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
     return SourceFacts(facts=facts, text=text)
@@ -152,15 +152,11 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
         yield "  mean, std   unknown: the values are not from 0 to 1; set data.range"
     if facts["advice"]:
         yield facts["advice"]
-    yield from _listed("unreadable", [f"{image['name']}: {image['reason']}" for image in facts["unreadable"]])
-
-
-def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield f"  {title:<11} {len(lines):,}"
-        yield from (f"    {line}" for line in lines[:LISTED])
-    if len(lines) > LISTED:
-        yield f"    and {len(lines) - LISTED:,} more; --json lists all"
+    if unreadable := facts["unreadable"]:
+        yield f"  unreadable  {len(unreadable):,}"
+        yield from (f"    {image['name']}: {image['reason']}" for image in unreadable[:LISTED])
+        if len(unreadable) > LISTED:
+            yield f"    and {len(unreadable) - LISTED:,} more; --json lists all"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -168,14 +164,12 @@ def _counts(counts: Mapping[str, int]) -> str:
     return f"{text} and {len(counts) - LISTED:,} more" if len(counts) > LISTED else text
 
 
-def draw_views(
-    sheet: Path, source: Source, summary: ImageSummary, training: PretrainConfig, *, rows: int
-) -> None:
+def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: PretrainConfig) -> None:
     """Write the sheet of the views of some images, an image per row."""
     pixels = build_pixels(training)
     indices = [image.index for image in summary.images if image.fits(pixels.channels)]
     originals: dict[int, Tensor] = {}
-    for index in [indices[row] for row in spread(len(indices), rows)]:
+    for index in [indices[row] for row in spread(len(indices), ROWS)]:
         try:
             originals[index] = read_image(source, index, pixels)
         except UnreadableImage as error:

@@ -30,8 +30,8 @@ from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.core.text import plural, printable, progress
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of, unreadable
+from dino_vit.core.text import plural, progress
+from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_item
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
@@ -42,7 +42,6 @@ from dino_vit.eval.features import in_batches
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
-_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tiff", "unknown": ".img"}  # of others, the format in lower case
 
 
@@ -67,7 +66,6 @@ class PackResult(Result):
     images: int
     unreadable: list[UnreadableImage]  # which were left out
     reduced: int  # images that were larger than `size`
-    not_reducible: list[str] = field(repr=False)  # names of larger images that were not reduced
 
 
 class _Item(NamedTuple):
@@ -75,7 +73,6 @@ class _Item(NamedTuple):
     data: bytes
     label: str | None
     reduced: bool
-    reducible: bool
 
 
 def run(config: PackConfig) -> PackResult:
@@ -97,22 +94,15 @@ def run(config: PackConfig) -> PackResult:
     if packed.unreadable:
         examples = "\n  ".join(map(str, packed.unreadable[:10]))
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
-    packed = replace(packed, shards=[output / shard.name for shard in packed.shards])
-    return replace(packed, text="\n".join(_lines(config, packed)))
-
-
-def _lines(config: PackConfig, packed: PackResult) -> Iterator[str]:
-    shards = plural(len(packed.shards), "shard")
-    file_bytes = sum(shard.stat().st_size for shard in packed.shards)
-    yield f"{config.output}: {packed.images:,} images in {shards}, {file_bytes / 2**20:,.1f} MiB"
+    shards = [output / shard.name for shard in packed.shards]
+    file_bytes = sum(shard.stat().st_size for shard in shards)
+    images = f"{packed.images:,} images in {plural(len(shards), 'shard')}, {file_bytes / 2**20:,.1f} MiB"
+    lines = [f"{output}: {images}", f"verify a copy with: cd {output} && sha256sum --check {SUMS}"]
     if config.size:
-        larger = f"{packed.reduced:,} were larger and now have a shorter side of {config.size} pixels"
-        yield f"{larger}; {packed.images - packed.reduced:,} are as they were"
-    if packed.not_reducible:
-        examples = ", ".join(map(printable, packed.not_reducible[:3]))
-        reason = "larger, but have more than 8 bits or other channels, so they were not reduced"
-        yield f"{len(packed.not_reducible):,} of these are {reason}, such as {examples}"
-    yield f"verify a copy with: cd {config.output} && sha256sum --check {SUMS}"
+        lines.insert(
+            1, f"{packed.reduced:,} now have a shorter side of {config.size} pixels, others are as they were"
+        )
+    return replace(packed, shards=shards, text="\n".join(lines))
 
 
 def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = None) -> PackResult:
@@ -120,8 +110,7 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
 
     Images are reduced to a shorter side of `size` pixels.
     """
-    shards, unreadable, sums = list[Path](), list[UnreadableImage](), ""
-    images, reduced, not_reducible = 0, 0, list[str]()
+    shards, unreadable, sums, images, reduced = list[Path](), list[UnreadableImage](), "", 0, 0
     items = _readable_items(source, unreadable, size)
     item = next(items, None)
     while item is not None:
@@ -131,7 +120,6 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
                 while item is not None and shard.offset < shard_bytes:
                     _add(shard, item)
                     images, reduced = images + 1, reduced + item.reduced
-                    not_reducible += [] if item.reducible else [item.name]
                     item = next(items, None)
             with temporary.open("rb") as written:
                 sums += f"{hashlib.file_digest(written, 'sha256').hexdigest()}  {path.name}\n"
@@ -139,9 +127,7 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
     if not shards:
         raise ValueError(f"none of {len(source):,} images can be read, the first is {unreadable[0]}")
     write_bytes(folder / SUMS, sums.encode())
-    return PackResult(
-        shards=shards, images=images, unreadable=unreadable, reduced=reduced, not_reducible=not_reducible
-    )
+    return PackResult(shards=shards, images=images, unreadable=unreadable, reduced=reduced)
 
 
 def _readable_items(source: Source, unreadable: list[UnreadableImage], size: int | None) -> Iterator[_Item]:
@@ -162,59 +148,34 @@ def _read(source: Source, index: int, *, size: int | None) -> _Item | Unreadable
     inner, label = source.source if isinstance(source, LabelledSource) else source, source.label(index)
     name = os.fsdecode(inner.raw_name(index)) if isinstance(inner, IndexedSource) else inner.name(index)
     try:
-        item = source.read(index)
+        item = read_item(source, index)
         image = item if isinstance(item, Tensor) else decode(item, name)
-        height, width = image.shape[1:]
-        smaller = reduced_size(height, width, size) if size else (height, width)
-        larger = smaller != (height, width)
-        reduced = larger and _is_reducible(image, item, name)
-        if reduced:
-            # Channels are resized one by one: Pillow would blacken the pixels under a transparent alpha.
-            image = F.interpolate(image[None], size=smaller, mode="bicubic", antialias=True)[0]
-        data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
-    except (OSError, ValueError) as error:
-        return unreadable(name, error)
     except UnreadableImage as error:
         return error
-    member = _member_name(name, data, label is not None)
+    height, width = image.shape[1:]
+    smaller = reduced_size(height, width, size) if size else (height, width)
+    # Values of more than 8 bits, alpha and further channels stay as they are: no lossy file holds them.
+    reduced = smaller != (height, width) and image.dtype == torch.uint8 and len(image) in (1, 3)
+    if reduced:
+        image = F.interpolate(image[None], size=smaller, mode="bicubic", antialias=True)[0]
+    data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
     class_name = None if label is None else source.classes[label]
-    return _Item(member, data, class_name, reduced, reduced or not larger)
-
-
-def _is_reducible(image: Tensor, item: bytes | Tensor, name: str) -> bool:
-    """Tell whether an image would lose no more than pixels: no deep values, no channels but colours."""
-    channels = len(image)
-    if not isinstance(item, Tensor) and channels in (2, 4):  # alpha, or channels that only TIFF and npy have
-        channels = len(decode(item, name, alpha=False))
-    return image.dtype == torch.uint8 and channels in (1, 3)
+    return _Item(_member_name(name, data, label is not None), data, class_name, reduced)
 
 
 def _encode(image: Tensor, item: bytes | Tensor) -> bytes:
     """Encode the image of an item: of a lossy file as JPEG, otherwise as PNG, or as npy if it must be."""
     buffer = io.BytesIO()
-    if isinstance(item, Tensor) and (image.dtype != torch.uint8 or len(image) not in (1, 3)):
+    if image.dtype != torch.uint8 or len(image) not in (1, 3):
         np.save(buffer, image.numpy())
         return buffer.getvalue()
-    mode = _MODES[len(image)]
-    options = {"format": "PNG"} if isinstance(item, Tensor) else _options(item, mode)
-    pixels = rearrange(image, "c y x -> y x c").contiguous().numpy()
-    Image.fromarray(pixels.squeeze(-1) if mode == "L" else pixels).save(buffer, **options)
-    return buffer.getvalue()
-
-
-def _options(file: bytes, mode: str) -> dict[str, Any]:
-    """Return how to save a reduced image of a file: as lossy as the file was, with its colour profile."""
-    kind = format_of(file)
-    lossy = kind == "JPEG" or (kind == "WebP" and b"VP8L" not in file)
     options: dict[str, Any] = {"format": "PNG"}
-    if lossy and mode in ("L", "RGB"):
+    kind = "npy" if isinstance(item, Tensor) else format_of(item)
+    if kind == "JPEG" or (kind == "WebP" and b"VP8L" not in item):
         options = {"format": "JPEG", "quality": _QUALITY, "subsampling": 0}
-    if kind in ("JPEG", "PNG", "WebP"):
-        with Image.open(io.BytesIO(file)) as original:
-            # A profile of another kind of colours, such as CMYK, is not one of what was decoded.
-            if original.mode.removesuffix("A") == mode.removesuffix("A"):
-                options["icc_profile"] = original.info.get("icc_profile")
-    return options
+    pixels = rearrange(image, "c y x -> y x c").contiguous().numpy()
+    Image.fromarray(pixels.squeeze(-1) if len(image) == 1 else pixels).save(buffer, **options)
+    return buffer.getvalue()
 
 
 def _member_name(name: str, data: bytes, labelled: bool) -> str:

@@ -21,10 +21,18 @@ from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.reports.explorer import MAX_IMAGES, MIN_IMAGES, build_map, to_json, write_embedding
-from dino_vit.reports.page import SECTIONS, Pictures, render
+from dino_vit.reports.page import render
+from dino_vit.reports.pictures import (
+    MAX_IMAGES,
+    MIN_IMAGES,
+    Pictures,
+    attention_rows,
+    build_map,
+    to_json,
+    view_rows,
+    write_embedding,
+)
 from dino_vit.reports.record import RunRecord, read_run
-from dino_vit.reports.sheets import attention_rows, neighbour_rows, view_rows
 
 
 class ReportConfig(Settings):
@@ -52,58 +60,51 @@ def run(config: ReportConfig) -> ReportFile | None:
         return None
     record = read_run(Path(config.run))
     output = Path(config.output or record.folder / "report.html")
-    html = render(record, draw(record, config=config)).encode()
+    html = render(record, draw(record, config)).encode()
     write_bytes(output, html)
     return ReportFile(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
-def draw(record: RunRecord, *, config: ReportConfig) -> Pictures:
-    """Draw what the images and the checkpoints allow; the page explains what is missing."""
+def draw(record: RunRecord, config: ReportConfig) -> Pictures:
+    """Draw what the images and the checkpoints allow; a note explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
-    with _explained(pictures, *SECTIONS, advice=" If the images have moved, say where with source=..."):
+    with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
         source = open_source(config.source or record.config.data.source)
-        with _explained(pictures, "labels"):
+        with _noted(pictures, "The map has no labels"):
             source = join_labels(source, labels) if labels else source
-        with _explained(pictures, "views"):
-            epoch = int(record.history[-1].epoch) if record.history else 0
-            pictures.views = view_rows(record.config, source, epoch)
-        with _explained(pictures, *SECTIONS[1:]):
-            _draw_network(pictures, record, source, config)
+        epoch = int(record.history[-1].epoch) if record.history else 0
+        pictures.views = view_rows(record.config, source, epoch)
+        _draw_network(pictures, record, source, config.images)
     return pictures
 
 
-def _draw_network(pictures: Pictures, record: RunRecord, source: Source, config: ReportConfig) -> None:
+def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: int) -> None:
     checkpoint = Checkpoints(record.folder).newest()
     if checkpoint is None:
-        raise ValueError("the run has not written a checkpoint yet")
+        pictures.notes.append("The run has not written a checkpoint yet.")
+        return
     teacher = frozen_backbone(BackboneConfig(source=record.config.data.source, weights=str(checkpoint.path)))
-    indices = random_indices(source, record.config.seed)[: config.images]
+    indices = random_indices(source, record.config.seed)[:count]
     images = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):
         pictures.attention = attention_rows(teacher, source, images)
-    else:
-        pictures.missing["attention"] = f"{record.config.model.title} has no attention of a CLS token."
-    pictures.neighbours = neighbour_rows(teacher, source, images)
     pictures.map = to_json(images)
-    unreadable = len(indices) - len(images.indices)
-    notes = {
-        f"Map, attention and neighbours: teacher at step {checkpoint.step:,}.": True,
-        f"Unreadable images, left out of the map: {unreadable}.": unreadable > 0,
-        "The images differ from those that the run started with.": (
-            checkpoint.metadata.get("source") != source.fingerprint
-        ),
-        "The map is a PCA; for a t-SNE run `pip install scikit-learn`.": find_spec("sklearn") is None,
-    }
-    pictures.notes = [note for note, holds in notes.items() if holds]
+    pictures.notes.append(f"Map and attention: teacher at step {checkpoint.step:,}.")
+    if unreadable := len(indices) - len(images.indices):
+        pictures.notes.append(f"Unreadable images, left out of the map: {unreadable}.")
+    if checkpoint.metadata.get("source") != source.fingerprint:
+        pictures.notes.append("The images differ from those that the run started with.")
+    if not find_spec("sklearn"):
+        pictures.notes.append("The map is a PCA; for a t-SNE run `pip install scikit-learn`.")
     if "tensorboard" in record.config.run.trackers:
         write_embedding(images, record.folder / "logs" / "embedding", checkpoint.step)
 
 
 @contextmanager
-def _explained(pictures: Pictures, *sections: str, advice: str = "") -> Iterator[None]:
-    """Note why sections of the page are empty, instead of raising what missing or damaged files raise."""
+def _noted(pictures: Pictures, note: str) -> Iterator[None]:
+    """Note on the page what missing or damaged files raise, instead of raising it."""
     try:
         yield
     except (ValueError, OSError, UnreadableImage) as error:
-        log.warning("the report lacks %s: %s", ", ".join(sections), error)
-        pictures.missing |= dict.fromkeys(sections, f"Not available: {error}{advice}")
+        log.warning("%s: %s", note, error)
+        pictures.notes.append(f"{note}: {error}")

@@ -241,11 +241,6 @@ def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, .
 
 def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     """Say which backbone to take, or that it depends."""
-    if not by_title:
-        return (
-            "There are no labels and no masks to judge by. "
-            "The effective rank alone does not tell which features are better."
-        )
     top = [*by_title.values()]
     if everywhere := [name for name in top[0] if all(name in names for names in top)]:
         return f"Take {' or '.join(everywhere)}: on these images none is better by {' or '.join(by_title)}."

@@ -1,40 +1,67 @@
 """The page of a run: one HTML file that loads nothing else, and in which names of files are only text."""
 
+import math
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from dino_vit.core.text import printable
-from dino_vit.reports.curves import charts, figures
+from dino_vit.reports.pictures import Pictures
 from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
-from dino_vit.reports.sheets import Row
 from dino_vit.training.verdict import LEARNING
+from dino_vit.views.build import MASKED_VIEWS
 
-SECTIONS = ("views", "attention", "neighbours", "map")  # need the images; all but views, a network
+BUCKETS = 300  # the lowest and the highest point of each are kept
+FIGURES = {  # field of a record and its format, by title
+    "k-NN": ("knn", "{:.1f} %"),
+    "effective rank": ("rankme", "{:.0f}"),
+    "entropy gap": ("entropy_gap", "{:.2f}"),
+    "loss − ln(prototypes)": ("excess", "{:+.2f}"),
+}
 
-
-@dataclass(kw_only=True)
-class Pictures:
-    """The sections of a page that need the images or a checkpoint."""
-
-    views: list[Row] = field(default_factory=list)
-    attention: list[Row] = field(default_factory=list)
-    neighbours: list[Row] = field(default_factory=list)
-    map: dict[str, Any] | None = None
-    missing: dict[str, str] = field(default_factory=dict)  # why a section is empty, by its name
-    notes: list[str] = field(default_factory=list)
+LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
+IMITATED = "1 minus the cosine with the features of the frozen teacher."
+ENTROPIES = (
+    "The gap measures how much the teacher's output depends on the image. A gap of 0 is a collapse: to "
+    "uniform outputs if both entropies are at the dashed line, to a single prototype if both are 0."
+)
+KNN = "In per cent, of the images held out for it."
+RANK = "How many dimensions the features of the teacher span."
+SINGLE = [  # field of a record, title, caption
+    ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
+    ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
+    ("koleo", "KoLeo", "Minus the mean log distance to the nearest other image of a batch."),
+    ("gram", "Gram", "Distance of the patch Gram matrices from those of the Gram teacher."),
+    ("gradient_norm", "Gradient norm", "Of the student, before clipping."),
+    ("lr", "Learning rate", ""),
+    ("momentum", "Teacher momentum", "At 1 the teacher does not change."),
+    ("teacher_temp", "Teacher temperature", "A lower one gives sharper outputs."),
+    ("weight_decay", "Weight decay", ""),
+    ("images_per_second", "Throughput", "In images per second."),
+    ("data_wait", "Waiting for images", "Share of the time; above 0.1 try a higher data.workers."),
+]
 
 
 def render(record: RunRecord, pictures: Pictures) -> str:
     """Return the page of a run."""
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Markup is our own; all other text may come from names of files.
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        loader=PackageLoader("dino_vit.reports", "assets"),
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
     diagnosis, history = state(record)
-    return fill(
-        "page.html",
+    return environment.get_template("page.html").render(
+        nonce=secrets.token_urlsafe(),
         title=record.folder.resolve().name,
-        record=record,
+        folder=record.folder,
         state=diagnosis.state,
         tone="bad" if diagnosis.advice else "good" if diagnosis == LEARNING else "plain",
         history=history,
@@ -47,15 +74,54 @@ def render(record: RunRecord, pictures: Pictures) -> str:
     )
 
 
-def fill(template: str, **values: Any) -> str:
-    """Return a template of a page, filled with values."""
-    environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Markup is our own; all other text may come from names of files.
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
-        loader=PackageLoader("dino_vit.reports", "assets"),
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
-    return environment.get_template(template).render(nonce=secrets.token_urlsafe(), **values)
+def figures(record: RunRecord) -> dict[str, str]:
+    """Return the few numbers to look at first."""
+    values = {title: (record.latest(field), text) for title, (field, text) in FIGURES.items()}
+    return {title: text.format(value) for title, (value, text) in values.items() if value is not None}
+
+
+def charts(record: RunRecord) -> list[dict[str, Any]]:
+    """Return the charts that the records of a run allow, as `page.js` draws them."""
+    prototypes = record.history[-1].prototypes if record.history else None
+    uniform = {f"ln({prototypes})": math.log(prototypes)} if prototypes else {}
+    share = MASKED_VIEWS  # of the global views, by which the loss of patches is divided
+    uniform_patches = {f"{share:g} · {name}": share * value for name, value in uniform.items()}
+    entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy", "gap": "entropy_gap"}
+    of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
+    knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
+    rank = record.baseline_levels("rankme")
+    loss = LOSS if prototypes else IMITATED
+    specs: list[tuple[str, str, dict[str, str], dict[str, float], str]] = [
+        # title, caption, fields of records by the name of their curve, values to compare with by name, unit
+        ("Loss", loss, {"loss": "loss"}, uniform, ""),
+        ("Teacher entropies", ENTROPIES, entropies, uniform, ""),
+        ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
+        ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
+        ("k-NN accuracy", KNN, {"k-NN": "knn", "best features": "best_knn"}, knn, "%"),
+        ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
+        *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
+    ]
+    drawn = []
+    for title, caption, fields, levels, unit in specs:
+        curves = {name: thin(curve(record, field)) for name, field in fields.items()}
+        if series := {name: points for name, points in curves.items() if points}:
+            texts = {"title": title, "caption": caption, "unit": unit}
+            drawn.append({**texts, "series": series, "levels": levels})
+    return drawn
+
+
+def curve(record: RunRecord, field: str) -> list[tuple[int, float]]:
+    """Return the points of a curve, from step 0 if the figure was measured before training."""
+    values = [(metrics.step, getattr(metrics, field)) for metrics in record.history]
+    values = [(0, getattr(record.baseline, field, None)), *values]
+    return [(step, value) for step, value in values if value is not None and math.isfinite(value)]
+
+
+def thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Keep few enough points for a light page, with both ends and every peak among them."""
+    if len(points) <= 2 * BUCKETS:
+        return list(points)
+    kept = {0, len(points) - 1}
+    for bucket in np.array_split(np.arange(len(points)), BUCKETS):
+        kept |= {min(bucket, key=lambda i: points[i][1]), max(bucket, key=lambda i: points[i][1])}
+    return [points[i] for i in sorted(kept)]

@@ -1,7 +1,7 @@
 """What a run folder says about its run, be it finished, under way or hardly begun."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -74,25 +74,19 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
 
 def facts(record: RunRecord) -> dict[str, str]:
     """Return what ran, where, on what and how fast."""
-    network, images = record.config.model.title, record.config.data.source
-    training = f"{record.step:,} of {record.total_steps or 0:,} steps"
-    machine: dict[str, str] = {}
+    config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
+    named = {"network": config.model.title, "images from": config.data.source, "training": training}
     if record.history:
-        training += f", {record.history[-1].epoch:.4g} epochs"
+        named["training"] += f", {record.history[-1].epoch:.4g} epochs"
         speed = median(metrics.images_per_second for metrics in record.history)
-        wait = median(metrics.data_wait for metrics in record.history)
-        machine["Speed"] = f"{speed:,.0f} images/s; {wait:.0%} of the time waiting for images"
+        named["images per second"] = f"{speed:,.0f}"
     if record.starts:
-        (first, *resumed), start = record.starts, record.starts[-1]
-        backbone, head = start.parameters.backbone / 1e6, start.parameters.head / 1e6
-        network += f"; {backbone:.1f} M parameters, head {head:.1f} M"
-        images = f"{start.images:,} images from {images}"
-        training += f", global batch {start.global_batch:,}"
-        processes = plural(start.processes, "process", "processes")
-        machine["Device"] = f"{start.device}; {processes}, precision {start.precision}"
-        machine["Versions"] = f"dino-vit {start.version}, torch {start.torch}"
-        machine["Started"] = f"{first.began}; resumed {plural(len(resumed), 'time', 'times')}"
-    return {"Network": network, "Images": images, "Training": training, **machine}
+        start, starts = asdict(record.starts[-1]), len(record.starts)
+        named["parameters"] = "; ".join(f"{part} {count:,}" for part, count in start["parameters"].items())
+        for name in ("images", "global_batch", "device", "processes", "precision", "version", "torch"):
+            named[name.replace("_", " ")] = str(start[name])
+        named["started"] = f"{record.starts[0].began}; resumed {plural(starts - 1, 'time', 'times')}"
+    return named
 
 
 def state(record: RunRecord) -> tuple[Diagnosis, str]:

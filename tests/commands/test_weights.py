@@ -75,4 +75,5 @@ def test_the_card_has_the_figures_of_the_run(tmp_path):
 
 def exported_card(source, out):
     written = dino_vit.export(source, out, format="huggingface", verbose=False)
+    assert written.text.endswith(f"# to share the folder: hf upload OWNER/NAME {out}")
     return (written.path / "README.md").read_text()

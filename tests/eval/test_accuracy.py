@@ -172,4 +172,3 @@ def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     assert verdict({"k-NN": knn, "linear": ("b",)}) == (
         "It depends on what you need. The best is by k-NN a; by linear b."
     )
-    assert "no labels" in verdict({})

@@ -110,10 +110,9 @@ def runs(rng: Random, folder: Path) -> Callable[[], object]:
 
 def embeddings(rng: Random, folder: Path) -> Callable[[], object]:
     """A damaged embedding file, of which duplicates are looked for."""
-    path = folder / f"e.{rng.choice(['npy', 'parquet'])}"
+    path = folder / "e.parquet"
     sample.write(path)
-    hit = rng.choice(sorted(folder.iterdir()))
-    hit.write_bytes(damage.damaged(rng, hit.read_bytes()))
+    path.write_bytes(damage.damaged(rng, path.read_bytes()))
     return lambda: command(["duplicates", str(path), "threshold=0.5", f"output={folder / 'd.json'}"])
 
 

@@ -21,7 +21,6 @@ METADATA: dict[str, Any] = {
     },
     "tokens": {"kind": "cls", "blocks": 1},
     "precision": "float32",
-    "normalised": False,
 }
 
 

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Count, FewOrZero, Settings, setting
+from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
-from dino_vit.eval.maps.pictures import Panel, shorten, write_sheet
+from dino_vit.eval.maps.pictures import write_sheet
 
-PAIRS_PRINTED = 10
-PAIRS_PER_ROW = 3  # of the sheet
+PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on the sheet
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine
 _BLOCK = 2048  # rows that are compared with as many others at a time
 _ROUNDING = 1e-6  # of the cosine of a row with itself
@@ -34,7 +33,6 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    shown: FewOrZero = setting(40, "pairs on the sheet")
     output: str = setting("duplicates.json", "JSON file to write; the sheet goes beside it as PNG")
 
     positional: ClassVar = ("embeddings",)
@@ -82,13 +80,9 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     if not pairs:
         lines.append(f"no two of the {plural(len(names), 'image')} have {above}")
     lines.append(f"{output}: {len(pairs):,} of {plural(total, 'pair')}, {plural(len(groups), 'group')}")
-    possible = len(names) * (len(names) - 1) // 2
-    if 2 * total > possible > 1:
-        useless = "this threshold does not separate duplicates from other pairs"
-        lines.append(f"{total:,} of all {possible:,} pairs have {above}: {useless}")
-    sheet = output.with_suffix(".png") if pairs and config.shown else None
+    sheet = output.with_suffix(".png") if pairs else None
     if sheet:
-        draw_pairs(embeddings, closest[: config.shown], sheet)
+        draw_pairs(embeddings, closest[:PAIRS_SHOWN], sheet)
         lines.append(f"{sheet}: the closest pairs")
     return DuplicatesResult(
         pairs=pairs, total=total, groups=groups, path=output, sheet=sheet, text="\n".join(lines)
@@ -157,12 +151,8 @@ def _roots(parents: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.in
 
 
 def draw_pairs(embeddings: Embeddings, pairs: Sequence[Pair], path: Path) -> None:
-    """Draw pairs, several in a row with gaps between them."""
-    names, captions = embeddings.names, []
-    for first, second, cosine in pairs:
-        captions += [(first, f"{cosine:.4f}  {shorten(names[first], 20)}"), (second, names[second])]
-    panels: list[Panel | None] = [*embedded_panels(embeddings, captions)]
-    for end in range(len(panels), 0, -2):
-        panels.insert(end, None)
-    width = 3 * PAIRS_PER_ROW
-    write_sheet([panels[start : start + width][:-1] for start in range(0, len(panels), width)], path)
+    """Draw pairs, one in a row."""
+    captions = [(row, embeddings.names[row]) for first, second, _ in pairs for row in (first, second)]
+    panels = embedded_panels(embeddings, captions)
+    rows = list(zip(panels[::2], panels[1::2], strict=True))
+    write_sheet(rows, path, names=[f"{cosine:.4f}" for _, _, cosine in pairs])

@@ -11,13 +11,7 @@ from dino_vit.commands import Result
 from dino_vit.config.settings import Few, setting
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.embeddings import (
-    Array,
-    Embeddings,
-    check_suffix,
-    read_embeddings,
-    write_embeddings,
-)
+from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
 from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
 
@@ -26,11 +20,10 @@ class EmbedConfig(CachedConfig):
     """Write the embeddings of images to a file."""
 
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: str = setting("embeddings.parquet", "file to write: .parquet or .npy")
+    output: str = setting("embeddings.parquet", "Parquet file to write")
     tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
-    normalise: bool = setting(False, "scale each embedding to length 1")
 
     examples: ClassVar = ("embed photos weights=runs/pretrain output=photos.parquet",)
 
@@ -82,7 +75,7 @@ def run(config: EmbedConfig) -> EmbeddingFile:
             indices=indices,
             metadata=provenance(values, source, backbone, config),
         )
-        write_embeddings(output, embeddings, dtype=config.dtype, normalise=config.normalise)
+        write_embeddings(output, embeddings, dtype=config.dtype)
     wait_for_all()  # the file is complete for all of them
     shape = " × ".join(map(str, values.shape))
     text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
@@ -113,6 +106,5 @@ def provenance(
         "transform": asdict(backbone.transform),
         "tokens": {"kind": config.tokens, "blocks": config.blocks},
         "precision": backbone.precision,
-        "normalised": config.normalise,
         "shape": list(values.shape[1:]),
     }

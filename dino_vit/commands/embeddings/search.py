@@ -19,7 +19,7 @@ from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone
 from dino_vit.eval.knn import nearest
-from dino_vit.eval.maps.pictures import shorten, thumbnail, write_sheet
+from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.weights import load_backbone
 
 
@@ -64,26 +64,21 @@ def run(config: SearchConfig) -> SearchResult:
         raise ValueError(f"output={output} must end in .png")
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k)
-    names = list(map(printable, config.images))
-    indices = embeddings.indices.tolist()
-    neighbours = [
-        [
-            Neighbour(embeddings.names[row], embeddings.labels[row], round(cosine, 6), indices[row], row)
-            for row, cosine in zip(of_rows, of_cosines, strict=True)
-        ]
-        for of_rows, of_cosines in zip(rows.tolist(), cosines.tolist(), strict=True)
-    ]
-    lines, captions = [], []
-    for name, images in zip(names, neighbours, strict=True):
+    names, lines, captions = list(map(printable, config.images)), list[str](), list[tuple[int, str]]()
+    neighbours: list[list[Neighbour]] = []
+    for name, of_rows, of_cosines in zip(names, rows.tolist(), cosines.tolist(), strict=True):
         lines.append(f"{name}:")
-        for image in images:
-            text = f"{image.cosine:.4f}  {image.name}"
-            lines.append(f"  {text}  {image.label}" if image.label else f"  {text}")
-            captions.append((image.row, f"{image.cosine:.4f}  {shorten(image.label or image.name, 20)}"))
-    panels = iter(embedded_panels(embeddings, captions))
-    sheet = []
-    for query, (name, images) in enumerate(zip(names, neighbours, strict=True)):
-        given = thumbnail(queries, query, embeddings.transform.pixels), Path(name).name
+        neighbours.append([])
+        for row, cosine in zip(of_rows, of_cosines, strict=True):
+            text = f"{cosine:.4f}"
+            image, label = embeddings.names[row], embeddings.labels[row]
+            index = int(embeddings.indices[row])
+            neighbours[-1].append(Neighbour(image, label, round(cosine, 6), index, row))
+            lines.append(f"  {text}  {image}" + (f"  {label}" if label else ""))
+            captions.append((row, f"{text}  {shorten(label or image, 20)}"))
+    panels, sheet = iter(embedded_panels(embeddings, captions)), list[list[Panel]]()
+    for query, images in enumerate(neighbours):
+        given = thumbnail(queries, query, embeddings.transform.pixels), Path(names[query]).name
         sheet.append([given, *islice(panels, len(images))])
     write_sheet(sheet, output)
     path = output.with_suffix(".json")

@@ -1,9 +1,7 @@
 """Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -32,7 +30,7 @@ from dino_vit.eval.maps.attention import (
     principal_colours,
     with_attention,
 )
-from dino_vit.eval.maps.video import VideoFile, is_video, writing_video
+from dino_vit.eval.maps.video import is_video, reading_video, writing_video
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -60,6 +58,7 @@ class AttentionConfig(Settings):
 class ImageMaps(NamedTuple):
     """An image and its maps."""
 
+    name: str
     picture: Tensor  # uint8 (3, H, W)
     heads: Tensor  # CLS attention (heads, y, x)
     tokens: Tensor  # of the patches (y, x, d)
@@ -91,7 +90,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
     text = (
         f"{folder}/sheet-*.png: attention of block {block}, {counts}\n"
-        f"{folder}/*.png: each image beside its maps; *.overlay.png and *.mask.png in the image's size\n"
+        f"{folder}/NUMBER-NAME.png: each image beside its maps; *.overlay.png and *.mask.png in its size\n"
         f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
     )
     return AttentionMaps(folder=folder, sheets=sheets, maps=maps, text=text)
@@ -103,10 +102,8 @@ def draw_sheets(
     """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
     pixels, sheets, maps = eval_transform_of(model).pixels, list[Path](), dict[str, Path]()
     indices = spread(len(source), len(source) if config.count is None else config.count)
-    names = [source.name(index) for index in indices]
-    stems = dict(zip(names, file_stems(names), strict=True))
     for start in range(0, len(indices), SHEET_ROWS):
-        images: dict[str, ImageMaps] = {}
+        images: dict[int, ImageMaps] = {}
         for index in indices[start : start + SHEET_ROWS]:
             try:
                 picture, padded = prepare(model, read_image(source, index, pixels), config)
@@ -114,10 +111,12 @@ def draw_sheets(
                 log.warning("skipped %s", error)
                 continue
             heads = cls_attention(model, padded, config.block)[0].cpu()
-            images[source.name(index)] = ImageMaps(picture, heads, patch_tokens(model, padded)[0].cpu())
+            images[index] = ImageMaps(
+                source.name(index), picture, heads, patch_tokens(model, padded)[0].cpu()
+            )
         if images:
             sheets.append(Path(config.output) / f"sheet-{start // SHEET_ROWS + 1}.png")
-            maps |= draw_sheet(model, images, stems, sheets[-1])
+            maps |= draw_sheet(model, images, sheets[-1])
     if not sheets:
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
     return sheets, maps
@@ -130,22 +129,21 @@ def prepare(model: VisionTransformer, image: Tensor, config: AttentionConfig) ->
     return pictures.as_picture(image), pad(normalised, model.patch_size)
 
 
-def draw_sheet(
-    model: VisionTransformer, images: dict[str, ImageMaps], stems: dict[str, str], sheet: Path
-) -> dict[str, Path]:
-    """Write a sheet of images and the files of each; return the arrays of their maps, by name."""
+def draw_sheet(model: VisionTransformer, images: dict[int, ImageMaps], sheet: Path) -> dict[str, Path]:
+    """Write a sheet of images and the files of each; return the arrays of their maps, by name of image."""
     panels, maps = [], dict[str, Path]()
     colours = principal_colours([image.tokens for image in images.values()])
-    for (name, image), colour in zip(images.items(), colours, strict=True):
-        row, file = draw_maps(image, colour, model), sheet.parent / stems[name]
+    for (index, image), colour in zip(images.items(), colours, strict=True):
+        row, stem = draw_maps(image, colour, model), file_stem(index, image.name)
         panels.append([(picture, "") for picture in row.values()])
-        pictures.write_png(pictures.side_by_side(row.values()), file.with_name(f"{file.name}.png"))
-        pictures.write_png(row["mean of heads"], file.with_name(f"{file.name}.overlay.png"))
-        pictures.write_png(row["mask"], file.with_name(f"{file.name}.mask.png"))
-        maps[name] = file.with_name(f"{file.name}.attention.npy")
-        with replacing(maps[name]) as partial, partial.open("wb") as writer:
+        pictures.write_png(pictures.side_by_side(row.values()), sheet.with_name(f"{stem}.png"))
+        pictures.write_png(row["mean of heads"], sheet.with_name(f"{stem}.overlay.png"))
+        pictures.write_png(row["mask"], sheet.with_name(f"{stem}.mask.png"))
+        maps[image.name] = sheet.with_name(f"{stem}.attention.npy")
+        with replacing(maps[image.name]) as partial, partial.open("wb") as writer:
             np.save(writer, image.heads.numpy())
-    pictures.write_sheet(panels, sheet, names=list(images), titles=list(row))
+    names = [image.name for image in images.values()]
+    pictures.write_sheet(panels, sheet, names=names, titles=list(row))
     return maps
 
 
@@ -165,26 +163,19 @@ def draw_maps(image: ImageMaps, colours: Tensor, model: VisionTransformer) -> di
     }
 
 
-def file_stems(names: Iterable[str]) -> list[str]:
-    """Return a different file name for each image, made of the letters, digits and dashes of its name."""
-    stems: dict[str, str] = {}  # by the name in lower case, as some file systems ignore the case
-    for name in names:
-        stem = re.sub(r"[^\w-]+", "-", name.rpartition(".")[0] or name).strip("-")[-100:] or "image"
-        if stem.casefold().startswith("sheet-"):
-            stem = f"image-{stem}"
-        numbered = chain([stem], (f"{stem}-{number}" for number in count(2)))
-        unique = next(candidate for candidate in numbered if candidate.casefold() not in stems)
-        stems[unique.casefold()] = unique
-    return list(stems.values())
+def file_stem(index: int, name: str) -> str:
+    """Return how the files of an image begin: its number in the source, as names in folders may be equal."""
+    letters = re.sub(r"[^\w-]+", "-", name.rpartition(".")[0] or name).strip("-")
+    return f"{index}-{letters[-100:]}"
 
 
 def draw_video(model: VisionTransformer, target: Path, config: AttentionConfig) -> int:
     """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
-    video, frames = VideoFile(config.source), 0
-    with writing_video(target, video.rate) as write:
-        for frame in video:
+    written = 0
+    with reading_video(config.source) as (rate, frames), writing_video(target, rate) as write:
+        for frame in frames:
             picture, padded = prepare(model, frame, config)
             attention = cls_attention(model, padded, config.block)[0].mean(0).cpu()
             write(pictures.side_by_side([picture, pictures.overlay(picture, attention, model.patch_size)]))
-            frames += 1
-    return frames
+            written += 1
+    return written

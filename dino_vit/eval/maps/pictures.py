@@ -5,7 +5,7 @@ Pictures are uint8 (3, H, W).
 
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from dino_vit.views.eval_transform import resize
 
 _THUMBNAIL_PIXELS = 256
 _PANEL_INCHES = 1.5  # the longer side of a picture on a sheet
-_GAP_INCHES = 0.15
 _CAPTION_INCHES = 0.18
 EMPTY = torch.full((3, 8, 8), 240, dtype=torch.uint8)  # for an image that cannot be shown
 Panel = tuple[Tensor, str]  # a picture, and the caption below it
@@ -93,31 +92,21 @@ def write_png(picture: Tensor, path: Path) -> None:
 
 
 def write_sheet(
-    rows: Sequence[Sequence[Panel | None]],
+    rows: Sequence[Sequence[Panel]],
     path: Path,
     *,
     names: Sequence[str] = (),
     titles: Sequence[str] = (),
 ) -> None:
-    """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top.
-
-    None leaves a panel blank; a column of nothing but None is a narrow gap.
-    """
+    """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top."""
     from matplotlib.figure import Figure
 
-    columns = list(zip_longest(*rows))
-    widths = [_PANEL_INCHES if any(column) else _GAP_INCHES for column in columns]
-    heights = [max(_height(panel) for panel in row if panel) for row in rows]
-    size = 1.03 * sum(widths) + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
+    columns, heights = len(rows[0]), [max(map(_height, row)) for row in rows]
+    size = 1.03 * _PANEL_INCHES * columns + 0.25, 1.03 * sum(heights) + 0.04 * len(rows) + 0.25
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
-    axes = figure.subplots(len(rows), len(columns), squeeze=False, width_ratios=widths, height_ratios=heights)
-    panels = chain.from_iterable(zip(*columns, strict=True))
-    for panel, axis in zip(panels, axes.flat, strict=True):
-        if panel is None:
-            axis.set_axis_off()
-            continue
-        picture, caption = panel
+    axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    for (picture, caption), axis in zip(chain.from_iterable(rows), axes.flat, strict=True):
         axis.imshow(rearrange(picture, "c y x -> y x c").numpy(), interpolation="antialiased")
         axis.set_xlabel(shorten(caption, 30), fontsize=5.5, parse_math=False)
         axis.set(xticks=[], yticks=[], anchor="N")

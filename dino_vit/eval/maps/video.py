@@ -32,29 +32,23 @@ def import_av() -> Any:
     return av
 
 
-class VideoFile:
-    """The frames of a video, upright, as often as one asks for them."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self._av = path, import_av()
-        with self._reading() as reader:
+@contextmanager
+def reading_video(path: str) -> Iterator[tuple[Fraction, Iterator[Tensor]]]:
+    """Yield the frames per second of a video, and its frames, as the phone was held."""
+    av = import_av()
+    try:
+        with av.open(path) as reader:
             if not reader.streams.video:
                 raise ValueError(f"{path} has no pictures")
-            self.rate = Fraction(reader.streams.video[0].average_rate or 25)
+            rate = Fraction(reader.streams.video[0].average_rate or 25)
+            yield rate, map(_upright, reader.decode(video=0))
+    except av.FFmpegError as error:
+        raise ValueError(f"{path} cannot be read as a video: {error.strerror}") from error
 
-    def __iter__(self) -> Iterator[Tensor]:
-        with self._reading() as reader:
-            for frame in reader.decode(video=0):
-                picture = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
-                yield picture.rot90(frame.rotation // 90, (1, 2))  # as the phone was held
 
-    @contextmanager
-    def _reading(self) -> Iterator[Any]:
-        try:
-            with self._av.open(self.path) as reader:
-                yield reader
-        except self._av.FFmpegError as error:
-            raise ValueError(f"{self.path} cannot be read as a video: {error.strerror}") from error
+def _upright(frame: Any) -> Tensor:
+    picture = rearrange(torch.from_numpy(frame.to_ndarray(format="rgb24")), "y x c -> c y x")
+    return picture.rot90(frame.rotation // 90, (1, 2))
 
 
 @contextmanager

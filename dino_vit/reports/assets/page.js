@@ -1,9 +1,295 @@
 "use strict";
 
-// The page: its charts and its map.
+// The page: line charts, and a map of the images.
+
+// Line charts as SVG, with levels to compare with and the values under the pointer.
+// Written by hand because Bokeh adds 1.5 MB to every page, has no colours that follow the theme of the page, and
+// its styles and callbacks do not work under a strict content security policy.
+
+const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 };
+
+function append(parent, child, attributes, text) {
+  for (const [key, value] of Object.entries(attributes)) child.setAttribute(key, value);
+  if (text !== undefined) child.textContent = text;
+  parent.append(child);
+  return child;
+}
+
+function element(parent, name, attributes = {}, text) {
+  return append(parent, document.createElement(name), attributes, text);
+}
+
+function shape(parent, name, attributes, text) {
+  return append(parent, document.createElementNS("http://www.w3.org/2000/svg", name), attributes, text);
+}
+
+function format(value) {
+  const size = Math.abs(value);
+  if (size && (size >= 100000 || size < 0.001)) return value.toExponential(1).replace("e+", "e");
+  return Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
+}
+
+// Round numbers from low to high, about `count` of them.
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+  const values = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) values.push(n * step);
+  return values;
+}
+
+class Chart {
+  constructor(parent, data) {
+    this.data = data;
+    this.series = Object.entries(data.series).map(([name, points]) => [name, new Map(points)]);
+    this.steps = [...new Set(this.series.flatMap(([, values]) => [...values.keys()]))].sort((a, b) => a - b);
+    this.figure = element(parent, "figure", { class: "chart" });
+    const caption = element(this.figure, "figcaption");
+    element(caption, "h3", {}, data.title);
+    element(caption, "p", { class: "caption" }, data.caption);
+    this.svg = shape(this.figure, "svg", { role: "img", "aria-label": data.title });
+    this.legend = element(this.figure, "p", { class: "legend" });
+    this.svg.addEventListener("pointermove", (event) => {
+      const distances = this.steps.map((step) => Math.abs(this.x(step) - event.offsetX));
+      this.read(this.steps[distances.indexOf(Math.min(...distances))]);
+    });
+    this.svg.addEventListener("pointerleave", () => this.read(this.steps.at(-1)));
+    new ResizeObserver(() => this.draw()).observe(this.figure);
+  }
+
+  draw() {
+    const width = this.figure.clientWidth, height = 190;
+    const right = width - MARGIN.right, bottom = height - MARGIN.bottom;
+    const levels = Object.entries(this.data.levels).sort((a, b) => b[1] - a[1]);
+    const values = [...this.series.flatMap(([, points]) => [...points.values()]), ...levels.map(([, value]) => value)];
+    const least = this.data.unit === "%" ? 0 : Math.min(...values), greatest = Math.max(...values);
+    const room = (greatest - least) * 0.06 || Math.abs(greatest) * 0.05 || 1;
+    const low = least >= 0 ? Math.max(0, least - room) : least - room, high = greatest + room;
+    const last = Math.max(this.steps.at(-1), 1);
+    this.x = (step) => MARGIN.left + (step / last) * (right - MARGIN.left);
+    this.y = (value) => bottom - ((value - low) / (high - low)) * (bottom - MARGIN.top);
+    this.svg.replaceChildren();
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    for (const value of ticks(low, high, 4)) {
+      this.line("grid", MARGIN.left, right, this.y(value));
+      this.text(format(value), MARGIN.left - 8, this.y(value) + 4);
+    }
+    for (const step of ticks(0, last, width / 110).filter(Number.isInteger)) this.text(step || "step 0", this.x(step) + 18, height - 6);
+    this.series.forEach(([, points], n) => {
+      const corners = [...points].map(([step, value]) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`);
+      shape(this.svg, "polyline", { class: `curve c${n}`, points: corners.join(" ") });
+    });
+    let above = -Infinity; // names are above their lines, or below where two lines are close
+    for (const [name, value] of levels) {
+      const y = this.y(value);
+      above = y - 5 - above < 13 ? Math.max(y, above) + 13 : y - 5;
+      this.line("level", MARGIN.left, right, y);
+      this.text(`${name} ${format(value)}`, right, above);
+    }
+    this.cursor = shape(this.svg, "g", {});
+    this.read(this.steps.at(-1));
+  }
+
+  line(kind, x1, x2, y) {
+    shape(this.svg, "line", { class: kind, x1, x2, y1: y, y2: y });
+  }
+
+  text(text, x, y) {
+    shape(this.svg, "text", { x, y }, text);
+  }
+
+  // Mark a step, and show its values beside the names of the curves.
+  read(step) {
+    this.cursor.replaceChildren();
+    this.legend.textContent = `step ${step.toLocaleString("en")}`;
+    this.series.forEach(([name, points], n) => {
+      if (!points.has(step)) return;
+      shape(this.cursor, "circle", { class: `c${n}`, cx: this.x(step), cy: this.y(points.get(step)), r: 3.5 });
+      element(this.legend, "span", { class: `c${n}` }, `${name} ${format(points.get(step))} ${this.data.unit}`);
+    });
+  }
+}
+
+// A map of images on one canvas: points when zoomed out, thumbnails when zoomed in. Selecting an image shows its
+// attention and its nearest neighbours in a panel.
+
+// Distinguishable with any colour vision (Petroff, 2021); all further classes share one colour.
+const PALETTE = ["#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd", "#2f9e6e",
+  "#d66fb4"];
+const OTHERS = "#94a4a2";
+
+class Explorer {
+  constructor(parent, data) {
+    this.data = data;
+    this.reset();
+    for (const atlas of [data.thumbnails, data.attention]) {
+      if (!atlas) continue;
+      atlas.image = new Image();
+      atlas.image.onload = () => this.redraw();
+      atlas.image.src = atlas.uri;
+    }
+    const tools = element(parent, "p", { class: "tools" });
+    for (const [text, act] of [["−", () => this.zoom(1 / 1.6)], ["+", () => this.zoom(1.6)], ["Show all", () => this.reset()]]) {
+      element(tools, "button", { type: "button" }, text).addEventListener("click", act);
+    }
+    this.drawLegend(tools);
+    const columns = element(parent, "div", { class: "explorer" }), plane = element(columns, "div");
+    this.canvas = element(plane, "canvas", { role: "img", "aria-label": `Map of ${data.names.length} images` });
+    this.hint = element(plane, "p", { class: "caption" });
+    this.panel = element(columns, "div", { class: "selection", role: "status" });
+    this.select(null);
+    new ResizeObserver(() => this.resize()).observe(this.canvas);
+    this.canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      this.zoom(Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0016)), event.offsetX, event.offsetY);
+    }, { passive: false });
+    this.canvas.addEventListener("pointerdown", (event) => {
+      this.canvas.setPointerCapture(event.pointerId);
+      [this.from, this.travelled] = [[event.offsetX, event.offsetY], 0];
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      if (!event.isPrimary) return; // another finger
+      if (!event.buttons) return this.hover(this.at(event.offsetX, event.offsetY));
+      const [dx, dy] = [event.offsetX - this.from[0], event.offsetY - this.from[1]];
+      this.pan(-dx / this.side(), -dy / this.side());
+      [this.from, this.travelled] = [[event.offsetX, event.offsetY], this.travelled + Math.hypot(dx, dy)];
+    });
+    this.canvas.addEventListener("pointerup", (event) => {
+      if (this.travelled < 5) this.select(this.at(event.offsetX, event.offsetY));
+    });
+    this.canvas.addEventListener("pointerleave", () => this.hover(null));
+  }
+
+  drawLegend(parent) {
+    this.data.classes.slice(0, PALETTE.length).forEach(([name, count], n) => {
+      const item = element(parent, "span");
+      element(item, "i").style.background = PALETTE[n];
+      item.append(`${name} (${count})`);
+    });
+    const others = this.data.classes.length - PALETTE.length;
+    if (others > 0) element(parent, "span", {}, `and ${others} more in grey`);
+  }
+
+  resize() {
+    const ratio = devicePixelRatio || 1;
+    [this.width, this.height] = [this.canvas.clientWidth, this.canvas.clientHeight];
+    [this.canvas.width, this.canvas.height] = [this.width * ratio, this.height * ratio];
+    this.pen = this.canvas.getContext("2d");
+    this.pen.scale(ratio, ratio);
+    this.draw(); // at once, as a canvas of another size is blank
+  }
+
+  // The side of the whole map, and that of a thumbnail, in pixels.
+  side() {
+    return 0.88 * Math.min(this.width, this.height) * this.scale;
+  }
+
+  size() {
+    return Math.min(72, (0.8 * this.side()) / Math.sqrt(this.data.names.length));
+  }
+
+  onScreen(n) {
+    const [x, y] = this.data.positions[n], side = this.side();
+    return [(x - this.middle[0]) * side + this.width / 2, (y - this.middle[1]) * side + this.height / 2];
+  }
+
+  // The image drawn at (x, y), or null. Checking all of them takes microseconds.
+  at(x, y) {
+    let best = null, least = Math.max(12, 0.6 * this.size());
+    this.data.names.forEach((_, n) => {
+      const [px, py] = this.onScreen(n), distance = Math.hypot(px - x, py - y);
+      if (distance < least) [best, least] = [n, distance];
+    });
+    return best;
+  }
+
+  reset() {
+    [this.scale, this.middle] = [1, [0.5, 0.5]];
+    this.redraw();
+  }
+
+  zoom(factor, x = this.width / 2, y = this.height / 2) {
+    const before = this.side();
+    this.scale = Math.min(200, Math.max(0.6, this.scale * factor));
+    const shift = 1 / before - 1 / this.side();
+    this.pan((x - this.width / 2) * shift, (y - this.height / 2) * shift);
+  }
+
+  pan(x, y) {
+    this.middle = [this.middle[0] + x, this.middle[1] + y];
+    this.redraw();
+  }
+
+  // Draw with the next frame, once for all changes before it.
+  redraw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    if (!this.pen) return;
+    const size = this.size(), near = this.selected === null ? [] : this.data.neighbours[this.selected];
+    this.pen.clearRect(0, 0, this.width, this.height);
+    this.data.names.forEach((_, n) => {
+      const [x, y] = this.onScreen(n);
+      if (x < -size || y < -size || x > this.width + size || y > this.height + size) return;
+      if (size >= 15) this.picture(n, size);
+      else this.square(n, Math.max(3.4, size / 2)); // without a GPU, discs take ten times as long as squares
+    });
+    for (const n of near) this.picture(n, Math.max(26, size));
+    for (const n of [this.selected, this.hovered]) if (n !== null) this.picture(n, Math.max(52, 1.4 * size));
+  }
+
+  square(n, side) {
+    const [x, y] = this.onScreen(n);
+    this.pen.fillStyle = PALETTE[this.data.labels[n]] ?? OTHERS;
+    this.pen.fillRect(x - side / 2, y - side / 2, side, side);
+  }
+
+  picture(n, side) {
+    this.square(n, side + 3);
+    this.paint(this.pen, this.data.thumbnails, n, ...this.onScreen(n), side);
+  }
+
+  // Draw picture n of an atlas, a grid of pictures, centred at (x, y), its longer side `side` long.
+  paint(pen, { image, columns, size: [h, w] }, n, x, y, side) {
+    const fit = side / Math.max(h, w);
+    pen.drawImage(image, (n % columns) * w, Math.floor(n / columns) * h, w, h, x - (w * fit) / 2, y - (h * fit) / 2, w * fit, h * fit);
+  }
+
+  label(n) {
+    return this.data.classes[this.data.labels[n]]?.[0] ?? "";
+  }
+
+  hover(n) {
+    this.hovered = n;
+    this.hint.textContent = n === null ? "Drag to move, scroll to zoom, click to select." : `${this.data.names[n]} ${this.label(n)}`;
+    this.redraw();
+  }
+
+  select(n) {
+    this.selected = n;
+    this.hover(null);
+    this.panel.replaceChildren();
+    element(this.panel, "p", { class: "caption" }, n === null ? "Select an image to see its nearest neighbours." : `${this.data.names[n]} ${this.label(n)}`);
+    if (n === null) return;
+    this.show(this.panel, this.data.thumbnails, n, "image");
+    if (this.data.attention) this.show(this.panel, this.data.attention, n, "attention (mean of heads)");
+    this.data.neighbours[n].forEach((other, rank) => {
+      const button = element(this.panel, "button", { type: "button", title: this.data.names[other] });
+      this.show(button, this.data.thumbnails, other, `${this.data.cosines[n][rank].toFixed(4)} ${this.label(other)}`);
+      button.addEventListener("click", () => this.select(other));
+    });
+  }
+
+  show(parent, atlas, n, caption) {
+    const figure = element(parent, "figure"), canvas = element(figure, "canvas", { width: 192, height: 192 });
+    this.paint(canvas.getContext("2d"), atlas, n, 96, 96, 192);
+    element(figure, "figcaption", {}, caption);
+  }
+}
 
 const report = { data: JSON.parse(document.getElementById("data").textContent) }; // also for the browser's console
 
-report.charts = report.data.charts.map((data) =>
-  new Chart(document.getElementById(data.small ? "small-charts" : "charts"), data));
+report.charts = report.data.charts.map((data) => new Chart(document.getElementById("charts"), data));
 if (report.data.map) report.map = new Explorer(document.getElementById("explorer"), report.data.map);

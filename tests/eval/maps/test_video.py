@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from dino_vit.eval.maps.video import VideoFile, writing_video
+from dino_vit.eval.maps.video import reading_video, writing_video
 
 pytest.importorskip("av", reason="PyAV is not installed")
 
@@ -27,7 +27,8 @@ def test_frames_are_turned_as_players_show_them(tmp_path, written, turns):
     data = path.read_bytes()
     track = data.index(b"tkhd")
     path.write_bytes(data[:track] + data[track:].replace(matrix(1, 0, 0, 1), matrix(*written), 1))
-    frames = list(VideoFile(str(path)))
-    assert len(frames) == 3
+    with reading_video(str(path)) as (rate, reader):
+        frames = list(reader)
+    assert (rate, len(frames)) == (10, 3)
     for frame in frames:
         assert (frame.float() - picture.rot90(turns, (1, 2))).abs().mean() < 8

@@ -1,13 +1,19 @@
+"""What a page shows of the images: the map of a teacher, the views of training, attention."""
+
+import math
+
 import numpy as np
+import pytest
 import torch
 from einops import rearrange
 
 from dino_vit.cli import main
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.features import extract_features
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.maps.pictures import heat
-from dino_vit.reports import sheets
-from dino_vit.reports.explorer import build_map, data_uri
+from dino_vit.eval.online import random_indices
+from dino_vit.reports import pictures
 from dino_vit.reports.record import read_run
 from dino_vit.views.augment import Augment
 from dino_vit.views.build import build_views
@@ -17,10 +23,43 @@ from tests.support.images import write_synthetic
 from tests.support.reports import picture_of
 
 
+def test_the_map_holds_the_features_and_neighbours_of_the_teacher(made):
+    teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
+    source = open_source(read_run(made).config.data.source)
+    images = pictures.build_map(teacher, source, random_indices(source, seed=0)[:40])
+    features = extract_features(
+        teacher.model, source, images.indices, transform=teacher.transform, batch_size=7
+    ).values
+    unit = features / features.norm(dim=1, keepdim=True)
+    assert torch.allclose(images.features, unit, atol=1e-5)
+    for row in range(40):
+        cosines = {other: float(unit[row] @ unit[other]) for other in range(40) if other != row}
+        nearest = sorted(cosines, key=cosines.get, reverse=True)[: pictures.NEIGHBOURS]
+        near = images.neighbours[row].tolist()
+        assert [cosines[other] for other in near] == pytest.approx([cosines[n] for n in nearest], abs=1e-5)
+        assert row not in near
+    assert [source.classes[source.label(index)] for index in images.indices] == images.labels
+    assert images.attention.shape == (40, 8, 8)  # of images of 64 px, although it was trained on 32
+    data = pictures.to_json(images)
+    assert np.array(data["positions"]).min() >= 0
+    assert np.ptp(data["positions"], axis=0).max() == pytest.approx(1, abs=1e-3)
+    assert picture_of(data["attention"]["uri"]).shape == (6 * 8, 7 * 8, 3)
+
+
+def test_tsne_keeps_groups_together_and_stands_a_collapse():
+    middles = torch.nn.functional.normalize(torch.randn(4, 16), dim=1)
+    group = torch.arange(80) % 4
+    features = torch.nn.functional.normalize(middles[group] + 0.05 * torch.randn(80, 16), dim=1)
+    positions = pictures.tsne(features)
+    nearest = torch.cdist(positions, positions).fill_diagonal_(math.inf).argmin(dim=1)
+    assert (group[nearest] == group).float().mean() > 0.95
+    assert pictures.tsne(features[:1].expand(4, -1)).isfinite().all()
+
+
 def test_the_views_are_those_that_the_network_saw(made):
     config, epoch = read_run(made).config, 2
     source = open_source(config.data.source)
-    rows = sheets.view_rows(config, source, epoch)
+    rows = pictures.view_rows(config, source, epoch)
     sampler = Sampler(length=len(source), batch_size=8, seed=config.seed)
     loader = Loader(source=source, views=build_views(config), sampler=sampler)
     batch = next(loader.batches(epoch * sampler.steps_per_epoch))
@@ -31,7 +70,7 @@ def test_the_views_are_those_that_the_network_saw(made):
         for size, pixels in batch.views.items():
             seen = rearrange(augment(pixels, batch.augment[size]), "(v b) c y x -> v b c y x", b=8)
             for view in seen[:, sample]:
-                uris.append(data_uri((view * 255).round().clamp(0, 255).to(torch.uint8)))
+                uris.append(pictures.data_uri((view * 255).round().clamp(0, 255).to(torch.uint8)))
         assert [tile.uri for tile in row.tiles[1:]] == uris
         assert [tile.caption for tile in row.tiles] == [
             *("image", "global 1, 32 × 32 px", "global 2, 32 × 32 px"),
@@ -44,11 +83,11 @@ def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
         write_synthetic(tmp_path / "images" / f"{number}.png", number, size=90)  # no whole number of patches
     source = open_source(str(tmp_path / "images"))
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
-    found = build_map(teacher, source, [0, 1, 2, 3])
+    found = pictures.build_map(teacher, source, [0, 1, 2, 3])
     command = ["attention", str(tmp_path / "images"), f"weights={made}", f"output={tmp_path / 'maps'}"]
     assert main(command) == 0
-    for row in sheets.attention_rows(teacher, source, found):
-        maps = torch.from_numpy(np.load(tmp_path / "maps" / f"{row.name[:-4]}.attention.npy"))
+    for row in pictures.attention_rows(teacher, source, found):
+        maps = torch.from_numpy(np.load(tmp_path / "maps" / f"{row.name[:-4]}-{row.name[:-4]}.attention.npy"))
         assert maps.shape == (2, 12, 12)
         assert [tile.caption for tile in row.tiles] == ["image", "mean of heads", "head 0", "head 1"]
         for values, tile in zip((maps.mean(dim=0), *maps), row.tiles[1:], strict=True):

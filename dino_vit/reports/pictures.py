@@ -1,4 +1,4 @@
-"""The map of a run's images: their positions, neighbours, thumbnails and attention.
+"""What a page shows of the images: views, attention, and a map of positions, neighbours and thumbnails.
 
 n images, k neighbours, d features, y x rows and columns
 """
@@ -9,10 +9,10 @@ import math
 import shutil
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -20,23 +20,54 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.labels import read_sampling_weights
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import FrozenBackbone, eval_mode, in_batches
 from dino_vit.eval.knn import nearest
-from dino_vit.eval.maps.attention import cls_attention, pad, with_attention
-from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
+from dino_vit.eval.maps.attention import cls_attention, pad, principal_components, with_attention
+from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.eval_transform import resize_and_center_crop
+from dino_vit.views.sampler import Sampler
 
 BATCH, NEIGHBOURS, MIN_IMAGES, MAX_IMAGES = 64, 8, 4, 6000
 MAX_NAME = 120  # characters
-SIDE = 64  # pixels of a thumbnail, at most
+ROWS, HEADS = 6, 12  # at most, of views and attention
+TILE_SIDE = 144  # pixels of a picture in a row
+ATTENTION_SIDE = 512  # pixels of the longer side of an image whose attention is drawn, at most
+SIDE = 64  # pixels of a thumbnail on the map, at most
 # Of all thumbnails and of all attention maps, so that the page stays below 5 MB.
 THUMBNAIL_PIXELS, ATTENTION_PIXELS = 5_000_000, 400_000
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
 TINY = 1e-30
+
+
+class Tile(NamedTuple):
+    """A picture and its caption."""
+
+    uri: str
+    caption: str
+
+
+class Row(NamedTuple):
+    """An image and the pictures that belong to it."""
+
+    name: str
+    tiles: list[Tile]
+
+
+@dataclass(kw_only=True)
+class Pictures:
+    """The sections of a page that need the images or a checkpoint, empty where these are missing."""
+
+    views: list[Row] = field(default_factory=list)
+    attention: list[Row] = field(default_factory=list)
+    map: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +85,50 @@ class ImageMap:
     attention: Tensor | None  # (n, y, x); None of a network without heads to show
 
 
+def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
+    """Recreate the views of a few images in an epoch, as the networks saw them."""
+    weights = read_sampling_weights(source, config.data.weights) if config.data.weights else None
+    sampler = Sampler(length=len(source), batch_size=1, seed=config.seed, weights=weights)
+    indices = sampler.order(epoch)[:ROWS].tolist()
+    kinds = [f"global {n + 1}" for n in range(config.views.global_count)]
+    kinds += [f"local {n + 1}" for n in range(config.views.local_count)]
+    rows = []
+    for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
+        name, tiles = shorten(source.name(index), MAX_NAME), []
+        try:
+            tiles.append(_tile(read_image(source, index, build_pixels(config)), "image"))
+        except UnreadableImage as error:
+            name += f": {error.reason}; replaced by another image"
+        for kind, view in zip(kinds, views, strict=True):
+            tiles.append(_tile(view, f"{kind}, {view.shape[-1]} × {view.shape[-2]} px"))
+        rows.append(Row(name, tiles))
+    return rows
+
+
+def attention_rows(teacher: FrozenBackbone, source: Source, images: ImageMap) -> list[Row]:
+    """Draw the attention maps of a few whole images, by head of the last block."""
+    rows = []
+    for index, name in list(zip(images.indices, images.names, strict=True))[:ROWS]:
+        image = read_image(source, index, teacher.transform.pixels)
+        image = resize_sides(image, None, ATTENTION_SIDE)
+        (heads,) = attention_of(teacher, image[None])
+        picture = resize_sides(as_picture(image), None, TILE_SIDE)
+        maps = {"mean of heads": heads.mean(dim=0)}
+        maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
+        tiles = [Tile(data_uri(picture), "image")]
+        for caption, values in maps.items():
+            squares = enlarge(values, (image.shape[-2], image.shape[-1]), teacher.model.patch_size)
+            # Not smoothed, so that patches stay squares with sharp edges.
+            squares = F.interpolate(squares[None, None], size=picture.shape[-2:], mode="nearest-exact")
+            tiles.append(Tile(data_uri(heat(squares[0, 0])), caption))
+        rows.append(Row(name, tiles))
+    return rows
+
+
+def _tile(image: Tensor, caption: str) -> Tile:
+    return Tile(data_uri(resize_sides(as_picture(image), None, TILE_SIDE)), caption)
+
+
 def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> ImageMap:
     """Compute the map of some images of a source, without those that cannot be read."""
     kept, outputs = _outputs(teacher, source, indices)
@@ -69,7 +144,7 @@ def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> Im
         features=features,
         neighbours=neighbours,
         cosines=cosines,
-        positions=tsne(features) if find_spec("sklearn") else pca(features),
+        positions=tsne(features) if find_spec("sklearn") else principal_components(features, 2),
         thumbnails=thumbnails,
         attention=attention[0] if attention else None,
     )
@@ -107,20 +182,12 @@ def attention_of(teacher: FrozenBackbone, images: Tensor) -> Tensor:
     return cls_attention(with_attention(teacher.model), padded).float().cpu()
 
 
-def pca(features: Tensor) -> Tensor:
-    """Return the first two principal components of features (n, d), with the same signs on every machine."""
-    centred = features.double() - features.double().mean(dim=0)
-    _, directions = torch.linalg.eigh(centred.T @ centred)
-    positions = centred @ directions[:, -2:].flip(1)
-    return (positions * positions.gather(0, positions.abs().argmax(dim=0, keepdim=True)).sign()).float()
-
-
 def tsne(features: Tensor) -> Tensor:
     """Return the t-SNE of features (n, d) of unit length."""
     from sklearn.manifold import TSNE
 
     # Like init="pca", which divides by zero where a collapse has made all features equal.
-    start = pca(features)
+    start = principal_components(features, 2).float()
     start *= 1e-4 / start.std().clamp_min(TINY)
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     method = TSNE(perplexity=perplexity, init=start.numpy(), random_state=0)
@@ -128,7 +195,7 @@ def tsne(features: Tensor) -> Tensor:
 
 
 def to_json(images: ImageMap) -> dict[str, Any]:
-    """Return a map as `explorer.js` reads it; the classes with their counts, the largest first."""
+    """Return a map as `page.js` reads it; the classes with their counts, the largest first."""
     classes = Counter(label for label in images.labels if label is not None).most_common()
     numbers = {label: number for number, (label, _) in enumerate(classes)}
     return {
