@@ -14,8 +14,7 @@ from typing import Any
 
 import dino_vit
 from dino_vit.commands import COMMANDS, Result
-from dino_vit.config import arguments
-from dino_vit.config.loading import to_yaml
+from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, to_yaml
 from dino_vit.config.settings import Settings
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
@@ -24,7 +23,7 @@ from dino_vit.core.text import PrintableFormatter, printable_lines
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
     argv = sys.argv[1:] if argv is None else argv
-    args = arguments.parse_arguments(build_parser(argv), argv)
+    args = parse_arguments(build_parser(argv), argv)
     args.program = f"dino-vit {args.command}"
     return _exit_code(args, lambda: _run(args))
 
@@ -32,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     """Run a program of `eval/`, whose docstring is its help, with the settings on its command line."""
     parser = argparse.ArgumentParser()
-    arguments.add_config_arguments(parser, cls)
+    add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
-    args = arguments.parse_arguments(parser)
+    args = parse_arguments(parser)
     args.program, args.traceback = Path(sys.argv[0]).name, False
-    return _exit_code(args, lambda: _print(run(arguments.config_from(args, cls))))
+    return _exit_code(args, lambda: _print(run(config_from(args, cls))))
 
 
 def _exit_code(args: argparse.Namespace, work: Callable[[], None]) -> int:
@@ -73,12 +72,12 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         if name in argv:  # its settings may be declared next to code that imports torch
             cls = command.config_class
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
-            arguments.add_config_arguments(subparser, cls)
+            add_config_arguments(subparser, cls)
     show = commands.add_parser("config", help="print the settings of a command as YAML or as a JSON schema")
     show.description = "Print every setting of a command with its meaning, as YAML that loads again."
     show.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
     show.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
-    arguments.add_config_arguments(show, Settings)
+    add_config_arguments(show, Settings)
     return parser
 
 
@@ -90,7 +89,7 @@ def _run(args: argparse.Namespace) -> None:
         schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
         print(json.dumps(schema, indent=2))
         return
-    config = arguments.config_from(args, cls)
+    config = config_from(args, cls)
     if show:
         print(to_yaml(config), end="")
         return

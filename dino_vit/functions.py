@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_vit.commands import COMMANDS
-from dino_vit.config.arguments import list_settings
-from dino_vit.config.loading import load, replace
+from dino_vit.config.loading import list_settings, load, replace
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import Settings, section_of
 from dino_vit.core import log

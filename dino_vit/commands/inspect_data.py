@@ -43,12 +43,11 @@ class InspectConfig(Settings):
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
     positional: ClassVar = ("source",)
-    switches: ClassVar = {"json": "as_json"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts(Result):
-    """What is in a source, by the names that --json prints."""
+    """What is in a source, by the names that as_json prints."""
 
     facts: dict[str, Any]
 
@@ -160,7 +159,7 @@ def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield f"  {title:<11} {len(lines):,}"
         yield from (f"    {line}" for line in lines[:LISTED])
     if len(lines) > LISTED:
-        yield f"    and {len(lines) - LISTED:,} more; --json lists all"
+        yield f"    and {len(lines) - LISTED:,} more; as_json=true lists all"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

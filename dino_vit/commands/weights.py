@@ -12,7 +12,7 @@ from pydantic import Field
 from dino_vit import __version__
 from dino_vit.commands import Result
 from dino_vit.config.sections import Side, WeightsFormat
-from dino_vit.config.settings import Few, Problem, Settings, setting
+from dino_vit.config.settings import Few, Settings, setting
 from dino_vit.core import height_width, log
 from dino_vit.core.text import brief
 from dino_vit.models.backbone import Backbone
@@ -42,7 +42,6 @@ class _WeightsConfig(Settings):
     )
 
     positional: ClassVar[tuple[str, ...]] = ("source",)
-    options: ClassVar[tuple[str, ...]] = ("network", "source_format", "heads", "image_size")
 
     def load(self) -> LoadedBackbone:
         """Load the backbone."""
@@ -57,7 +56,6 @@ class InspectWeightsConfig(_WeightsConfig):
 
     as_json: bool = setting(False, "print JSON")
 
-    switches: ClassVar = {"json": "as_json"}
     examples: ClassVar = ("inspect-weights runs/pretrain",)
 
 
@@ -73,19 +71,17 @@ class ExportConfig(_WeightsConfig):
     private: bool = setting(False, "with --push: create the repository as a private one")
 
     positional: ClassVar = ("source", "out")
-    options: ClassVar = ("format", "license", "push", *_WeightsConfig.options)
-    switches: ClassVar = {name: name for name in ("overwrite", "dynamic", "private")}
     examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
         if self.dynamic and self.format != "onnx":
-            yield Problem(f"--dynamic is for --format onnx, not {self.format}", ("dynamic", "format"))
+            yield f"--dynamic is for --format onnx, not {self.format}"
         for name in ("license", "push"):
             if getattr(self, name) is not None and self.format != "huggingface":
-                yield Problem(f"--{name} is for --format huggingface, not {self.format}", (name, "format"))
+                yield f"--{name} is for --format huggingface, not {self.format}"
         if self.private and self.push is None:
-            yield Problem("--private is for --push OWNER/NAME; give both or neither", ("private", "push"))
+            yield "--private is for --push OWNER/NAME; give both or neither"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dino_vit.config.checks import scaled_lr
 from dino_vit.config.loading import load, replace, to_yaml
-from dino_vit.config.pretrain import METHODS, PretrainConfig
+from dino_vit.config.pretrain import METHODS, PretrainConfig, scaled_lr
 from dino_vit.config.sections import Arch
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
 from dino_vit.core import VIT_SIZES
@@ -66,8 +65,6 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
     ("overrides", "message"),
     [
         (["loss.teacher_temp=0.1"], "loss.teacher_temp=0.1 is not below the student's 0.1"),
-        (["loss.warmup_teacher_temp=0.1"], "loss.warmup_teacher_temp=0.1 is not below"),
-        (["loss.student_temp=0.2"], "is no longer a setting (command line); its value is fixed at 0.1"),
         (["head.shared=false"], "is a head for masked patches, but loss.patch_weight=0 masks none"),
         (["views.global_size=[16, 224]", "loss.patch_weight=1"], "has 1 x 14 patches, too few for masks"),
         (["loss.warmup_teacher_temp_epochs=30"], "raise loss.teacher_temp (0.07)"),
@@ -82,13 +79,13 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["budget.epochs=3", "budget.steps=3"], "budget.epochs=3 and budget.steps=3 are both given"),
         (["budget.epochs=null"], "the run has no length"),
         (["run.eval_every=2", "run.eval_every_steps=5"], "run.eval_every and run.eval_every_steps are both"),
-        (["model.arch=vit_smal"], "model.arch = vit_smal (command line): did you mean vit_small?"),
+        (["model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
         (
             ["model.arch=resnet50"],
             "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge, timm:",
         ),
-        (["model.arch=vit_tiny", "model.width=64"], "remove model.width=64"),
-        (["model.width=64"], "without model.arch, model.depth must be given too"),
+        (["model.arch=vit_tiny", "model.width=64"], "remove model.width"),
+        (["model.width=64"], "give model.width and model.depth, or model.arch"),
         (["model.width=96", "model.depth=2"], "is not a multiple of the 64 channels of a head"),
         (["model.width=64", "model.depth=2", "model.heads=5"], "use 4 heads"),
         (["views.global_size=[224, 100]"], "not divisible by model.patch_size=16; use 96 or 112, or another"),
@@ -111,8 +108,6 @@ def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message
     [
         ["loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=30"],
         ["budget.steps=10"],
-        ["teacher.momentum_end=1", "views.ratio=[0.75, 1.3333333333333333]", "augment.noise=0"],
-        ["budget.images=1e6"],
         ["model.width=64", "model.depth=2", "model.heads=4"],
         ["model.width=128", "model.depth=4"],
         ["model.patch_size=14", "views.local_size=98"],
@@ -133,7 +128,7 @@ def test_what_makes_sense_is_accepted(overrides: list[str]) -> None:
 
 def test_a_default_that_stands_in_for_a_mistake_is_not_blamed() -> None:
     text = refused("budget.epochs=5", "optim.warmup_epochs=two")
-    assert text == "optim.warmup_epochs = two (command line): must be a valid number"
+    assert text == "optim.warmup_epochs = two: must be a valid number"
 
 
 def test_a_huge_network_has_patches_of_14_unless_told_otherwise() -> None:

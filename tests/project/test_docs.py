@@ -14,8 +14,7 @@ from torch.distributed.run import get_args_parser
 import dino_vit
 from dino_vit.cli import build_parser
 from dino_vit.commands import COMMANDS as commands_table
-from dino_vit.config.arguments import config_from, parse_arguments
-from dino_vit.config.loading import load, write_yaml
+from dino_vit.config.loading import config_from, load, parse_arguments, write_yaml
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import sections, settings_of
 from dino_vit.core.storage import read_metadata, read_tensors

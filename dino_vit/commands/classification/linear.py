@@ -14,7 +14,7 @@ import torch
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification
 from dino_vit.commands.classification.dino2021 import Dino2021, probe_features, train_probe
-from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Problem, Settings, setting
+from dino_vit.config.settings import Count, Few, NonEmpty, Positive, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.text import plural, progress
@@ -89,10 +89,10 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
             text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
-            yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
+            yield text
 
 
 def run(config: LinearConfig) -> Classification:
