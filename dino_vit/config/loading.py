@@ -45,9 +45,9 @@ _Layer = dict[str, object]  # values by dotted key
 
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
-    below = _flat(read_yaml(file.read_bytes(), str(file))) if file else {}
+    below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
     if isinstance(overrides, Mapping):
-        return _build(cls, below, _flat(overrides), str(file))
+        return _build(cls, below, flat(overrides), str(file))
     above: _Layer = {}
     for text in overrides:
         layer = _read_override(cls, text)
@@ -57,15 +57,15 @@ def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapp
 
 def replace(config: C, changes: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
-    return _build(type(config), values(config, given=True), _flat(changes), "unchanged")
+    return _build(type(config), values(config, given=True), flat(changes), "unchanged")
 
 
-def _flat(nested: Mapping[str, object], prefix: str = "") -> _Layer:
+def flat(nested: Mapping[str, object], prefix: str = "") -> _Layer:
     """Return values in sections by their dotted keys."""
     layer: _Layer = {}
     for name, value in nested.items():
         key = f"{prefix}{name}"
-        layer |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+        layer |= flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
     return layer
 
 
@@ -78,7 +78,7 @@ def _read_override(cls: type[Settings], text: str) -> _Layer:
     info = settings_of(cls).get(key)
     if info and info.takes_text and value != "null":
         return {key: value}
-    return _flat({key: _parse_yaml(value, brief(text))})
+    return flat({key: _parse_yaml(value, brief(text))})
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
@@ -99,7 +99,7 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
     problems: list[str] = []
     nested: dict[str, Any] = {}
     for key, value in layer.items():
-        is_empty = value in (None, {}) and key in sections(cls)  # a section without settings
+        is_empty = key in sections(cls) and value in (None, {})  # a section without settings
         if key in infos:
             section, _, name = key.rpartition(".")
             inside = nested.setdefault(section, {}) if section else nested

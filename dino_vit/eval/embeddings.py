@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from dino_vit.core import log
-from dino_vit.core.storage import OWN_KEY, replacing, utf8_path, write_bytes
+from dino_vit.core.storage import OWN_KEY, replacing, write_bytes
 from dino_vit.core.text import brief
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.maps.pictures import EMPTY, Panel, thumbnail
@@ -143,8 +143,7 @@ def _write_parquet(path: Path, embeddings: Embeddings, dtype: np.dtype[Any], nor
 def _read_parquet(path: Path) -> Embeddings:
     from pyarrow import parquet
 
-    with utf8_path(path) as name:
-        table = parquet.read_table(name, memory_map=True)
+    table = parquet.read_table(path, memory_map=True)
     metadata = json.loads(table.schema.metadata[OWN_KEY.encode()])
     blocks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["embedding"].chunks]
     return Embeddings(

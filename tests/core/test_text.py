@@ -76,8 +76,8 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(photos):
-    """The folder of a run on them, named in the same way."""
-    output = photos.parent / f"run{ODD}"
+    """The folder of a run on them, whose name has escape sequences too."""
+    output = photos.parent / f"run{ODD[1:]}"
     settings = {"data.source": photos, "budget.steps": 5}
     said = run(output, {**settings, "optim.warmup_epochs": 0})
     assert r"photos\xff\x1b[31m" in said
