@@ -93,8 +93,8 @@ def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
 def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
-    set_above = [key for key, value in above.items() if value is not None and key in infos]
-    layer = _without(below, [*above, *(rival for key in set_above for rival in infos[key].rivals)]) | above
+    layer = _without(below, [*above, *_rivals(cls, above)]) | above
+    layer = {rival: None for rival in _rivals(cls, layer) if infos[rival].default is not None} | layer
     origins = {key: f" ({file})" for key in layer.keys() - above.keys()}
     problems: list[str] = []
     nested: dict[str, Any] = {}
@@ -113,6 +113,12 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
     if problems := problems or list(config.contradictions()):
         raise ConfigError(problems)
     return config
+
+
+def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
+    """Return the settings that those of a layer exclude."""
+    infos = settings_of(cls)
+    return {rival for key in layer if key in infos and layer[key] is not None for rival in infos[key].rivals}
 
 
 def _hint(cls: type[Settings], key: str) -> str:

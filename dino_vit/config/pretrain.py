@@ -106,7 +106,7 @@ class PretrainConfig(Settings):
     def contradictions(self) -> Iterator[str]:
         """Yield every refused combination, except of settings that recipe=auto has yet to fill in."""
         filled_later = AUTO_KEYS - given_keys(self) if self.recipe == "auto" else frozenset[str]()
-        for check in (_check_model, _check_views, _check_channels, _check_loss, _check_rates, _check_lengths):
+        for check in (_check_model, _check_views, _check_channels, _check_loss, _check_lengths):
             for problem in check(self):
                 if not filled_later.intersection(problem.keys):
                     yield problem.text
@@ -133,13 +133,13 @@ def _check_model(config: PretrainConfig) -> Iterator[Problem]:
     keys = ("model.arch", *sizes)
     if model.timm:
         default = values(PretrainConfig())
-        unused = {key for key in sections.OF_OUR_TRANSFORMERS if get(config, key) != default[key]}
+        unused = [key for key in sections.OF_OUR_TRANSFORMERS if get(config, key) != default[key]]
         if "." in model.timm:
             text = f"model.arch={model.arch} names weights, but model.arch is a network without any"
             yield Problem(f"{text}; give init.weights={model.arch}", keys)
         elif given or unused:
             text = f"model.arch={model.arch} is built as timm defines it"
-            yield Problem(f"{text}; remove {', '.join([*given, *sorted(unused)])}", (*keys, *unused))
+            yield Problem(f"{text}; remove {', '.join([*given, *unused])}", (*keys, *unused))
     elif model.arch and given:
         text = f"model.arch={model.arch} already sets width, depth and heads"
         yield Problem(f"{text}; remove it (model.arch=null) or remove {', '.join(given)}", keys)
@@ -156,9 +156,8 @@ def _check_heads(model: sections.Model) -> Iterator[Problem]:
         text = f"model.width={width} is not a multiple of the {sections.HEAD_CHANNELS} channels of a head"
         yield Problem(f"{text}; give model.heads, or another width", keys)
     elif width % heads:
-        near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - heads))
         text = f"model.width={width} is not divisible by model.heads={heads}"
-        yield Problem(f"{text}; use {near} heads, or a width that is a multiple of {heads}", keys)
+        yield Problem(f"{text}; use other heads, or a width that is a multiple of {heads}", keys)
     elif model.positions == "rotary" and width // heads % 4:
         text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
         yield Problem(f"{text}; use other model.heads", ("model.positions", *keys))
@@ -230,21 +229,11 @@ def _check_loss(config: PretrainConfig) -> Iterator[Problem]:
             yield Problem(f"{text}; use smaller patches, or loss.patch_weight=0", keys)
 
 
-def _check_rates(config: PretrainConfig) -> Iterator[Problem]:
-    """Refuse rates that cannot work on any number of processes."""
-    optim, keys = config.optim, ("optim.lr", "optim.lr_scaling", "optim.name")
-    for text in check_scaled_lr(optim, config.data.batch_size * optim.accumulate, too_low=False):
-        yield Problem(text, keys)
-    if optim.min_lr > optim.lr:
-        text = f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}"
-        yield Problem(f"{text}; it is the learning rate at the end", ("optim.min_lr", "optim.lr"))
-
-
-def check_scaled_lr(optim: sections.Optim, global_batch: int, *, too_low: bool = True) -> Iterator[str]:
-    """Refuse a scaled learning rate above the sane range, or below it if `too_low`."""
+def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
+    """Refuse a scaled learning rate outside of the sane range."""
     lr = scaled_lr(optim.lr, global_batch, optim.lr_scaling)
     lowest, highest = SANE_LR[optim.name]
-    if lr > highest or (too_low and lr < lowest):
+    if not lowest <= lr <= highest:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
         yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
 

@@ -31,20 +31,16 @@ Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
 Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
-OF_OUR_TRANSFORMERS = frozenset(
-    (
-        *("model.patch_size", "model.positions", "model.rotary_rescale", "model.registers"),
-        *("model.layer_scale", "model.drop_path_schedule", "optim.patch_embed_lr"),
-    )
+OF_OUR_TRANSFORMERS = (
+    *("model.patch_size", "model.positions", "model.rotary_rescale", "model.registers"),
+    *("model.layer_scale", "model.drop_path_schedule", "optim.patch_embed_lr"),
 )
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
 CENTER_MOMENTUM = 0.9  # of the mean of the teacher's outputs, with loss.centering=ema
-Factor = Annotated[float, Field(ge=1, le=100)]
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[PositiveShare, PositiveShare]
-Sigma = Annotated[float, Field(gt=0, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
 
 
@@ -81,7 +77,9 @@ class Model(Settings):
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's, with keys without bias")
-    rotary_rescale: Factor | None = setting(2.0, "rescale rotary positions in training by up to this factor")
+    rotary_rescale: Positive | None = setting(
+        2.0, "in training, rescale rotary positions by up to this"
+    )
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting(
@@ -143,11 +141,6 @@ class Views(Settings):
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
 
     @property
-    def shapes(self) -> list[Size]:
-        """Height and width of the views that there are."""
-        return [self.global_shape, *([self.local_shape] if self.local_count else [])]
-
-    @property
     def global_shape(self) -> Size:
         """Height and width of a global view."""
         return height_width(self.global_size)
@@ -169,7 +162,7 @@ class AugmentSettings(Settings):
     hue: Annotated[float, Field(ge=0, le=0.5)] = setting(0.1, "shift by up to this part of the colour circle")
     grey: Probability = setting(0.2, "probability of conversion to grey")
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
-    blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
+    blur_sigma: tuple[Positive, Positive] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
     module: str | None = setting(None, "python:MODULE:NAME, a module on batches of views instead of these")
 

@@ -12,7 +12,6 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -85,15 +84,6 @@ class Settings(BaseModel):
         if value == "" or (isinstance(value, tuple) and "" in value):
             raise PydanticCustomError("empty", "Input should be non-empty text")
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unset_other_groups(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        groups = [group for group in cls.one_of if any(given.get(name) is not None for name in group)]
-        others = [name for group in cls.one_of if groups and group not in groups for name in group]
-        return {**{name: None for name in others if cls.model_fields[name].default is not None}, **given}
 
 
 C = TypeVar("C", bound=Settings)

@@ -217,7 +217,8 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
     ):
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
     student.backbone.grad_checkpointing = config.model.grad_checkpointing
-    for size in config.views.shapes:
+    views = config.views
+    for size in [views.global_shape, *([views.local_shape] if views.local_count else [])]:
         student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
     if context.trained:
         for network in (student, teacher):
