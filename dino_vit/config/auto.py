@@ -22,14 +22,11 @@ TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of ti
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
 ENOUGH_IMAGES = 100_000  # seen in a run, with repeats, before a larger network learns better
-# What method=dinov2 regularises long runs with, and its value in method=dino.
-GENTLE: dict[str, object] = {
-    "model.drop_path": 0.1,
-    "model.drop_path_schedule": "linear",
-    "model.layer_scale": None,
-    "optim.layer_decay": None,
-    "optim.patch_embed_lr": 1.0,
-}
+# What method=dinov2 regularises long runs with.
+REGULARISATION = (
+    *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
+    *("optim.layer_decay", "optim.patch_embed_lr"),
+)
 EVALUATIONS = 6  # in a short run
 SHORT = 30_000  # steps; shorter runs may never leave the uniform state without BatchNorm in the head
 
@@ -194,9 +191,10 @@ def _choose_gentle(choices: _Choices) -> None:
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
-    for key, value in GENTLE.items():
-        if get(choices.config, key) != value:
-            choices.choose(key, value, f"DINO's, for a run of fewer than {SHORT:,} steps")
+    of_dino = PretrainConfig()
+    for key in REGULARISATION:
+        if get(choices.config, key) != get(of_dino, key):
+            choices.choose(key, get(of_dino, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
 
 
 def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:

@@ -19,7 +19,6 @@ from dino_vit.config.settings import (
     C,
     ConfigError,
     Settings,
-    as_tuples,
     section_of,
     sections,
     settings_of,
@@ -104,7 +103,7 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
             section, _, name = key.rpartition(".")
             inside = nested.setdefault(section, {}) if section else nested
             inside[name] = value
-        elif not is_empty and not (key in FIXED and as_tuples(value) == FIXED[key]):
+        elif not is_empty and not (key in FIXED and value == FIXED[key]):
             problems.append(f"{brief(key)} is not a setting{origins.get(key, '')}; {_hint(cls, key)}")
     try:
         config = cls.model_validate(nested)

@@ -77,9 +77,7 @@ class Model(Settings):
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's, with keys without bias")
-    rotary_rescale: Positive | None = setting(
-        2.0, "in training, rescale rotary positions by up to this"
-    )
+    rotary_rescale: Positive | None = setting(2.0, "in training, rescale rotary positions by up to this")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting(

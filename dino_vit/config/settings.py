@@ -75,7 +75,7 @@ class Settings(BaseModel):
     @classmethod
     def _plain(cls, value: object, info: ValidationInfo) -> object:
         """Take paths, lists, and one value for a list of it; refuse empty text."""
-        value = as_tuples(value)
+        value = _as_tuples(value)
         setting_info = settings_of(cls).get(str(info.field_name))
         if setting_info and setting_info.is_list and not isinstance(value, tuple | None):
             value = (value,)
@@ -89,10 +89,10 @@ class Settings(BaseModel):
 C = TypeVar("C", bound=Settings)
 
 
-def as_tuples(value: object) -> object:
+def _as_tuples(value: object) -> object:
     """Return lists as tuples, and paths as text."""
     if isinstance(value, list | tuple):
-        return tuple(map(as_tuples, value))
+        return tuple(map(_as_tuples, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

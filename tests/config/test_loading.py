@@ -119,7 +119,7 @@ def test_a_typo_leads_back_to_its_key(kind: str) -> None:
         ("", []),
     ],
 )
-def test_names_from_elsewhere_and_without_their_section_are_understood(typed: str, meant: list[str]) -> None:
+def test_names_without_their_section_are_understood(typed: str, meant: list[str]) -> None:
     assert nearest(typed, PretrainConfig) == meant
 
 
@@ -152,11 +152,9 @@ def test_a_mistake_hides_only_the_contradictions_it_is_part_of() -> None:
         ("- a\n", "PATH: write settings as `name: value`"),
         ("eggs: 3\neggs: 4\n", "PATH, line 2: eggs is given twice; keep one"),
         ("oven: 3\n", "oven is not a setting (PATH); the section oven has oven.degrees, oven.gas"),
-        ("1: 2\n", "1 is not a setting"),
         ("a:\n\tb: 1\n", "PATH, line 2: found character '\\t'"),
         ("a: [1, 2\n", "PATH, line 2: "),
         ("a: 1\n---\nb: 2\n", "PATH, line 2: "),
-        ("a: !!timestamp x\n", "PATH: cannot be read as YAML"),
         ("a: !!python/object:os.system {}\n", "PATH, line 1: "),
     ],
 )

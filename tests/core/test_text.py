@@ -29,8 +29,11 @@ RAW = re.compile(rb"[\0-\x09\x0b-\x0c\x0e-\x1f\x7f]|\r(?!\n)|\xff|\xc2[\x80-\x9f
 )
 def test_only_what_cannot_be_shown_or_written_is_escaped(raw, shown):
     assert printable(os.fsdecode(raw)) == printable(shown) == shown
-    assert printable_lines(f"{os.fsdecode(raw)}\n2") == "\n".join([*map(printable, raw_lines(raw)), "2"])
+    assert printable_lines(f"{os.fsdecode(raw)}\n2") == "\n".join(
+        [*map(printable, os.fsdecode(raw).split("\n")), "2"]
+    )
     assert printable("\ud800") == r"\ud800"
+    assert printable_lines("a\x1b\n2") == "a\\x1b\n2"
 
 
 def test_a_text_in_a_message_is_short_and_printable():
@@ -57,10 +60,6 @@ def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
         advance.shown = 0
         advance(1)
     assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
-
-
-def raw_lines(raw):
-    return os.fsdecode(raw).split("\n")
 
 
 @pytest.fixture(scope="module")
