@@ -9,13 +9,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import dino_vit
 from dino_vit.commands import COMMANDS, Result
-from dino_vit.config import arguments
-from dino_vit.config.loading import to_yaml
+from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, to_yaml
 from dino_vit.config.settings import Settings
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
@@ -24,42 +22,17 @@ from dino_vit.core.text import PrintableFormatter, printable_lines
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
     argv = sys.argv[1:] if argv is None else argv
-    args = arguments.parse_arguments(build_parser(argv), argv)
-    args.program = f"dino-vit {args.command}"
-    return _exit_code(args, lambda: _run(args))
+    args = parse_arguments(build_parser(argv), argv)
+    return _exit_code(lambda: _run(args), f"dino-vit {args.command}", show_traceback=args.traceback)
 
 
 def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     """Run a program of `eval/`, whose docstring is its help, with the settings on its command line."""
     parser = argparse.ArgumentParser()
-    arguments.add_config_arguments(parser, cls)
+    add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
-    args = arguments.parse_arguments(parser)
-    args.program, args.traceback = Path(sys.argv[0]).name, False
-    return _exit_code(args, lambda: _print(run(arguments.config_from(args, cls))))
-
-
-def _exit_code(args: argparse.Namespace, work: Callable[[], None]) -> int:
-    """Do the work; a user's mistake is a message on stderr and exit code 2, not a traceback."""
-    # Read by torch when it is imported: threads that spin while they wait slow a busy CPU down several times;
-    # small pages cost a CPU step a tenth of its time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    _log_to_stderr()
-    try:
-        work()
-    except BrokenPipeError:  # such as when `head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _leave(128 + 13)
-    except Exception as error:
-        return _fail(error, args)
-    except SystemExit as stop:  # by a signal
-        _say(f"{args.program}: stopped; run the same command again")
-        return _leave(int(stop.code or 0))
-    except KeyboardInterrupt:
-        _say(f"{args.program}: interrupted")
-        return _leave(130)
-    return 0
+    args = parse_arguments(parser)
+    return _exit_code(lambda: _print(run(config_from(args, cls))), parser.prog)
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -73,12 +46,12 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         if name in argv:  # its settings may be declared next to code that imports torch
             cls = command.config_class
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
-            arguments.add_config_arguments(subparser, cls)
+            add_config_arguments(subparser, cls)
     show = commands.add_parser("config", help="print the settings of a command as YAML or as a JSON schema")
     show.description = "Print every setting of a command with its meaning, as YAML that loads again."
     show.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
     show.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
-    arguments.add_config_arguments(show, Settings)
+    add_config_arguments(show, Settings)
     return parser
 
 
@@ -90,7 +63,7 @@ def _run(args: argparse.Namespace) -> None:
         schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
         print(json.dumps(schema, indent=2))
         return
-    config = arguments.config_from(args, cls)
+    config = config_from(args, cls)
     if show:
         print(to_yaml(config), end="")
         return
@@ -104,52 +77,56 @@ def _print(result: Result | None) -> None:
         print(printable_lines(str(result)))
 
 
-def _fail(error: Exception, args: argparse.Namespace) -> int:
-    """Say what went wrong, or where if nobody foresaw it, and return the exit code."""
-    distributed = sys.modules.get("dino_vit.core.distributed")
-    text, code = str(error), getattr(error, "exit_code", 2)
-    foreseen = isinstance(error, ValueError | OSError) or hasattr(error, "exit_code")
-    if distributed and distributed.unanswered(error):
-        text, code, foreseen = "Timed out waiting for another rank (run.peer_timeout)", REQUEUE, True
-        text += "; run the same command again"
-    elif distributed and distributed.lost_process(error):
-        text, code, foreseen = "another process of this run has ended; see its error message", 1, True
-    elif isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", text)
-    ):
-        first_line, foreseen = text.partition("\n")[0], True
-        text = f"out of memory: use a smaller batch, smaller images or a smaller network. {first_line}"
-    elif isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
-        code, foreseen = REQUEUE, True
-        text = text.strip(" .")
-        text += ". If memory ran out, use fewer workers or smaller batches. Run the same command again"
-    if args.traceback or not foreseen:
-        traceback.print_exception(error)
-        return _leave(1)
-    print(printable_lines(f"{args.program}: {text}"), file=sys.stderr)
-    return _leave(code)
-
-
-def _say(text: str) -> None:
-    if is_rank_0():
-        print(text, file=sys.stderr)
-
-
-def _leave(code: int) -> int:
-    """Return the exit code, or in a launch of several processes end this one at once.
-
-    The others may wait for it in a collective, and it for them when it exits: the launcher ends them.
-    """
+def _exit_code(work: Callable[[], None], program: str, *, show_traceback: bool = False) -> int:
+    """Do the work; a user's mistake is a message on stderr and exit code 2, not a traceback."""
+    # Read by torch when it is imported: threads that spin while they wait slow a busy CPU down several times;
+    # small pages cost a CPU step a tenth of its time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
+    try:
+        work()
+        return 0
+    except BrokenPipeError:  # such as when `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text, code = "", 128 + 13
+    except SystemExit as stop:  # by a signal
+        text, code = "stopped; run the same command again" if is_rank_0() else "", int(stop.code or 0)
+    except KeyboardInterrupt:
+        text, code = "interrupted" if is_rank_0() else "", 130
+    except Exception as error:
+        text, code = _explain(error)
+        if show_traceback or not text:
+            traceback.print_exception(error)
+            text, code = "", 1
+    if text:
+        print(printable_lines(f"{program}: {text}"), file=sys.stderr)
     distributed = sys.modules.get("dino_vit.core.distributed")
     if distributed and distributed.world_size() > 1:
+        # The others may wait for this one in a collective, and it for them at its end; the launcher ends all.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
+def _explain(error: Exception) -> tuple[str, int]:
+    """Return what went wrong, without a text if nobody foresaw it, and the exit code."""
+    distributed = sys.modules.get("dino_vit.core.distributed")
+    text = str(error)
+    if distributed and distributed.unanswered(error):
+        return "Timed out waiting for another rank (run.peer_timeout); run the same command again", REQUEUE
+    if distributed and distributed.lost_process(error):
+        return "another process of this run has ended; see its error message", 1
+    is_full = isinstance(error, RuntimeError) and re.search("allocate memory|out of memory", text)
+    if is_full or isinstance(error, MemoryError):
+        first_line = text.partition("\n")[0]
+        return f"out of memory: use a smaller batch, smaller images or a smaller network. {first_line}", 2
+    if isinstance(error, RuntimeError) and text.startswith("DataLoader worker"):
+        advice = "If memory ran out, use fewer workers or smaller batches. Run the same command again"
+        return f"{text.strip(' .')}. {advice}", REQUEUE
+    foreseen = isinstance(error, ValueError | OSError) or hasattr(error, "exit_code")
+    return text if foreseen else "", getattr(error, "exit_code", 2)

@@ -5,8 +5,8 @@
 
 Each takes what its command takes by position, then settings by keyword: those in sections by their dotted
 name in a dictionary, or a section as a dictionary (`optim={"lr": 1e-3}`). `config` is a file of settings, or
-a dictionary or object of them, that these change. A mistake raises a ValueError with the sentence that the
-command would print. `verbose=False` prints nothing but warnings.
+an object of them, that these change. A mistake raises a ValueError with the sentence that the command would
+print. `verbose=False` prints nothing but warnings.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
 (see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What one function
@@ -23,17 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from dino_vit.commands import COMMANDS
-from dino_vit.config.arguments import list_settings
-from dino_vit.config.loading import load, replace
+from dino_vit.config.loading import flat, list_settings, load, replace
 from dino_vit.config.objects import pass_object, title_of
 from dino_vit.config.settings import Settings, section_of
 from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
-SOURCES = "source", "train", "data.source"  # these take objects too
-MODULE = "augment.module"  # and this
-OF_WEIGHTS = "inspect-weights", "export"  # commands whose source is no images
+OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
+MODULE = "augment.module"  # and this a module or a function
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -47,19 +45,9 @@ def function_of(name: str) -> Callable[..., Any]:
         arguments = taken.bind(*args, **keywords).arguments
         config, verbose = arguments.pop("config", None), arguments.pop("verbose", True)
         called = {hook.name: arguments.pop(hook.name, None) for hook in hooks}
-        for hook, value in called.items():
-            if value is not None and not callable(value):
-                raise TypeError(f"{hook} must be a function, not {value!r}")
         settings = arguments.pop("settings", {})
-        for parameter, value in arguments.items():
-            key = positional.get(parameter, parameter)
-            if key in settings:
-                raise TypeError(f"{function.__name__}() got {key} by position and by name; give it once")
-            if value is not None or parameter not in positional:
-                settings[key] = value
-        if name not in OF_WEIGHTS:
-            settings = _with_objects_named(settings)
-        ready: Any = _config(cls, config, settings)
+        settings |= {positional.get(name, name): value for name, value in arguments.items()}
+        ready: Any = _config(cls, config, _with_objects_named(settings))
         with _logging(verbose):
             result = run(ready, **called)
         if name == "pretrain":
@@ -97,35 +85,26 @@ def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) ->
     """Return the settings of a command, validated."""
     if isinstance(config, cls):
         return replace(config, settings)
-    if isinstance(config, Mapping):
-        return load(cls, None, {**config, **settings})
     if config is not None and not isinstance(config, str | os.PathLike):
         raise TypeError(f"config must be a file or a {cls.__name__}, not a {type(config).__name__}")
     return load(cls, None if config is None else Path(config), settings)
 
 
-def _with_objects_named(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return settings with the names of objects, where they are objects."""
-    named = {}
-    for name, value in settings.items():
-        key = f"{section}{name}"
-        if isinstance(value, Mapping):
-            value = _with_objects_named(value, f"{key}.")
-        elif key in (*SOURCES, MODULE) and not isinstance(value, str | os.PathLike | None):
-            value = _named(key, value)
-        named[name] = value
+def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key, with the names of objects where they are objects."""
+    named = flat(settings)
+    for key in named.keys() & {MODULE, *OBJECTS}:
+        value: Any = named[key]
+        if isinstance(value, str | os.PathLike | None):
+            continue
+        if key == MODULE:
+            named[key] = pass_object(value, title_of(value))
+        else:
+            from dino_vit.data.custom import CustomSource  # imports torch
+
+            source = CustomSource(value)
+            named[key] = pass_object(source, source.title)
     return named
-
-
-def _named(key: str, value: Any) -> str:
-    if key == MODULE:
-        if not callable(value) or isinstance(value, type):
-            raise TypeError(f"{MODULE} must be a module or a function, not {value!r}")
-        return pass_object(value, title_of(value))
-    from dino_vit.data.custom import CustomSource  # imports torch
-
-    source = CustomSource(value)
-    return pass_object(source, source.title)
 
 
 @contextmanager

@@ -50,17 +50,9 @@ class Run:
         written = report.run(load(report.ReportConfig, None, {**settings, "run": self.folder}))
         return written.path if written else Path(settings.get("output") or self.folder / "report.html")
 
-    def backbone(
-        self, network: Literal["teacher", "student"] = "teacher", *, step: int | None = None
-    ) -> LoadedBackbone:
-        """Load a network of the newest checkpoint, or of that of a step."""
-        if step is None:
-            return load_backbone(self.folder, network=network)
-        paths = {int(path.stem.removeprefix("step-")): path for path in self.checkpoints}
-        if step not in paths:
-            steps = ", ".join(f"{saved:,}" for saved in paths) or "none yet"
-            raise ValueError(f"{self.folder} has no checkpoint of step {step:,}; there are: {steps}")
-        return load_backbone(paths[step], network=network)
+    def backbone(self, network: Literal["teacher", "student"] = "teacher") -> LoadedBackbone:
+        """Load a network of the newest checkpoint; `load_backbone` takes any of `checkpoints`."""
+        return load_backbone(self.folder, network=network)
 
     def _record(self) -> RunRecord:
         return read_run(self.folder)

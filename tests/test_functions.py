@@ -58,10 +58,8 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")
     assert f"step 20 of 20, {run.state}" in repr(run)
     assert run.outcome
-    newest, before = run.backbone(), run.backbone("student", step=15)
-    assert (newest.provenance.step, before.provenance.step, before.provenance.network) == (20, 15, "student")
-    with pytest.raises(ValueError, match="has no checkpoint of step 7; there are: 15, 20"):
-        run.backbone(step=7)
+    newest, before = run.backbone("student"), dino_vit.load_backbone(run.checkpoints[0])
+    assert (newest.provenance.step, newest.provenance.network, before.provenance.step) == (20, "student", 15)
     assert run.report(output=tmp_path / "page.html", images=20).read_text().startswith("<!doctype html>")
     assert dino_vit.Run(run.folder).metrics() == run.metrics()
     with pytest.raises(ValueError, match="is not the folder of a run"):
@@ -115,18 +113,6 @@ def test_figures_are_those_of_the_file(run, photos, tmp_path):
         assert found.path.parent == run.folder / "eval"
         assert found.top1.images == 12
         assert {name: one.images for name, one in found.per_class.items()} == {"class0": 6, "class1": 6}
-    tuned = dino_vit.finetune(
-        photos,
-        weights=run.folder,
-        output=tmp_path / "tuned",
-        epochs=2,
-        warmup_epochs=1,
-        workers=0,
-        verbose=False,
-    )
-    assert tuned.top1._asdict() == tuned.details["last"]["top1"]
-    pixels = dino_vit.dense("synthetic:scenes:8:32", weights=run.folder, patches=100, verbose=False)
-    assert pixels.knn.mean_iou._asdict() == json.loads(pixels.path.read_text())["knn"]["mean_iou"]
 
 
 def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
@@ -162,18 +148,17 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
     assert resumed.folder == run.folder
     changed = dino_vit.pretrain(config=run.config, output=tmp_path, verbose=False, budget={"steps": 10})
     assert (len(changed.metrics()), changed.config.optim) == (10, run.config.optim)
-    with pytest.raises(ValueError, match=r"optim.lr = fast .in code.: must be a valid number"):
-        dino_vit.pretrain(config={"optim": {"lr": "fast"}})
+    with pytest.raises(ValueError, match=r"optim.lr = fast: must be a valid number"):
+        dino_vit.pretrain(optim={"lr": "fast"})
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: dino_vit.pretrain(epochs=3), ValueError, "epochs is not .* did you mean budget.epochs"),
-        (lambda: dino_vit.pretrain(**{"optim.lr": "fast"}), ValueError, "optim.lr = fast .in code.: must be"),
+        (lambda: dino_vit.pretrain(**{"optim.lr": "fast"}), ValueError, "optim.lr = fast: must be"),
         (lambda: dino_vit.knn("photos"), ValueError, "weights is needed: run folder or weights file"),
         (lambda: dino_vit.knn("nowhere", weights="x.pth"), ValueError, "x.pth does not exist"),
-        (lambda: dino_vit.pretrain(on_metrics=3), TypeError, "on_metrics must be a function, not 3"),
         (lambda: dino_vit.knn(config=PretrainConfig()), TypeError, "must be a file or a KnnConfig"),
     ],
 )

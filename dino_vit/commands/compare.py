@@ -11,7 +11,7 @@ from pydantic import Field
 from dino_vit.commands import Result, format_table
 from dino_vit.commands.classification import knn, linear
 from dino_vit.commands.maps import dense
-from dino_vit.config.settings import NonEmpty, Problem, Settings, setting
+from dino_vit.config.settings import NonEmpty, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -59,12 +59,12 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 
     positional: ClassVar = ("source",)
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield weights that leave nothing to compare."""
         if len(set(self.weights)) < len(self.weights):
-            yield Problem("weights are given twice; give each once", ("weights",))
+            yield "weights are given twice; give each once"
         if len(self.weights) + self.untrained < 2:
-            yield Problem("give two weights or more, or one and untrained=true", ("weights",))
+            yield "give two weights or more, or one and untrained=true"
 
 
 @dataclass(frozen=True, kw_only=True)

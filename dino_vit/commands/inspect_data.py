@@ -43,12 +43,11 @@ class InspectConfig(Settings):
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
     positional: ClassVar = ("source",)
-    switches: ClassVar = {"json": "as_json"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts(Result):
-    """What is in a source, by the names that --json prints."""
+    """What is in a source, by the names that as_json prints."""
 
     facts: dict[str, Any]
 
@@ -156,7 +155,7 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"  unreadable  {len(unreadable):,}"
         yield from (f"    {image['name']}: {image['reason']}" for image in unreadable[:LISTED])
         if len(unreadable) > LISTED:
-            yield f"    and {len(unreadable) - LISTED:,} more; --json lists all"
+            yield f"    and {len(unreadable) - LISTED:,} more; as_json=true lists all"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

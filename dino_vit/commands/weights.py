@@ -11,7 +11,7 @@ from pydantic import Field
 
 from dino_vit.commands import Result
 from dino_vit.config.sections import Side, WeightsFormat
-from dino_vit.config.settings import Few, Problem, Settings, setting
+from dino_vit.config.settings import Few, Settings, setting
 from dino_vit.core import height_width
 from dino_vit.models.backbone import Backbone
 from dino_vit.training.metrics import BASELINE, METRICS, read_records
@@ -34,7 +34,6 @@ class _WeightsConfig(Settings):
     )
 
     positional: ClassVar[tuple[str, ...]] = ("source",)
-    options: ClassVar[tuple[str, ...]] = ("network", "source_format", "heads", "image_size")
 
     def load(self) -> LoadedBackbone:
         """Load the backbone."""
@@ -49,7 +48,6 @@ class InspectWeightsConfig(_WeightsConfig):
 
     as_json: bool = setting(False, "print JSON")
 
-    switches: ClassVar = {"json": "as_json"}
     examples: ClassVar = ("inspect-weights runs/pretrain",)
 
 
@@ -63,16 +61,14 @@ class ExportConfig(_WeightsConfig):
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
     positional: ClassVar = ("source", "out")
-    options: ClassVar = ("format", "license", *_WeightsConfig.options)
-    switches: ClassVar = {"overwrite": "overwrite", "dynamic": "dynamic"}
     examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
         if self.dynamic and self.format != "onnx":
-            yield Problem(f"--dynamic is for --format onnx, not {self.format}", ("dynamic", "format"))
+            yield f"--dynamic is for --format onnx, not {self.format}"
         if self.license is not None and self.format != "huggingface":
-            yield Problem(f"--license is for --format huggingface, not {self.format}", ("license", "format"))
+            yield f"--license is for --format huggingface, not {self.format}"
 
 
 @dataclass(frozen=True, kw_only=True)

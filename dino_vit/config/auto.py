@@ -7,8 +7,7 @@ batch 512 to 1024, where nothing changes) and what learns from 20,000 images of 
 from math import ceil, log2, sqrt
 from typing import NamedTuple, TypeVar, cast
 
-from dino_vit.config.checks import scaled_lr
-from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, scaled_lr
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core import height_width
 
@@ -23,19 +22,12 @@ TIMM_PATCH = 32  # pixels of a cell of the last feature map, of nearly all of ti
 # Largest side of a view, width and depth of the networks that a run of some minutes chooses from.
 LADDER = ((48, 96, 4), (64, 128, 6), (64, 192, 6), (96, 192, 12), (128, 256, 12), (224, 384, 12))
 ENOUGH_IMAGES = 100_000  # seen in a run, with repeats, before a larger network learns better
-# What method=dinov2 regularises long runs with, and its value in method=dino.
-GENTLE: dict[str, object] = {
-    "model.drop_path": 0.1,
-    "model.drop_path_schedule": "linear",
-    "model.layer_scale": None,
-    "optim.layer_decay": None,
-    "optim.patch_embed_lr": 1.0,
-}
-EVALUATIONS = 6  # in a short run
-PHASES = (
-    *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
-    *("loss.warmup_teacher_temp_epochs", "init.head_epochs"),
+# What method=dinov2 regularises long runs with.
+REGULARISATION = (
+    *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
+    *("optim.layer_decay", "optim.patch_embed_lr"),
 )
+EVALUATIONS = 6  # in a short run
 SHORT = 30_000  # steps; shorter runs may never leave the uniform state without BatchNorm in the head
 
 
@@ -163,7 +155,7 @@ def _patch(image_size: int) -> float:
 def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int | None) -> int:
     """Choose the length of the run and of the phases at its start; return the number of steps."""
     budget = choices.config.budget
-    if not {"budget.epochs", "budget.steps", "budget.images", "budget.minutes"} & choices.given:
+    if not {"budget.epochs", "budget.steps", "budget.minutes"} & choices.given:
         epochs = min(max(10 * round(10 * (IMAGENET / images) ** 0.25), 30), 800)
         reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         budget = budget.model_copy(update={"epochs": choices.choose("budget.epochs", epochs, reason)})
@@ -175,9 +167,8 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
     for key in PHASES:
         value = cast(float, get(choices.config, key) or 0)
         if key not in choices.made and value >= length:
-            fitting = int(length / 10) if key.startswith("loss.") else _round(length / 10)
             reason = f"{value:g} does not fit {length:.3g} epochs: a tenth of them"
-            choices.made[key] = Choice(key, fitting, reason)
+            choices.made[key] = Choice(key, fitting_phase(key, length), reason)
     if "run.eval_every_steps" not in choices.given:
         interval = _round(min(10.0, length / EVALUATIONS))
         choices.choose("run.eval_every", interval, f"{EVALUATIONS} times in a run, at least every 10 epochs")
@@ -200,15 +191,16 @@ def _choose_gentle(choices: _Choices) -> None:
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)
-    for key, value in GENTLE.items():
-        if get(choices.config, key) != value:
-            choices.choose(key, value, f"DINO's, for a run of fewer than {SHORT:,} steps")
+    of_dino = PretrainConfig()
+    for key in REGULARISATION:
+        if get(choices.config, key) != get(of_dino, key):
+            choices.choose(key, get(of_dino, key), f"DINO's, for a run of fewer than {SHORT:,} steps")
 
 
 def _choose_rates(choices: _Choices, steps: int, batch: int) -> None:
     """Let a short run move fast: temperature, half-life of the teacher and learning rate follow its steps."""
     shortness, config = max(1.0, PUBLISHED_STEPS / steps), choices.config
-    if not {"loss.warmup_teacher_temp", "loss.warmup_teacher_temp_epochs"} & choices.given:
+    if "loss.warmup_teacher_temp_epochs" not in choices.given:
         if config.loss.warmup_teacher_temp_epochs:
             choices.choose("loss.warmup_teacher_temp_epochs", 0, "one temperature in a short run")
         reason = "sharper in a short run: 0.04 x (steps / 125,000) ^ 1/9, at least 0.02"

@@ -1,14 +1,15 @@
 """Load settings: defaults, then a YAML file of differences, then `section.name=value` on the command line.
 
 YAML is of version 1.2, in which `no` is text and `1e-3` a number. pydantic checks the values. All wrong names
-and values are reported together, each with its origin; contradictions between settings once these are right.
+and values are reported together; contradictions between settings once these are right.
 """
 
+import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -18,7 +19,6 @@ from dino_vit.config.settings import (
     C,
     ConfigError,
     Settings,
-    as_tuples,
     section_of,
     sections,
     settings_of,
@@ -26,233 +26,224 @@ from dino_vit.config.settings import (
 )
 from dino_vit.core.text import brief
 
-# Keys of an earlier version, which are understood for one more.
-RENAMED = {
-    "anchor": "gram",
-    "photometry": "augment",
-    "data.photometry": "data.augment_on",
-    "loss.centring": "loss.centering",
-    "model.checkpoint_blocks": "model.grad_checkpointing",
-    "readers": "num_workers",
-}
-
-# Settings of an earlier version that are constants now; their constants are understood for one more.
+# Settings that are constants now; the configs of earlier runs have them, and must have these values.
 FIXED: dict[str, object] = {
-    "views.ratio": (3 / 4, 4 / 3),
-    "loss.student_temp": 0.1,
-    "loss.center_momentum": 0.9,
-    "masks.probability": 0.5,
-    "masks.ratio": (0.1, 0.5),
-    "augment.noise": 0.0,
-    "augment.noise_std": (0.01, 0.1),
-    "optim.head_weight_decay": 1.0,
-    "teacher.momentum_end": 1.0,
+    "head.layers": 3,
+    "loss.warmup_teacher_temp": 0.04,
+    "budget.images": None,
+    "run.max_nonfinite_steps": 5,
+    "init.format": None,
+    "init.trained_size": None,
+    "init.heads": None,
 }
-
-# Names in the reference of 2021 and in other libraries that are too far from ours to be taken for typos.
-OTHER_NAMES = {
-    "data.batch_size": "batch_size_per_gpu",
-    "data.channels": "in_chans in_channels",
-    "data.source": "data_path dataset root",
-    "data.workers": "num_workers",
-    "head.batch_norm": "use_bn_in_head",
-    "head.prototypes": "out_dim",
-    "init.weights": "pretrained",
-    "k": "top topk nb_knn",
-    "model.arch": "backbone",
-    "model.registers": "num_register_tokens",
-    "model.width": "embed_dim hidden_size",
-    "optim.accumulate": "gradient_accumulation_steps",
-    "optim.clip": "clip_grad max_norm",
-    "optim.lr": "learning_rate",
-    "output": "out",
-    "run.checkpoint_every": "saveckp_freq save_every",
-    "run.precision": "use_fp16 amp",
-    "source": "data_path dataset images path",
-    "teacher.momentum": "ema",
-    "views.global_count": "global_crops_number",
-    "views.global_size": "image_size img_size",
-    "views.local_count": "local_crops_number",
-    "weights": "checkpoint model pretrained",
-    "workers": "num_workers",
-}
-
 
 COLUMN = 34  # where the meaning of a setting begins
 
-
-class Entry(NamedTuple):
-    """A value under a dotted key, and where it was given."""
-
-    key: str
-    value: object
-    origin: str
-
-
-_Layer = dict[str, Entry]  # by dotted key
+_Layer = dict[str, object]  # values by dotted key
 
 
 def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapping[str, object] = ()) -> C:
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
-    problems: list[str] = []
-    below = _layer(cls, read_yaml(file.read_bytes(), str(file)) if file else [], problems)
+    below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
     if isinstance(overrides, Mapping):
-        return _build(cls, below, _layer(cls, _flat(overrides), problems), problems)
+        return _build(cls, below, flat(overrides), str(file))
     above: _Layer = {}
     for text in overrides:
-        layer = _layer(cls, _read_override(cls, text, problems), problems)
+        layer = _read_override(cls, text)
         above = _without(above, layer) | layer
-    return _build(cls, below, above, problems)
+    return _build(cls, below, above, str(file))
 
 
 def replace(config: C, changes: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
-    cls, problems = type(config), list[str]()
-    below = {key: Entry(key, value, "unchanged") for key, value in values(config, given=True).items()}
-    return _build(cls, below, _layer(cls, _flat(changes), problems), problems)
+    return _build(type(config), values(config, given=True), flat(changes), "unchanged")
 
 
-def _flat(nested: Mapping[str, object], prefix: str = "") -> list[Entry]:
-    """Return values by dotted key, or by section and name, as entries."""
-    entries = []
-    for name, value in nested.items():
-        inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []
-        entries += inside or [Entry(f"{prefix}{name}", value, "in code")]
-    return entries
-
-
-def _read_override(cls: type[Settings], text: str, problems: list[str]) -> list[Entry]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        guesses = [f"write {key}=..." for key in nearest(text, cls) if key in settings_of(cls)]
-        hint = [*guesses, "write settings as name=value"][0]
-        problems.append(f"{brief(text)!r} on the command line is not key=value; {hint}")
-        return []
-    info = settings_of(cls).get(key)
-    if info and info.takes_text and value != "null":
-        return [Entry(key, value, "command line")]
-    try:
-        return read_yaml(value, "command line", key)
-    except ValueError as error:
-        problems.append(f"{brief(text)} ({error})")
-        return []
-
-
-def _layer(cls: type[Settings], entries: Iterable[Entry], problems: list[str]) -> _Layer:
-    """Return the entries that are settings, and report the others."""
+def flat(nested: Mapping[str, object], prefix: str = "") -> _Layer:
+    """Return values in sections by their dotted keys."""
     layer: _Layer = {}
-    for given, value, origin in entries:
-        key = _current_name(cls, given)
-        is_empty = value in (None, {}) and key in ("", *sections(cls))  # a file or section without settings
-        if key in layer:
-            problems.append(f"{key} is given twice ({layer[key].origin} and {origin}); keep one")
-        elif key in settings_of(cls):
-            layer[key] = Entry(key, value, origin)
-        elif not is_empty and not (key in FIXED and as_tuples(value) == FIXED[key]):
-            problems.append(_unknown(cls, key, origin))
+    for name, value in nested.items():
+        key = f"{prefix}{name}"
+        layer |= flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
     return layer
 
 
-def _current_name(cls: type[Settings], key: str) -> str:
-    section, dot, name = key.partition(".")
-    current = RENAMED.get(key) or f"{RENAMED.get(section, section)}{dot}{name}"
-    return current if current in settings_of(cls) or current in FIXED else key
+def _read_override(cls: type[Settings], text: str) -> _Layer:
+    key, equals, value = text.partition("=")
+    if not equals:
+        guesses = [f"write {key}=..." for key in nearest(text, cls)]
+        hint = [*guesses, "write settings as name=value"][0]
+        raise ValueError(f"{brief(text)!r} on the command line is not key=value; {hint}")
+    info = settings_of(cls).get(key)
+    if info and info.takes_text and value != "null":
+        return {key: value}
+    return flat({key: _parse_yaml(value, brief(text))})
 
 
 def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     """Return a layer without some settings; the key of a section covers all inside, and the reverse."""
     return {
-        old: entry
-        for old, entry in layer.items()
+        old: value
+        for old, value in layer.items()
         if not any(f"{key}.".startswith(f"{old}.") or f"{old}.".startswith(f"{key}.") for key in keys)
     }
 
 
-def _unknown(cls: type[Settings], key: str, origin: str) -> str:
-    if not key:
-        return f"{origin}: write settings as `name: value`"
-    if key in FIXED:
-        return f"{key} is no longer a setting ({origin}); its value is fixed at {write_yaml(FIXED[key])}"
-    section = key.partition(".")[0]
-    if key not in sections(cls) and (guesses := nearest(key, cls)):
-        hint = f"did you mean {' or '.join(guesses)}?"
-    elif section in sections(cls):
-        inside = [name for name in settings_of(cls) if name.startswith(f"{section}.")]
-        hint = f"the section {section} has {', '.join(inside)}"
-    else:
-        hint = f"there are {', '.join(cls.model_fields)}"
-    return f"{brief(key)} is not a setting ({origin}); {hint}"
-
-
-def nearest(typed: str, cls: type[Settings]) -> list[str]:
-    """Return the dotted keys that a mistyped one may mean, by their own, their last and their other names."""
-    keys_by_name: dict[str, list[str]] = {}
-    for key in settings_of(cls):
-        for name in {key, key.rpartition(".")[2], *OTHER_NAMES.get(key, "").split()}:
-            keys_by_name.setdefault(name, []).append(key)
-    typed = typed.strip("-").replace("-", "_")
-    last = typed.rpartition(".")[2]
-    for text, cutoff in ((typed, 1.0), (last, 1.0), (typed, 0.75), (last, 0.75)):
-        if matches := get_close_matches(text, keys_by_name, n=1, cutoff=cutoff):
-            return keys_by_name[matches[0]]
-    return []
-
-
-def _build(cls: type[C], below: _Layer, above: _Layer, problems: list[str]) -> C:
+def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
-    rivals = {rival for key, entry in above.items() if entry.value is not None for rival in infos[key].rivals}
-    layer = _without(below, {*above, *rivals}) | above
+    layer = _without(below, [*above, *_rivals(cls, above)]) | above
+    layer = {rival: None for rival in _rivals(cls, layer) if infos[rival].default is not None} | layer
+    origins = {key: f" ({file})" for key in layer.keys() - above.keys()}
+    problems: list[str] = []
     nested: dict[str, Any] = {}
-    for key, entry in layer.items():
-        section, _, name = key.rpartition(".")
-        inside = nested.setdefault(section, {}) if section else nested
-        inside[name] = entry.value
+    for key, value in layer.items():
+        is_empty = key in sections(cls) and value in (None, {})  # a section without settings
+        if key in infos:
+            section, _, name = key.rpartition(".")
+            inside = nested.setdefault(section, {}) if section else nested
+            inside[name] = value
+        elif not is_empty and not (key in FIXED and value == FIXED[key]):
+            problems.append(f"{brief(key)} is not a setting{origins.get(key, '')}; {_hint(cls, key)}")
     try:
         config = cls.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError([*problems, *_explained(cls, layer, error)]) from None
-    for text, keys in () if problems else config.contradictions():
-        origins = ", ".join(f"{key}: {layer[key].origin}" for key in keys if key in layer)
-        problems.append(f"{text} ({origins})" if origins else text)
-    if problems:
+        raise ConfigError([*problems, *_explained(cls, layer, origins, error)]) from None
+    if problems := problems or list(config.contradictions()):
         raise ConfigError(problems)
     return config
 
 
-def _explained(cls: type[Settings], layer: _Layer, error: ValidationError) -> Iterator[str]:
+def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
+    """Return the settings that those of a layer exclude."""
+    infos = settings_of(cls)
+    return {rival for key in layer if key in infos and layer[key] is not None for rival in infos[key].rivals}
+
+
+def _hint(cls: type[Settings], key: str) -> str:
+    """Return what to write instead of a key that is no setting."""
+    section = key.partition(".")[0]
+    if key in FIXED:
+        return f"its value is fixed at {write_yaml(FIXED[key])}"
+    if key not in sections(cls) and (guesses := nearest(key, cls)):
+        return f"did you mean {' or '.join(guesses)}?"
+    if section in sections(cls):
+        inside = [name for name in settings_of(cls) if name.startswith(f"{section}.")]
+        return f"the section {section} has {', '.join(inside)}"
+    return f"there are {', '.join(cls.model_fields)}"
+
+
+def nearest(typed: str, cls: type[Settings]) -> list[str]:
+    """Return the dotted keys that a mistyped one may mean, with their section or without."""
+    keys_by_name: dict[str, list[str]] = {}
+    for key in settings_of(cls):
+        for name in {key, key.rpartition(".")[2]}:
+            keys_by_name.setdefault(name, []).append(key)
+    last = typed.rpartition(".")[2]
+    for name, cutoff in ((last, 1.0), (typed, 0.75), (last, 0.75)):
+        if matches := get_close_matches(name, keys_by_name, n=1, cutoff=cutoff):
+            return keys_by_name[matches[0]]
+    return []
+
+
+def _explained(
+    cls: type[Settings], layer: _Layer, origins: Mapping[str, str], error: ValidationError
+) -> Iterator[str]:
     """Yield a sentence for each wrong setting: what was given, and what is allowed."""
-    details: dict[str, list[ErrorDetails]] = {}  # a union has one for each type, a list for each item
+    allowed: dict[str, list[str]] = {}  # a union has a message for each type, a list for each item
     for detail in error.errors(include_url=False):
         section, *names = map(str, detail["loc"])
         key = f"{section}.{names[0]}" if names else section
-        details.setdefault(key if key in settings_of(cls) else section, []).append(detail)
-    for key, of_key in details.items():
-        info, entry = settings_of(cls).get(key), layer.get(key)
-        if entry is None:
-            assert info is not None
+        allowed.setdefault(key if key in settings_of(cls) else section, []).append(_allowed(detail))
+    for key, messages in allowed.items():
+        info = settings_of(cls)[key]
+        if key not in layer:
             yield f"{key} is needed: {info.meaning}"
             continue
-        allowed = " or ".join(dict.fromkeys(map(_allowed, of_key)))
-        if info and info.choices and isinstance(entry.value, str):
-            similar = get_close_matches(entry.value, info.choices, n=1)
-            allowed = (
-                f"did you mean {similar[0]}?" if similar else f"must be one of {', '.join(info.choices)}"
-            )
-        yield f"{key} = {brief(write_yaml(entry.value))} ({entry.origin}): {allowed}"
+        text = " or ".join(dict.fromkeys(messages))
+        if info.choices:
+            similar = get_close_matches(str(layer[key]), info.choices, n=1)
+            text = f"did you mean {similar[0]}?" if similar else f"must be one of {', '.join(info.choices)}"
+        yield f"{key} = {brief(write_yaml(layer[key]))}{origins.get(key, '')}: {text}"
 
 
 def _allowed(detail: ErrorDetails) -> str:
     """Return pydantic's message, such as "Input should be a valid integer", as what a setting must be."""
     items = [part for part in detail["loc"] if isinstance(part, int)]
     message = "must be given" if detail["type"] == "missing" else detail["msg"]
-    message = re.sub(r"^\w+ should ", "must ", message).replace(" after validation", "")
-    message = message.replace("valid tuple", "list").replace("valid dictionary or instance of", "section of")
+    message = re.sub(r"^\w+ should ", "must ", message).replace("valid tuple", "list")
     return f"item {items[-1] + 1} {message}" if items else message
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
+    """Add the arguments that change settings, and a help that lists every setting."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of differences from defaults")
+    names = "".join(f"{key.rpartition('.')[2].upper()} " for key in cls.positional)
+    help = "settings, which override those in the file; --key VALUE is the same"
+    parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
+    for key, info in settings_of(cls).items():
+        option, kind = f"--{key.replace('_', '-')}", f"{key}={{}}".format
+        if info.is_switch:
+            parser.add_argument(
+                option, dest="options", action="append_const", const=kind("true"), help=argparse.SUPPRESS
+            )
+        else:
+            parser.add_argument(option, dest="options", action="append", type=kind, help=argparse.SUPPRESS)
+    parser.set_defaults(options=[])
+    if lines := list_settings(cls):
+        parser.epilog = f"settings and their defaults:\n{lines}".replace("%", "%%")
+
+
+def list_settings(cls: type[Settings]) -> str:
+    """Return a line for each setting: its name, default and meaning."""
+    lines = []
+    for key, info in settings_of(cls).items():
+        default = "..." if info.required else brief(write_yaml(info.default))
+        lines.append(f"  {f'{key}={default}':<{COLUMN}}  {info.meaning}")
+    return "\n".join(lines)
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse with `key=value` allowed between and after the options too, which argparse alone rejects."""
+    args, rest = parser.parse_known_args(argv)
+    if unknown := [text for text in rest if text.startswith("-")]:
+        parser.error(f"there is no option {unknown[0]}; see --help")
+    args.settings += rest
+    return args
+
+
+def config_from(args: argparse.Namespace, cls: type[C]) -> C:
+    """Return the config for parsed arguments."""
+    unset, named = list(cls.positional), list[str]()
+    listed: list[str] = []
+    for text in args.settings:
+        key, equals, _ = text.partition("=")
+        is_path = bool(unset) and "/" in key  # with an = in it
+        if not unset or (equals and not is_path):
+            named.append(text)
+        elif settings_of(cls)[unset[0]].is_list:
+            listed.append(text)
+        else:
+            named.append(f"{unset.pop(0)}={text}")
+    if listed:
+        named.append(f"{unset[0]}={write_yaml(listed)}")
+    return load(cls, args.config, [*named, *args.options])
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's way)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a name that is given twice, of which PyYAML would take the last."""
+        names = set[str]()
+        for name, _ in node.value:
+            if name.value in names:
+                problem = f"{name.value} is given twice; keep one"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
+            names.add(name.value)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -274,27 +265,23 @@ for _name, _pattern, _first in (
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def read_yaml(text: str | bytes, name: str, key: str = "") -> list[Entry]:
-    """Return the values in the file `name` by dotted key, or, with `key`, those of that one argument."""
+def read_yaml(text: str | bytes, name: str) -> dict[str, object]:
+    """Return the settings in the file `name`."""
+    content = _parse_yaml(text, name) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: write settings as `name: value`")
+    return content
+
+
+def _parse_yaml(text: str | bytes, name: str) -> object:
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        return list(_walk(loader, node, key, name, 0 if key else 1)) if node else [Entry(key, None, name)]
+        content: object = yaml.load(text, _Loader)
+        return content
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark and not key else ""
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{name}{line}: {error.problem}") from None
     except (yaml.YAMLError, ValueError, KeyError, AttributeError):  # such as `!!bool x`
         raise ValueError(f"{name}: cannot be read as YAML") from None
-
-
-def _walk(loader: _Loader, node: yaml.Node, key: str, name: str, line: int) -> Iterator[Entry]:
-    """Yield the values inside a node; `line` is 0 in an argument."""
-    if isinstance(node, yaml.MappingNode) and node.value:
-        for name_node, inner in node.value:
-            inner_key = f"{key}.{loader.construct_object(name_node, deep=True)}".removeprefix(".")
-            yield from _walk(loader, inner, inner_key, name, line and name_node.start_mark.line + 1)
-    else:
-        yield Entry(key, loader.construct_object(node, deep=True), f"{name}:{line}" if line else name)
 
 
 def write_yaml(value: object) -> str:

@@ -1,6 +1,6 @@
 """Every setting of pretraining, section by section; the defaults are the published ViT-S/16 recipe.
 
-`pretrain.py` puts the sections together; `checks.py` says which combinations are refused.
+`pretrain.py` puts the sections together, and says which combinations are refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,25 +29,18 @@ Arch = Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"]
 TimmName = Annotated[str, Field(pattern=r"^timm:.", examples=["timm:NAME"])]
 Prototypes = Annotated[int, Field(ge=2, le=2**24), BeforeValidator(whole)]
 WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3"]
-# An earlier version also had auto.
-AugmentOn = Annotated[
-    Literal["device", "worker"], BeforeValidator(lambda value: "device" if value == "auto" else value)
-]
 Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
-OF_OUR_TRANSFORMERS = frozenset(
-    (
-        *("model.patch_size", "model.positions", "model.rotary_rescale", "model.registers"),
-        *("model.layer_scale", "model.drop_path_schedule", "optim.patch_embed_lr"),
-    )
+OF_OUR_TRANSFORMERS = (
+    *("model.patch_size", "model.positions", "model.rotary_rescale", "model.registers"),
+    *("model.layer_scale", "model.drop_path_schedule", "optim.patch_embed_lr"),
 )
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
+START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
 CENTER_MOMENTUM = 0.9  # of the mean of the teacher's outputs, with loss.centering=ema
-Factor = Annotated[float, Field(ge=1, le=100)]
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[PositiveShare, PositiveShare]
-Sigma = Annotated[float, Field(gt=0, le=1000)]
 Triple = tuple[Probability, Probability, Probability]
 
 
@@ -68,7 +61,7 @@ class Data(Settings):
     range: tuple[Number, Number] | None = setting(None, "values of black and white; null: of the type")
     mean: tuple[Number, ...] | None = setting((0.485, 0.456, 0.406), "of values from 0 to 1; null: measured")
     std: tuple[Positive, ...] | None = setting((0.229, 0.224, 0.225), "like mean; null: measured")
-    augment_on: AugmentOn = setting("device", "where to augment: device, all views at once")
+    augment_on: Literal["device", "worker"] = setting("device", "where to augment: device, all views at once")
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
     max_unreadable: Probability = setting(0.1, "unreadable share that ends a run", resumable=True)
@@ -84,7 +77,7 @@ class Model(Settings):
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
     positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's, with keys without bias")
-    rotary_rescale: Factor | None = setting(2.0, "rescale rotary positions in training by up to this factor")
+    rotary_rescale: Positive | None = setting(2.0, "in training, rescale rotary positions by up to this")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting(
@@ -130,7 +123,6 @@ class Head(Settings):
     prototypes: Prototypes = setting(65536, "output dimension")
     hidden_dim: Dimension = setting(2048, "width of the hidden layers")
     bottleneck_dim: Dimension = setting(256, "width of the normalised features before the prototypes")
-    layers: Few = setting(3, "linear layers up to the bottleneck")
     batch_norm: bool = setting(False, "BatchNorm in the hidden layers")
     norm_last_layer: bool = setting(True, "fix the norm of the prototypes; false may help a ViT-S")
     shared: bool = setting(True, "masked patches pass the head of the CLS token; false: one of their own")
@@ -145,11 +137,6 @@ class Views(Settings):
     local_count: FewOrZero = setting(8, "local views of an image")
     local_size: Side = setting(96, "in pixels: side, or [height, width]")
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
-
-    @property
-    def shapes(self) -> list[Size]:
-        """Height and width of the views that there are."""
-        return [self.global_shape, *([self.local_shape] if self.local_count else [])]
 
     @property
     def global_shape(self) -> Size:
@@ -173,7 +160,7 @@ class AugmentSettings(Settings):
     hue: Annotated[float, Field(ge=0, le=0.5)] = setting(0.1, "shift by up to this part of the colour circle")
     grey: Probability = setting(0.2, "probability of conversion to grey")
     blur: Triple = setting((1.0, 0.1, 0.5), "probability of a Gaussian blur")
-    blur_sigma: tuple[Sigma, Sigma] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
+    blur_sigma: tuple[Positive, Positive] = setting((0.1, 2.0), "sigma of the blur in pixels, from and to")
     solarise: Triple = setting((0.0, 0.2, 0.0), "probability of inverting the bright half")
     module: str | None = setting(None, "python:MODULE:NAME, a module on batches of views instead of these")
 
@@ -182,8 +169,7 @@ class Loss(Settings):
     """The terms of the loss, and how the teacher's outputs are centred and sharpened."""
 
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
-    warmup_teacher_temp: Positive = setting(0.04, "temperature of the teacher at the start")
-    warmup_teacher_temp_epochs: CountOrZero = setting(0, "epochs from warmup_teacher_temp to teacher_temp")
+    warmup_teacher_temp_epochs: CountOrZero = setting(0, "epochs from a temperature of 0.04 to teacher_temp")
     centering: Literal["ema", "sinkhorn"] = setting("ema", "a mean over steps, or equal use in a micro-batch")
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")
@@ -224,12 +210,11 @@ class Teacher(Settings):
 
 
 class Budget(Settings):
-    """How long to train: in exactly one of four units."""
+    """How long to train: in exactly one of three units."""
 
-    one_of: ClassVar = (("epochs",), ("steps",), ("images",), ("minutes",))
+    one_of: ClassVar = (("epochs",), ("steps",), ("minutes",))
     epochs: Count | None = setting(100, "passes over the images")
     steps: Count | None = setting(None, "optimiser steps")
-    images: Count | None = setting(None, "images drawn, counted with repeats")
     minutes: Positive | None = setting(None, "minutes of training and evaluations; the schedules follow")
 
     @property
@@ -242,7 +227,7 @@ class Budget(Settings):
 
         How many fit into `minutes` has to be measured.
         """
-        return self.steps or (self.images or 0) // batch or (self.epochs or 0) * (images // batch)
+        return self.steps or (self.epochs or 0) * (images // batch)
 
 
 class Run(Settings):
@@ -259,7 +244,6 @@ class Run(Settings):
     keep_every: Count | None = setting(None, "steps between checkpoints that stay", resumable=True)
     trackers: tuple[str, ...] = setting(("tensorboard",), "Accelerate trackers", resumable=True)
     peer_timeout: Positive = setting(10.0, "minutes to wait for another rank", resumable=True)
-    max_nonfinite_steps: Count = setting(5, "non-finite steps in a row that end the run", resumable=True)
     resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)
 
 
@@ -268,7 +252,4 @@ class Init(Settings):
 
     weights: str = Field(description="run folder or weights file to start from")
     network: Literal["teacher", "student"] = setting("teacher", "network of a training checkpoint")
-    format: WeightsFormat | None = setting(None, "format of files that look alike; null: detected")
-    trained_size: Side | None = setting(None, "image size of weights whose positions form no square")
-    heads: Few | None = setting(None, "attention heads of weights that do not state them")
     head_epochs: NonNegative = setting(1.0, "epochs in which only the heads learn")

@@ -1,7 +1,7 @@
 """Declare the settings of a command: a `Settings` class whose fields have a default, a type and a meaning."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Annotated, ClassVar, NamedTuple, TypeVar, get_args
 
@@ -12,7 +12,6 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -45,13 +44,6 @@ def setting(default: T, doc: str, *, resumable: bool = False) -> T:
     return field
 
 
-class Problem(NamedTuple):
-    """One mistake, and the dotted keys of the settings that it is about."""
-
-    text: str
-    keys: tuple[str, ...]
-
-
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration."""
 
@@ -70,16 +62,12 @@ class Settings(BaseModel):
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Settings given by position; if the last one is a list, it takes all that remain.
     positional: ClassVar[tuple[str, ...]] = ()
-    # Settings that may also be given as `--name VALUE`.
-    options: ClassVar[tuple[str, ...]] = ()
-    # Options without a value, `--name`, and the settings that they make true.
-    switches: ClassVar[Mapping[str, str]] = {}
     # Command lines shown by `--help`, without `dino-vit`.
     examples: ClassVar[tuple[str, ...]] = ()
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield what is wrong with settings that are valid one by one; `load` calls it."""
         yield from ()
 
@@ -87,7 +75,7 @@ class Settings(BaseModel):
     @classmethod
     def _plain(cls, value: object, info: ValidationInfo) -> object:
         """Take paths, lists, and one value for a list of it; refuse empty text."""
-        value = as_tuples(value)
+        value = _as_tuples(value)
         setting_info = settings_of(cls).get(str(info.field_name))
         if setting_info and setting_info.is_list and not isinstance(value, tuple | None):
             value = (value,)
@@ -97,23 +85,14 @@ class Settings(BaseModel):
             raise PydanticCustomError("empty", "Input should be non-empty text")
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _unset_other_groups(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        groups = [group for group in cls.one_of if any(given.get(name) is not None for name in group)]
-        others = [name for group in cls.one_of if groups and group not in groups for name in group]
-        return {**{name: None for name in others if cls.model_fields[name].default is not None}, **given}
-
 
 C = TypeVar("C", bound=Settings)
 
 
-def as_tuples(value: object) -> object:
+def _as_tuples(value: object) -> object:
     """Return lists as tuples, and paths as text."""
     if isinstance(value, list | tuple):
-        return tuple(map(as_tuples, value))
+        return tuple(map(_as_tuples, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -126,8 +105,8 @@ class SettingInfo(NamedTuple):
     resumable: bool
     choices: tuple[str, ...]
     takes_text: bool
-    takes_list: bool
     is_list: bool  # of any length, and nothing else but null
+    is_switch: bool
     rivals: frozenset[str]  # the keys of the groups that exclude this setting
 
     @property
@@ -165,8 +144,8 @@ def settings_of(cls: type[Settings], prefix: str = "") -> dict[str, SettingInfo]
                     str(choice) for kind in types for choice in kind.get("enum", kind.get("examples", ()))
                 ),
                 takes_text=any(kind.get("type") == "string" and "enum" not in kind for kind in types),
-                takes_list=any(kind.get("type") == "array" for kind in types),
                 is_list=all(kind.get("type") == "null" or "items" in kind for kind in types),
+                is_switch=types[0].get("type") == "boolean",
                 rivals=frozenset(prefix + rival for rival in rivals),
             )
         if section:

@@ -1,6 +1,5 @@
 """This process: whether it prints, the signals that stop its run, the lock on its output folder."""
 
-import errno
 import os
 import signal
 import socket
@@ -42,22 +41,16 @@ class Interruption:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and (self.asked or not self.in_steps):
-            raise KeyboardInterrupt
         self.received = signal.Signals(number)
         if not self.in_steps:
-            sys.exit(REQUEUE)
+            self.leave()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if number == signal.SIGINT and is_rank_0():
             # sys.stderr may be in the middle of a write.
             os.write(2, b"\nStopping after this step. Press ctrl-C again to stop at once, without saving.\n")
 
-    @property
-    def asked(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.received is not None
-
     def leave(self) -> NoReturn:
-        """Leave a run that is saved: as ctrl-C does, or with the exit code that asks for its continuation."""
+        """Leave as ctrl-C does, or with the exit code that asks for the continuation of the run."""
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(REQUEUE)
@@ -73,7 +66,16 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with open(path, "a+b", buffering=0) as file:
-        _lock(file.fileno(), path)
+        try:
+            # DataLoader workers, which outlive a killed run by some seconds, would inherit that of `flock`.
+            lockf(file, LOCK_EX | LOCK_NB)
+        except (PermissionError, BlockingIOError):
+            raise ValueError(
+                f"another run is using {folder} (process {path.read_text()}): wait until it ends, or give "
+                "another output"
+            ) from None
+        except OSError as error:  # as Lustre without its option -o flock
+            log.warning("%s cannot be locked (%s): start no second run in this folder", path, error.strerror)
         with suppress(OSError):  # a full disk is no reason to stop: the text is for people
             file.truncate(0)
             file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
@@ -81,23 +83,6 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                path.unlink()
-                if not existed:
-                    folder.rmdir()  # if nothing was written
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        # DataLoader workers, which outlive a killed run by some seconds, would inherit the lock of `flock`.
-        lockf(descriptor, LOCK_EX | LOCK_NB)
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-            return
-        holder = "it is just ending"  # and has removed the file that this process opened
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # as Lustre without its option -o flock
-            log.warning("%s cannot be locked (%s): start no second run in this folder", path, error.strerror)
-            return
-        holder = f"process {path.read_text()}" if path.exists() else "it is just ending"
-    raise ValueError(
-        f"another run is using {path.parent} ({holder}): wait until it ends, or give another output"
-    )
+                if not existed and os.listdir(folder) == [path.name]:  # nothing was written
+                    path.unlink()
+                    folder.rmdir()

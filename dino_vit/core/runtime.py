@@ -68,11 +68,6 @@ def cores_of_a_process(processes: int) -> int:
     return max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", processes)), 1)
 
 
-def local_rank() -> int:
-    """Return the number of this process among those of its host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def adopt_slurm(environ: MutableMapping[str, str]) -> None:
     """Set the variables of torchrun from those of SLURM, so that `srun` starts one process per task."""
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))

@@ -75,10 +75,8 @@ def save_plain(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file without reading its tensors."""
-    if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
-        raise StorageError(f"{path} is not a file")
     try:
-        with utf8_path(path) as name, safe_open(name, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} is not a safetensors file, or is incomplete: {error}") from error
@@ -88,8 +86,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of a safetensors file; one of ours is checked against its digest."""
     metadata = read_metadata(path)
     try:
-        with utf8_path(path) as name:
-            tensors = load_file(name)
+        tensors = load_file(path)
     except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError: of a type that torch lacks
         raise StorageError(f"{path} holds tensors that cannot be read: {error}") from error
     expected = metadata.pop(DIGEST, None)
@@ -97,22 +94,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if ours and digest(tensors, metadata) != expected:
         raise StorageError(f"{path} is damaged: its contents do not match its digest")
     return tensors, metadata
-
-
-@contextmanager
-def utf8_path(path: str | Path) -> Iterator[str]:
-    """Yield the path of a file or folder in UTF-8, as safetensors, Arrow and TensorBoard open no other."""
-    name = os.fspath(path)
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            yield f"/proc/self/fd/{descriptor}"  # only Linux has names that are not UTF-8
-        finally:
-            os.close(descriptor)
-    else:
-        yield name
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

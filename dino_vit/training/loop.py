@@ -77,7 +77,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
         while state.step < state.plan.total_steps:
             take_step(state, batches)
             # All processes must leave the loop after the same step, or the others wait in a collective.
-            stops = any_process(interruption.asked)
+            stops = any_process(interruption.received is not None)
             if state.step == first + 1:  # the hosts are set up, and the networks compiled
                 limit_waits(state.config.run.peer_timeout)
 

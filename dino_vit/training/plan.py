@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dino_vit.config.checks import check_phases, check_scaled_lr, scaled_lr
-from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import ConfigError, Problem
+from dino_vit.config.pretrain import PretrainConfig, check_phases, check_scaled_lr, scaled_lr
+from dino_vit.config.sections import START_TEACHER_TEMPERATURE
+from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
@@ -53,7 +53,7 @@ class Plan:
             momentum=warmup_cosine(step, base=teacher.momentum, final=1.0, total=total),
             teacher_temp=warmup_constant(
                 step // self.steps_per_epoch,  # one temperature for a whole epoch, as in 2021
-                start=loss.warmup_teacher_temp,
+                start=START_TEACHER_TEMPERATURE,
                 final=loss.teacher_temp,
                 warmup=loss.warmup_teacher_temp_epochs,
             ),
@@ -78,7 +78,7 @@ def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int |
 
     `steps` are those that fit into `budget.minutes`.
     """
-    optim, budget = config.optim, config.budget
+    optim = config.optim
     batch = config.data.batch_size * optim.accumulate * world_size
     if batch > images:
         largest = images // (optim.accumulate * world_size)
@@ -88,19 +88,15 @@ def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int |
             f"{plural(world_size, 'process', 'processes')}); "
             + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
         )
-    per_epoch, total = images // batch, steps or budget.total_steps(images, batch)
-    if not total:
-        raise ValueError(f"budget.images={budget.images} is below the global batch of {batch}; raise it")
-    problems = [
-        *check_phases(optim, config.loss, config.init, total / per_epoch, f"budget.{budget.unit}"),
-        *check_scaled_lr(optim, batch),  # again, as only here the number of processes is known
-    ]
+    per_epoch, total = images // batch, steps or config.budget.total_steps(images, batch)
+    # Again, as only here the numbers of steps and of processes are known.
+    problems = [*check_phases(config, total / per_epoch), *check_scaled_lr(optim, batch)]
     lr = scaled_lr(optim.lr, batch, optim.lr_scaling)
     if optim.min_lr > lr:
         text = f"optim.min_lr={optim.min_lr:g} is above the peak of {lr:.3g} at a global batch of {batch}"
-        problems.append(Problem(f"{text}; lower it", ("optim.min_lr", "optim.lr")))
+        problems.append(f"{text}; lower it")
     if problems:
-        raise ConfigError(problem.text for problem in problems)
+        raise ConfigError(problems)
     return Plan(
         config=config,
         global_batch=batch,

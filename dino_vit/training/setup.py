@@ -217,7 +217,8 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
     ):
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
     student.backbone.grad_checkpointing = config.model.grad_checkpointing
-    for size in config.views.shapes:
+    views = config.views
+    for size in [views.global_shape, *([views.local_shape] if views.local_count else [])]:
         student.backbone.grid_of(*size)  # raises if the backbone does not take images of this size
     if context.trained:
         for network in (student, teacher):
@@ -283,13 +284,10 @@ def _load_trained(config: PretrainConfig) -> Backbone:
     from dino_vit.weights.loading import load_backbone
 
     assert config.init is not None
-    overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
-    overrides |= {"mask_token": True} if _hides_patches(config) else {}
+    overrides: dict[str, Any] = {"mask_token": True} if _hides_patches(config) else {}
     return load_backbone(
         config.init.weights,
         network=config.init.network,
-        format=config.init.format,
-        trained_size=config.init.trained_size,
         image_size=config.views.global_shape,
         channels=config.data.channels,
         **overrides,

@@ -32,6 +32,7 @@ TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
 # What a checkpoint holds of an interval.
+MAX_SKIPPED = 5  # steps in a row; more end the run
 _SUMS = ("loss", "finite", "skipped", "skipped_in_a_row")
 
 
@@ -268,7 +269,7 @@ class TrainingState:
         Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
         same steps would fail again.
         """
-        if self.skipped_in_a_row >= self.config.run.max_nonfinite_steps:
+        if self.skipped_in_a_row >= MAX_SKIPPED:
             raise NotFinite(
                 f"{self.skipped_in_a_row} steps in a row up to step {self.step} were not finite and were "
                 f"skipped. {self.advice}; see unreadable.txt for damaged images"

@@ -1,5 +1,6 @@
 """Build the input from a configuration: views, augmentation, loader, and advice on what these cost."""
 
+import os
 from collections.abc import Sequence
 from math import ceil, prod, sqrt
 from shutil import disk_usage
@@ -14,7 +15,6 @@ from torch import Tensor
 from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
-from dino_vit.core.runtime import local_rank
 from dino_vit.data.images.pixels import Pixels, reduced_size
 from dino_vit.data.shards import Prefetch, ShardedSource, shard_cache_folder, shards_of
 from dino_vit.data.sources.source import Source
@@ -172,7 +172,7 @@ def build_prefetch(
             f"data.cache_gb={data.cache_gb:g} and the disk of {copies.folder} allow: give a larger cache or "
             "a smaller window (or data.cache_gb=0, which requests each image by itself)"
         )
-    if local_rank() > 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # one process of a host makes copies
         return None
     # Half a window beyond what workers read ahead: a run that is stopped has fetched little in vain.
     batches = choose_workers(config.data.workers, sampler.world_size) * PREFETCH + 1

@@ -30,7 +30,7 @@ def mixed(tmp_path):
 
 
 def test_facts_as_json(mixed, capsys):
-    assert main(["inspect-data", str(mixed), "--json", "sheet=null"]) == 0
+    assert main(["inspect-data", str(mixed), "as_json=true", "sheet=null"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["images"], facts["looked_at"], facts["without_label"]) == (10, 10, 1)
     assert facts["labels"] == {"cat": 5, "dog": 4}
@@ -71,7 +71,7 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
     np.save(mixed / "degrees.npy", np.linspace(-9, 40, 256, dtype=np.float32).reshape(16, 16))
     np.save(mixed / "gap.npy", np.full((16, 16), np.nan, np.float32))
     sheet = tmp_path / "views.png"
-    assert main(["inspect-data", str(mixed), "--json", f"sheet={sheet}"]) == 0
+    assert main(["inspect-data", str(mixed), "as_json=true", f"sheet={sheet}"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["values"][0] == -9
     assert facts["unreadable"][-2]["reason"].startswith("it contains infinite or NaN values")

@@ -23,7 +23,7 @@ def test_inspect_weights_in_words_and_as_json(weights, capsys):
     said = capsys.readouterr().out
     assert "ViT/8" in said
     assert "0.1, 0.2, 0.3" in said
-    assert main(["inspect-weights", str(weights), "--json", "--image-size", "16", "40"]) == 0
+    assert main(["inspect-weights", str(weights), "as_json=true", "--image-size", "[16, 40]"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["grid"], facts["network"], facts["step"], facts["heads"]) == ([2, 5], "teacher", 12, 2)
     assert facts["parameters"] == sum(

@@ -48,7 +48,7 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [[], ["budget.epochs=7"], ["budget.epochs=null", "budget.images=12345"], ["budget.steps=1234"]],
+    [[], ["budget.epochs=7"], ["budget.steps=1234"]],
     ids=str,
 )
 @pytest.mark.parametrize("images", [3586, 320])
@@ -61,11 +61,9 @@ def test_the_reasons_name_the_number_of_steps_of_the_plan(images: int, given: li
 def test_a_given_warm_up_of_the_temperature_is_kept() -> None:
     config, _ = auto("loss.warmup_teacher_temp_epochs=5", "loss.teacher_temp=0.07", **CIFAR)
     assert config.loss.teacher_temp == 0.07
-    config, choices = auto("loss.warmup_teacher_temp=0.03", "loss.warmup_teacher_temp_epochs=5", **CIFAR)
-    assert "loss.teacher_temp" not in choices
 
 
-@pytest.mark.parametrize("given", [["budget.epochs=25"], [], ["loss.warmup_teacher_temp=0.03"]], ids=str)
+@pytest.mark.parametrize("given", [["budget.epochs=25"], []], ids=str)
 @pytest.mark.parametrize("images", [1_281_167, 100_000_000])
 def test_the_phases_of_dinov2_fit_too(given: list[str], images: int) -> None:
     config, choices = auto("method=dinov2", *given, **IMAGENET | {"images": images})

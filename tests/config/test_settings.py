@@ -2,7 +2,7 @@ import pytest
 
 from dino_vit.config.loading import load
 from dino_vit.config.settings import get, given_keys, result_changes, settings_of, values
-from tests.support.cake import Cake, Oven
+from tests.support.cake import Cake
 
 
 def test_python_is_checked_like_yaml() -> None:
@@ -12,7 +12,6 @@ def test_python_is_checked_like_yaml() -> None:
         Cake().eggs = 3  # type: ignore[misc]
     with pytest.raises(ValueError, match="extra"):
         Cake(egs=3)  # type: ignore[call-arg]
-    assert Cake(oven=Oven(mark=3)).oven.degrees is None, "giving one group unsets the default of another"
 
 
 def test_settings_by_dotted_key() -> None:

@@ -18,10 +18,10 @@ def leave_after(names):
         with Interruption() as interruption:
             interruption.in_steps = names[0] != "before"
             names = [name for name in names if name != "before"]
-            assert not interruption.asked
+            assert interruption.received is None
             for name in names:
                 os.kill(os.getpid(), name)
-                assert interruption.asked
+                assert interruption.received == name
             if interruption.received == signal.SIGINT:  # a single one, after the step
                 code = 130
             interruption.leave()

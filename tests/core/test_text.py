@@ -29,8 +29,11 @@ RAW = re.compile(rb"[\0-\x09\x0b-\x0c\x0e-\x1f\x7f]|\r(?!\n)|\xff|\xc2[\x80-\x9f
 )
 def test_only_what_cannot_be_shown_or_written_is_escaped(raw, shown):
     assert printable(os.fsdecode(raw)) == printable(shown) == shown
-    assert printable_lines(f"{os.fsdecode(raw)}\n2") == "\n".join([*map(printable, raw_lines(raw)), "2"])
+    assert printable_lines(f"{os.fsdecode(raw)}\n2") == "\n".join(
+        [*map(printable, os.fsdecode(raw).split("\n")), "2"]
+    )
     assert printable("\ud800") == r"\ud800"
+    assert printable_lines("a\x1b\n2") == "a\\x1b\n2"
 
 
 def test_a_text_in_a_message_is_short_and_printable():
@@ -59,10 +62,6 @@ def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
     assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()
 
 
-def raw_lines(raw):
-    return os.fsdecode(raw).split("\n")
-
-
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Images of two classes, some of them damaged, all below names that are not text."""
@@ -76,8 +75,8 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(photos):
-    """The folder of a run on them, named in the same way."""
-    output = photos.parent / f"run{ODD}"
+    """The folder of a run on them, whose name has escape sequences too."""
+    output = photos.parent / f"run{ODD[1:]}"
     settings = {"data.source": photos, "budget.steps": 5}
     said = run(output, {**settings, "optim.warmup_epochs": 0})
     assert r"photos\xff\x1b[31m" in said

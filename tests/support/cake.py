@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.settings import Count, Positive, Problem, Settings, setting
+from dino_vit.config.settings import Count, Positive, Settings, setting
 
 
 class Oven(Settings):
@@ -35,9 +35,9 @@ class Cake(Settings):
     oven: Oven = Oven()
     icing: Icing | None = setting(None, "null: none")
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield what is wrong with settings that are valid one by one."""
         if self.eggs > 10 and (self.oven.degrees or 0) > 200:
-            yield Problem("that is an omelette", ("eggs", "oven.degrees"))
+            yield "that is an omelette"
         if self.sizes[0] > self.sizes[1]:
-            yield Problem("sizes run backwards", ("sizes",))
+            yield "sizes run backwards"

@@ -140,8 +140,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, studen
     assert {float(held["step"]) for held in state.optimizer.state.values()} == {19, 15}, "4 frozen"
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose):
-    settings = {"run.max_nonfinite_steps": 3, "run.keep_every": 5}
+def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose, monkeypatch):
+    monkeypatch.setattr(dino_vit.training.state, "MAX_SKIPPED", 3)
+    settings = {"run.keep_every": 5}
     trained(tmp_path / "whole", settings)
     lose(8, 10, times=1)
     with pytest.raises(NotFinite, match=r"3 steps in a row up to step 11 .* Resume .* run.precision=no"):
@@ -154,7 +155,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose)
 def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, lose):
     lose(0, 5, times=1)
     with pytest.raises(NotFinite, match=r"There is no checkpoint yet: start again with run.precision=no"):
-        trained(tmp_path / "run", {"run.max_nonfinite_steps": 3})
+        trained(tmp_path / "run")
 
 
 def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
@@ -175,8 +176,9 @@ def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
     assert 16 in steps(tmp_path / "run")
 
 
-def test_float16_finds_its_scale_by_losing_steps(tmp_path):
-    state = trained(tmp_path / "run", {"run.precision": "fp16", "run.max_nonfinite_steps": 2})
+def test_float16_finds_its_scale_by_losing_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(dino_vit.training.state, "MAX_SKIPPED", 2)
+    state = trained(tmp_path / "run", {"run.precision": "fp16"})
     lost = state.skipped_steps
     assert 2 < lost < 16
     assert state.scaler.get_scale() == 65536 / 2**lost

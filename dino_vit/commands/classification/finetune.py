@@ -23,7 +23,6 @@ from dino_vit.config.settings import (
     NonNegative,
     Positive,
     Probability,
-    Problem,
     setting,
 )
 from dino_vit.core import VIT_SIZES, height_width
@@ -77,14 +76,14 @@ class FinetuneConfig(SupervisedConfig):
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield problems with the start and the length of the run."""
         if (self.weights is None) == (self.arch is None):
             text = "give either weights to start from, or arch for a randomly initialised network"
-            yield Problem(text, ("weights", "arch"))
+            yield text
         if self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
-            yield Problem(text, ("warmup_epochs", "epochs"))
+            yield text
 
 
 def run(config: FinetuneConfig) -> Classification:

@@ -13,7 +13,7 @@ import torch
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, write_classification
 from dino_vit.commands.classification.dino2021 import Dino2021, train_on_views
-from dino_vit.config.settings import Count, NonEmpty, Positive, Problem, Settings, setting
+from dino_vit.config.settings import Count, NonEmpty, Positive, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.text import progress
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, results_path
@@ -74,10 +74,10 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
             text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
-            yield Problem(text, ("dino2021.mean", "dino2021.blocks"))
+            yield text
 
 
 def run(config: LinearConfig) -> Classification:

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result, format_table
-from dino_vit.config.settings import Count, Few, Problem, setting
+from dino_vit.config.settings import Count, Few, setting
 from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
@@ -53,10 +53,10 @@ class DenseConfig(BackboneConfig):
         None, "JSON file; null: dense.json in eval/ of the run or beside the weights"
     )
 
-    def contradictions(self) -> Iterator[Problem]:
+    def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
         if self.train_masks and not self.train:
-            yield Problem("train_masks are those of train, which is not given", ("train_masks", "train"))
+            yield "train_masks are those of train, which is not given"
 
 
 class PixelFigures(NamedTuple):

@@ -29,7 +29,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.storage import StorageError, replacing, utf8_path
+from dino_vit.core.storage import StorageError, replacing
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, below_shared, find_splits, folder_labels
 from dino_vit.data.sources.files import file_signatures, is_url
@@ -204,7 +204,7 @@ def _is_current(index: Index, files: Sequence[str] | None) -> bool:
 def _load(path: Path) -> Index | None:
     """Map an index into memory, unless it is missing or damaged."""
     try:
-        with utf8_path(path) as name, pa.memory_map(name) as file:
+        with pa.memory_map(str(path)) as file:
             return Index(file.read_buffer(), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
