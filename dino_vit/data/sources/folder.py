@@ -46,8 +46,15 @@ class PathSource(IndexedSource):
 
     root: str
 
+    def path(self, index: int) -> str:
+        return _join(self.root, os.fsdecode(self.raw_name(index)))
+
     def read(self, index: int) -> bytes:
-        return read_file(_join(self.root, os.fsdecode(self.raw_name(index))))
+        return read_file(self.path(index))
+
+    def signatures(self) -> NDArray[np.int64]:
+        """Return those of the local files as they are now; a server is not asked for each of its files."""
+        return file_signatures([path for path in map(self.path, range(len(self))) if not is_url(path)])
 
 
 class FolderSource(PathSource):
