@@ -12,11 +12,8 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import number_labels, read_entries
 from dino_vit.data.sources.files import (
-    FileSignature,
-    file_signature,
     file_signatures,
     filesystem,
-    in_threads,
     is_folder,
     is_url,
     plain,
@@ -73,12 +70,11 @@ class FolderSource(PathSource):
     def _build(self, _: WriteImages) -> IndexContents:
         sizes: dict[str, int] = {}
         folders: list[str] = []  # nothing to watch: a remote folder is listed again each time
-        signatures: list[FileSignature] = []
         if is_url(self.root):
             sizes = _list_remote(self.root)
             files = list(sizes)
         else:
-            files, folders, signatures = _list_local(self.root)
+            files, folders = _list_local(self.root)
         names = [name for name in files if is_image(name)]
         others = [name for name in files if not is_image(name) and not os.path.basename(name).startswith(".")]
         containers = [name for name in others if suffix_of(name) in CONTAINERS]
@@ -92,7 +88,6 @@ class FolderSource(PathSource):
             names=[os.fsencode(name) for name in names],
             sizes=[sizes[name] for name in names] if sizes else file_signatures(paths)[:, 0],
             watched=folders,
-            file_signatures=signatures,
         )
 
 
@@ -141,52 +136,37 @@ class FilesSource(PathSource):
 
     def _contents(self, files: Sequence[str]) -> IndexContents:
         names = [os.path.relpath(path, self.root) if self.root else path for path in files]
-        return IndexContents(names=[os.fsencode(name) for name in names])
+        return IndexContents(names=[os.fsencode(name) for name in names], sizes=file_signatures(files)[:, 0])
 
 
 def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
 
 
-def _list_local(root: str) -> tuple[list[str], list[str], list[FileSignature]]:
-    """Return the files below a folder, and the paths and signatures of the folders.
-
-    They are listed level by level, the folders of each level in parallel.
-    """
-    files, paths, signatures, level = [], [], [], [""]
+def _list_local(root: str) -> tuple[list[str], list[str]]:
+    """Return the files below a folder by their paths in it, and the paths of all folders."""
+    files, paths = [], []
     with progress(f"Listing {root}") as advance:
-        while level:
-            listed = in_threads(lambda folder: _list_folder(root, folder), level)
-            paths += [os.path.join(root, folder) for folder in level]
-            level = []
-            for names, folders, signature in listed:
-                files += names
-                level += folders
-                signatures.append(signature)
-                advance(len(names))
-    return files, paths, signatures
+        for path, folders, names in os.walk(root, onerror=_fail, followlinks=True):
+            paths.append(path)
+            folders[:] = [
+                name for name in folders if name[0] != "." and not _leads_back(os.path.join(path, name))
+            ]
+            folder = os.path.relpath(path, root)
+            shown = [name for name in names if name[0] != "."]
+            files += shown if folder == os.curdir else [f"{folder}/{name}" for name in shown]
+            advance(len(shown))
+    return files, paths
 
 
-def _list_folder(root: str, folder: str) -> tuple[list[str], list[str], FileSignature]:
-    """Return the files and the folders in one below the root, and its signature."""
-    path = os.path.join(root, folder)
-    signature = file_signature(path)  # before the listing, so that a change during it is noticed next time
-    files: list[str] = []
-    folders: list[str] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            name = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.name.startswith("."):
-                continue
-            if not entry.is_dir():
-                files.append(name)
-            elif not (entry.is_symlink() and _leads_back(entry.path)):
-                folders.append(name)
-    return files, folders, signature
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _leads_back(link: str) -> bool:
-    """Tell whether a link is to a folder that contains it."""
+    """Tell whether this is a link to a folder that contains it."""
+    if not os.path.islink(link):
+        return False
     target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
     return os.path.commonpath([target, folder]) == target
 

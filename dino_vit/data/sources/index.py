@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,43 +41,37 @@ VERSION = 3  # of what an index holds
 
 @dataclass(frozen=True, kw_only=True)
 class IndexContents:
-    """What goes into an index. Without watched files or folders, it is built again each time."""
+    """What goes into an index: names and sizes make the fingerprint."""
 
     names: Sequence[bytes]
-    sizes: ArrayLike | None = None  # None: those of the watched files
+    sizes: ArrayLike
     labels: Labels | None = None  # None: the first-level folders of the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    watched: Sequence[str] = ()
-    file_signatures: ArrayLike = ()  # of the watched files and folders
+    watched: Sequence[str] = ()  # folders that tell of changes, where the source has no files to watch
     by_name: bool = True  # order the items by the bytes of their names
 
-    def items(self, began: int) -> pa.RecordBatch:
-        """Return the items in their final order; names and sizes make the fingerprint."""
+    def items(self, **metadata: Any) -> pa.RecordBatch:
+        """Return the items in their final order."""
         order = list(range(len(self.names)))
         if self.by_name:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
-        signatures = np.array(self.file_signatures, dtype=np.int64).reshape(-1, 3)
-        sizes = signatures[:, 0] if self.sizes is None else np.asarray(self.sizes, dtype=np.int64)
         digest = hashlib.sha256(b"".join(names))
         digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
-        digest.update(sizes[rows].tobytes())
+        digest.update(np.asarray(self.sizes, dtype=np.int64)[rows].tobytes())
         if self.labels is None:
             numbers, classes = folder_labels(names)
         else:
             numbers, classes = self.labels.numbers[rows], self.labels.classes
         arrays = {"name": pa.array(names, pa.large_binary()), "label": pa.array(numbers)}
         arrays |= {name: pa.array(column[rows]) for name, column in self.columns.items()}
-        metadata = {
+        metadata |= {
             "fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}",
             "classes": classes,
             "splits": find_splits(below_shared(names)) if self.by_name else {},
             **self.metadata,
-            "began": began,
-            "watched": list(self.watched),
-            "file_signatures": signatures.tolist(),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
@@ -148,7 +142,7 @@ def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None =
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
     `build` gets a function that writes images. `files` are those that the source has now; without them the
-    index watches what `build` says.
+    index watches the folders that `build` tells, and is built each time if there are none.
     """
     location = spec if is_url(spec) else os.path.abspath(spec)
     key = hashlib.sha256(os.fsencode(f"{kind}\0{location}\0{VERSION}")).hexdigest()[:24]
@@ -202,9 +196,9 @@ def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None)
         contents = build(file.write)
     except OSError as error:  # of the source, or of a full disk
         raise ValueError(f"{spec} cannot be indexed: {brief(error, 300)}") from error
-    if files is not None:
-        contents = replace(contents, watched=files, file_signatures=signatures)
-    items = contents.items(began)
+    if files is None:
+        files, signatures = contents.watched, file_signatures(contents.watched)
+    items = contents.items(began=began, watched=list(files), file_signatures=signatures.tolist())
     file.write(bytes(-file.tell() % ALIGNMENT))
     start = file.tell()
     with pa.ipc.new_file(file, items.schema) as writer:

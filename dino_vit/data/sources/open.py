@@ -122,9 +122,9 @@ def _open_files(spec: str, files: Sequence[str]) -> Source:
 
         return ArchiveSource(suffix, spec, files)
     if suffix == ".parquet":
-        from dino_vit.data.sources.parquet import open_parquet
+        from dino_vit.data.sources.parquet import ParquetShards, ParquetSource
 
-        return open_parquet(spec, files)
+        return ParquetShards(spec, files) if all(map(is_url, files)) else ParquetSource(spec, files)
     if len(files) > 1:
         raise ValueError(f"{spec!r} matches {len(files)} {suffix} files: give one file of this kind")
     if suffix in (".txt", ".csv", ".tsv"):

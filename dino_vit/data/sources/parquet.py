@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from io import BufferedReader
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dino_vit.core import log
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.files import (
@@ -27,12 +26,10 @@ from dino_vit.data.sources.files import (
     RemoteFile,
     file_signatures,
     in_threads,
-    is_url,
     open_file,
     retry,
 )
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
-from dino_vit.data.sources.source import Source
 from dino_vit.data.sources.tables import Rows, TableColumns, find_columns, image_bytes
 
 BATCH = 32  # rows that are read together
@@ -40,22 +37,6 @@ FOOTER = 2**16  # bytes of a remote file that are requested first
 MOST_OF_GROUP = 2**27  # bytes of the images in a row group that is read for a single one
 HELD_GROUPS = 2  # row groups that are kept in memory; images are mostly read in order
 HELD_FOOTERS = 128
-
-
-def open_parquet(spec: str, files: Sequence[str]) -> Source:
-    """Open Parquet files: local ones unpacked, remote ones as shards, if their row groups allow it."""
-    if not all(map(is_url, files)):
-        return ParquetSource(spec, files)
-    source = ParquetShards(spec, files)
-    largest = source.index.metadata["largest_group"]
-    if largest <= MOST_OF_GROUP:
-        return source
-    log.warning(
-        "%s has row groups of up to %.0f MiB, too large for one image: all are unpacked into the index, "
-        "unless you write row groups of about 100 images",
-        *(spec, largest / 2**20),
-    )
-    return ParquetSource(spec, files)
 
 
 class ParquetSource(IndexedSource):
@@ -99,14 +80,18 @@ class ParquetShards(ShardedSource):
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         self._spec, self._files = spec, list(files)
         index = open_index("parquet-shards", spec, self._build, self._files)
+        if (largest := index.metadata["largest_group"]) > MOST_OF_GROUP:
+            raise ValueError(
+                f"{spec} has row groups of up to {largest / 2**20:.0f} MiB, too much for one image: "
+                "download the files, or write row groups of about 100 images"
+            )
         sizes = np.array(index.metadata["unpacked"], dtype=np.int64)
         super().__init__(index, self._files, unpack=unpack_images, sizes=sizes)
-        self._groups = RowGroups(self.ranges, index.metadata["leaf"])
 
     def read(self, index: int) -> bytes:
         file, row = (int(self.index.columns[name][index]) for name in ("file", "row"))
         image = self._read_local_copy(file, row)
-        return self._groups.read(file, row) if image is None else image
+        return self._read_with_group(file, row) if image is None else image
 
     def _read_local_copy(self, file: int, row: int) -> bytes | None:
         first = self.index.metadata["rows"][file] + 1
@@ -115,6 +100,13 @@ class ParquetShards(ShardedSource):
             return None
         start, end = np.frombuffer(limits, dtype="<i8").tolist()
         return self.local_copies.read(file, 8 * first + start, end - start)
+
+    def _read_with_group(self, file: int, row: int) -> bytes:
+        footer, group = _footer(self.ranges, file), 0
+        while row >= footer.row_group(group).num_rows:
+            row -= footer.row_group(group).num_rows
+            group += 1
+        return _row_group(self.ranges, file, group, self.index.metadata["leaf"])[row].as_py() or b""
 
     def _build(self, _: WriteImages) -> IndexContents:
         with progress(f"Indexing {self._spec}") as advance:
@@ -172,39 +164,26 @@ def unpack_images(path: str, file: BinaryIO, copy: BinaryIO) -> None:
     copy.flush()
 
 
-class RowGroups:
-    """Read images of remote Parquet files, each with its row group."""
+@lru_cache(HELD_GROUPS)
+def _row_group(ranges: ByteRangeReader, file: int, group: int, leaf: str) -> pa.ChunkedArray:
+    """Return the images of a row group of a remote file."""
+    try:
+        table = pq.ParquetFile(_remote(ranges, file), metadata=_footer(ranges, file))
+        return image_bytes(table.read_row_group(group, columns=[leaf]).column(0))
+    except (pa.ArrowException, OSError) as error:
+        raise OSError(f"its row group is damaged: {brief(error, 300)}") from error
 
-    def __init__(self, ranges: ByteRangeReader, leaf: str) -> None:
-        self.ranges, self.leaf = ranges, leaf
-        self._footer = lru_cache(HELD_FOOTERS)(self._read_footer)
-        self._group = lru_cache(HELD_GROUPS)(self._read_group)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowGroups, (self.ranges, self.leaf)
+@lru_cache(HELD_FOOTERS)
+def _footer(ranges: ByteRangeReader, file: int) -> pq.FileMetaData:
+    path = ranges.paths[file]
+    retry(lambda: ranges.check_unchanged(file), path)
+    with BufferedReader(_remote(ranges, file), FOOTER) as remote, reading_parquet(path):
+        return pq.read_metadata(remote)
 
-    def read(self, file: int, row: int) -> bytes:
-        footer, group = self._footer(file), 0
-        while row >= footer.row_group(group).num_rows:
-            row -= footer.row_group(group).num_rows
-            group += 1
-        return self._group(file, group)[row].as_py() or b""
 
-    def _read_group(self, file: int, group: int) -> pa.ChunkedArray:
-        table = pq.ParquetFile(self._file(file), metadata=self._footer(file))
-        try:
-            return image_bytes(table.read_row_group(group, columns=[self.leaf]).column(0))
-        except (pa.ArrowException, OSError) as error:
-            raise OSError(f"its row group is damaged: {brief(error, 300)}") from error
-
-    def _file(self, file: int) -> RemoteFile:
-        return RemoteFile(self.ranges.paths[file], int(self.ranges.file_signatures[file, 0]))
-
-    def _read_footer(self, file: int) -> pq.FileMetaData:
-        path = self.ranges.paths[file]
-        retry(lambda: self.ranges.check_unchanged(file), path)
-        with BufferedReader(self._file(file), FOOTER) as remote, reading_parquet(path):
-            return pq.read_metadata(remote)
+def _remote(ranges: ByteRangeReader, file: int) -> RemoteFile:
+    return RemoteFile(ranges.paths[file], int(ranges.file_signatures[file, 0]))
 
 
 @contextmanager

@@ -3,7 +3,6 @@ import os
 import pickle
 import time
 
-import numpy as np
 import pytest
 
 import dino_vit.data.sources.folder
@@ -126,12 +125,8 @@ def open_slowly(folder):
     def build(write_images):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
-        file_signatures = np.array([[-1, -1, 0]], dtype=np.int64)
-        watched = [str(folder / "missing")]
-        sizes, labels = np.ones(1, dtype=np.int64), number_labels([None])
-        return IndexContents(
-            names=[b"a"], sizes=sizes, labels=labels, watched=watched, file_signatures=file_signatures
-        )
+        labels = number_labels([None])
+        return IndexContents(names=[b"a"], sizes=[1], labels=labels, watched=[str(folder / "missing")])
 
     assert open_index("test", str(folder), build).names.to_pylist() == [b"a"]
 
