@@ -1,9 +1,9 @@
-"""Generators of hostile weights, settings and run folders: each is tried by the command that reads it."""
+"""Generators of hostile weights and settings: each is tried by the command that reads it."""
 
 import io
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -18,8 +18,6 @@ from dino_vit.config.settings import settings_of
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import save_backbone
 from tests.fuzz import damage
-from tests.support import embeddings as sample
-from tests.support.runs import arguments
 
 
 def command(argv: list[str]) -> None:
@@ -79,46 +77,3 @@ def settings(rng: Random, folder: Path) -> Callable[[], object]:
         given = ["--config", str(path)]
     argv = ["config", name, *needed, *(each.replace("\0", "") for each in given)]
     return lambda: command(argv)
-
-
-@cache
-def good_run() -> Mapping[str, bytes]:
-    """Return the files of a short run, by their paths in its folder."""
-    with tempfile.TemporaryDirectory() as name:
-        output = Path(name) / "run"
-        command(arguments(output, {"budget.steps": 9, "run.eval_every": 1}))
-        found = (path for path in output.rglob("*") if path.is_file())
-        return {str(path.relative_to(output)): path.read_bytes() for path in sorted(found)}
-
-
-def _damaged_run(rng: Random, folder: Path) -> Path:
-    """Write the run with one damaged file, which may be its newest checkpoint."""
-    newest = max(name for name in good_run() if name.endswith(".safetensors"))
-    damaged = rng.choice(["metrics.jsonl", "starts.jsonl", "baseline.json", "config.yaml", newest])
-    for name, data in good_run().items():
-        path = folder / "run" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(damage.damaged(rng, data) if name == damaged else data)
-    return folder / "run"
-
-
-def runs(rng: Random, folder: Path) -> Callable[[], object]:
-    """The folder of a run with a damaged file, of which the page is written."""
-    output = _damaged_run(rng, folder)
-    return lambda: command(["report", str(output), "images=50"])
-
-
-def embeddings(rng: Random, folder: Path) -> Callable[[], object]:
-    """A damaged embedding file, of which duplicates are looked for."""
-    path = folder / f"e.{rng.choice(['npy', 'parquet'])}"
-    sample.write(path)
-    hit = rng.choice(sorted(folder.iterdir()))
-    hit.write_bytes(damage.damaged(rng, hit.read_bytes()))
-    return lambda: command(["duplicates", str(path), "threshold=0.5", f"output={folder / 'd.json'}"])
-
-
-def resumes(rng: Random, folder: Path) -> Callable[[], object]:
-    """The folder of a run in which a file is damaged, and which goes on."""
-    output = _damaged_run(rng, folder)
-    changed = {"budget.steps": 10, "run.eval_every": 1, "run.resume": rng.choice(["auto", "changed"])}
-    return lambda: command(arguments(output, changed))

@@ -17,7 +17,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
-from tests.fuzz.commands import embeddings, resumes, runs, settings, weights
+from tests.fuzz.commands import settings, weights
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
 Action = Callable[[], object]
@@ -157,7 +157,4 @@ GENERATORS: dict[str, Generator] = {
     "tables": tables,
     "weights": weights,
     "settings": settings,
-    "runs": runs,
-    "embeddings": embeddings,
-    "resumes": resumes,
 }

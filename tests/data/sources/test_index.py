@@ -147,17 +147,3 @@ def test_one_process_builds_and_the_others_wait(tmp_path):
         process.join(30)
         assert process.exitcode == 0
     assert builders(tmp_path) == 1
-
-
-def test_a_builder_that_is_killed_holds_nobody_up(tmp_path):
-    context = multiprocessing.get_context("fork")
-    first, second = (context.Process(target=open_slowly, args=(tmp_path,)) for _ in range(2))
-    first.start()
-    until(lambda: builders(tmp_path) == 1)
-    second.start()
-    first.kill()
-    first.join()
-    until(lambda: builders(tmp_path) == 2)
-    (tmp_path / "go").touch()
-    second.join(30)
-    assert second.exitcode == 0
