@@ -74,19 +74,6 @@ def test_a_copy_is_read_as_the_shard_would_be(server, folder, tmp_path):
     assert len(server.requests) > asked
 
 
-@pytest.mark.parametrize("faults", [["500", "cut"], ["short", "long"]])
-def test_requests_that_fail_are_made_again(server, folder, tmp_path, faults):
-    source, copies = opened(server.url, tmp_path / "copies")
-    server.faults = faults.copy()
-    expected = open_source(str(folder / "*.tar")).read(0)
-    assert source.read(0) == expected
-    assert server.faults == []
-    server.faults = faults.copy()
-    assert copies.copy(2)
-    assert content(copies, 2) == (folder / "002.tar").read_bytes()
-    assert server.faults == []
-
-
 def test_a_server_that_is_gone_is_a_sentence_and_asks_for_a_restart(server, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     server.down = True

@@ -1,4 +1,4 @@
-"""Generators of hostile weights and settings: each is tried by the command that reads it."""
+"""A generator of hostile weights, tried by the command that reads them."""
 
 import io
 import struct
@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import save
 
 from dino_vit.cli import main
-from dino_vit.commands import COMMANDS
-from dino_vit.config.settings import settings_of
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import save_backbone
 from tests.fuzz import damage
@@ -60,20 +58,3 @@ def weights(rng: Random, folder: Path) -> Callable[[], object]:
     (folder / name).write_bytes(data)
     more = [f"image_size={rng.choice(damage.EDGES)}"] if rng.random() < 0.2 else []
     return lambda: command(["inspect-weights", str(folder / name), "heads=1", *more])
-
-
-def settings(rng: Random, folder: Path) -> Callable[[], object]:
-    """Settings of wrong types, signs and sizes, for a command that prints them."""
-    name = rng.choice(sorted(COMMANDS))
-    known = settings_of(COMMANDS[name].config_class)
-    needed = [f"{key}={'timm' if info.choices else 'photos'}" for key, info in known.items() if info.required]
-    yaml = "!!bool x|!!timestamp x|*a|&a [*a]|? x|~|true|1.5|-1.5|[1, 2]|[[]]|{a: 1}|1e30|auto|2026-01-01"
-    values = [*map(str, damage.EDGES), *damage.TEXTS, *yaml.split("|")]
-    given = [f"{rng.choice(sorted(known))}={rng.choice(values)}" for _ in range(rng.randrange(1, 5))]
-    if rng.random() < 0.3:
-        path = folder / "config.yaml"
-        text = "\n".join(each.replace("=", ": ", 1) for each in given)
-        path.write_bytes(damage.damaged(rng, text.encode(errors="replace")))
-        given = ["--config", str(path)]
-    argv = ["config", name, *needed, *(each.replace("\0", "") for each in given)]
-    return lambda: command(argv)

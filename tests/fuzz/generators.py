@@ -17,7 +17,7 @@ from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.statistics import inspect_images
 from tests.fuzz import damage
-from tests.fuzz.commands import settings, weights
+from tests.fuzz.commands import weights
 from tests.support.images import npy, picture, png16, saved, smooth, tiff
 
 Action = Callable[[], object]
@@ -133,10 +133,8 @@ def tables(rng: Random, folder: Path) -> Action:
     names = rng.sample(["image", "img", "label", "labels", "path", "name", "bytes", "x", "a\nb\x1b"], 4)
     columns = {name: _column(rng, rows) for name in names}
     columns["image"] = rng.choice([pa.array([IMAGES["RGB.png"]] * rows, pa.binary()), _column(rng, rows)])
-    features = rng.choice([None, damage.features(rng)])
     group = rng.choice([1, 100]) if rows else 1
     table = pa.table(columns)
-    table = table.replace_schema_metadata(features and {"huggingface": features})
     buffer = io.BytesIO()
     typed = rng.random() < 0.5  # or a dictionary is read as its values
     pq.write_table(table, buffer, group, compression="zstd", store_schema=typed)
@@ -156,5 +154,4 @@ GENERATORS: dict[str, Generator] = {
     "lists": lists,
     "tables": tables,
     "weights": weights,
-    "settings": settings,
 }

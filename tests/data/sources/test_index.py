@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import dino_vit.data.sources.folder
+import dino_vit.data.sources.open
 from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.index import IndexContents, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
@@ -23,9 +23,9 @@ def cache(tmp_path_factory, monkeypatch):
 def built(monkeypatch):
     """Counts how often a folder is listed."""
     times = []
-    listing = dino_vit.data.sources.folder._list_local
+    listing = dino_vit.data.sources.open._list_local
     monkeypatch.setattr(
-        dino_vit.data.sources.folder, "_list_local", lambda root: times.append(root) or listing(root)
+        dino_vit.data.sources.open, "_list_local", lambda root: times.append(root) or listing(root)
     )
     return times
 
