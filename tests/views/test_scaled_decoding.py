@@ -10,11 +10,8 @@ from dino_vit.data.sources.open import FolderSource
 from dino_vit.views.geometry import (
     View,
     ViewBoxes,
-    choose_boxes,
     crop_views,
     draw_tries,
-    largest_reduction,
-    reduce_boxes,
 )
 from dino_vit.views.loader import Loader
 from dino_vit.views.sampler import Sampler
@@ -57,10 +54,10 @@ def test_each_pixel_of_a_view_has_one_of_the_image():
     random, found = np.random.default_rng(0), set()
     for sample in range(300):
         height, width = random.integers(20, 900, 2).tolist()
-        boxes = choose_boxes(VIEWS, tries(sample), height=height, width=width)
-        factor = largest_reduction(VIEWS, boxes)
+        cut = ViewBoxes(VIEWS, tries(sample))
+        factor = cut.reduction(height, width)
         found.add(factor)
-        for view, (top, left, h, w) in zip(VIEWS, reduce_boxes(boxes, factor).tolist(), strict=True):
+        for view, (top, left, h, w) in zip(VIEWS, cut.boxes(None).tolist(), strict=True):
             if factor > 1:
                 assert h >= view.size[0]
                 assert w >= view.size[1]

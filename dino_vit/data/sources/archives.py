@@ -178,11 +178,9 @@ def _read_labels(
 
 def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{path}: {os.fsdecode(name)!r}")
-    if isinstance(content, dict):
-        content = next((content[key] for key in LABEL_COLUMNS if key in content), None)
-    if isinstance(content, str):
-        return printable(content)  # JSON has text that UTF-8 has not
-    return content if isinstance(content, (int, float)) else None
+    columns = content if isinstance(content, dict) else {}
+    label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
+    return printable(label) if isinstance(label, str | int | float) else None  # a list is none
 
 
 def zip_images(path: str) -> list[Member]:
