@@ -132,7 +132,7 @@ def test_a_shard_that_changes_under_a_run_is_an_error_and_no_garbage(tmp_path):
         source.read(0)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
 def test_zips_of_every_method(tmp_path, method):
     contents = {**FILES, "notes.txt": b"", "__MACOSX/._a.png": b""}
     source = open_source(str(write_zip(tmp_path / "a.zip", contents, method=method)))
@@ -149,7 +149,7 @@ def test_damaged_bytes_in_a_zip_are_an_error_of_that_image(tmp_path):
         data[place] ^= 0xFF
         path.write_bytes(data)
         source = open_source(str(path))
-        with pytest.raises(OSError, match="it cannot be unpacked"):
+        with pytest.raises(OSError, match=r"checksum|decompressed"):
             source.read(0)
         assert source.read(1) == b"b" * 1000
 
