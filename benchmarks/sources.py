@@ -30,7 +30,6 @@ import pyarrow.parquet as pq
 
 from benchmarks.input import Photos
 from benchmarks.measure import Row, Table, arguments, compare, report
-from dino_vit.data.sources.files import file_signatures
 from dino_vit.data.sources.index import IndexContents, WriteImages
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.source import Source
@@ -48,9 +47,7 @@ class MadeUp(FolderSource):
         names = made_up_names()
         folders = [self.root, *(os.path.join(self.root, f"n{number:08d}") for number in range(FOLDERS))]
         sizes = np.full(len(names), 110_000)
-        return IndexContents(
-            names=names, sizes=sizes, watched=folders, file_signatures=file_signatures(folders)
-        )
+        return IndexContents(names=names, sizes=sizes, watched=folders)
 
 
 def made_up_names() -> list[bytes]:

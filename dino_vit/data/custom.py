@@ -6,13 +6,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.objects import find, title_of
 from dino_vit.core.text import printable
 from dino_vit.data.images.decode import from_given
-from dino_vit.data.labels import number_labels
+from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.source import spread
 
 FINGERPRINTED = 4  # images that tell a source from others with the same names
@@ -34,7 +33,8 @@ class CustomSource:
         self.given = given
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")
-        self._numbers, self.classes = self._labels()
+        self._labels = self._read_labels()
+        self.classes: Sequence[str] = tuple(self._labels.classes)
         self.fingerprint = str(getattr(given, "fingerprint", None) or self._digest())
 
     def __len__(self) -> int:
@@ -52,8 +52,7 @@ class CustomSource:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def label(self, index: int) -> int | None:
-        number = int(self._numbers[index])
-        return None if number < 0 else number
+        return self._labels.of(index)
 
     def name(self, index: int) -> str:
         name = self._method("name")
@@ -69,8 +68,8 @@ class CustomSource:
         method = getattr(self.given, name, None)  # a data set may have a `name` that is a text
         return method if callable(method) else None
 
-    def _labels(self) -> tuple[NDArray[np.int32], Sequence[str]]:
-        """Return the number of the class of each image, -1 for none, and the names of the classes."""
+    def _read_labels(self) -> Labels:
+        """Return the labels: those that the object has, as its own classes number them if it has any."""
         label, targets = self._method("label"), getattr(self.given, "targets", None)
         classes = getattr(self.given, "classes", None)
         if label:
@@ -80,15 +79,14 @@ class CustomSource:
         elif hasattr(targets, "tolist"):  # a tensor or an array
             targets = targets.tolist()
         if classes is None or callable(classes):
-            numbered = number_labels(targets)
-            return numbered.numbers, tuple(numbered.classes)
+            return number_labels(targets)
         names = [str(name) for name in classes]
         numbers: dict[object, int] = {name: number for number, name in enumerate(names)}
         numbers |= {number: number for number in range(len(names))} | {None: -1}
         if unknown := [target for target in targets if target not in numbers]:
             text = f"{title_of(self.given)} has the label {unknown[0]!r}, which is none of its"
             raise ValueError(f"{text} {len(names)} classes, nor the index of one")
-        return np.array([numbers[target] for target in targets], dtype=np.int32), tuple(names)
+        return Labels(np.array([numbers[target] for target in targets], dtype=np.int32), names)
 
     def _digest(self) -> str:
         """Return a digest of the names and of a few images."""

@@ -41,6 +41,11 @@ class Labels(NamedTuple):
     numbers: NDArray[np.int32]
     classes: list[str]
 
+    def of(self, index: int) -> int | None:
+        """Return the class of an item, None for no label."""
+        number = int(self.numbers[index])
+        return None if number < 0 else number
+
 
 def number_labels(values: Sequence[object]) -> Labels:
     """Number the distinct labels from 0: in numeric order if all are numbers, else sorted as text."""
@@ -216,8 +221,7 @@ class LabelledSource(Subset):
         self._labels = labels
 
     def label(self, index: int) -> int | None:
-        number = int(self._labels.numbers[index])
-        return None if number < 0 else number
+        return self._labels.of(index)
 
     @property
     def classes(self) -> list[str]:

@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,10 +22,8 @@ from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, 
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.files import file_signatures, is_url
-from dino_vit.data.sources.folder import PathSource
-from dino_vit.data.sources.index import IndexedSource, cache_folder
-from dino_vit.data.sources.source import Source
+from dino_vit.data.sources.index import cache_folder
+from dino_vit.data.sources.source import Source, signatures_of
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, in_batches, read_batches
 from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
@@ -118,16 +115,7 @@ def cached_features(
 
 def content_digest(source: Source, indices: Sequence[int]) -> str:
     """Return a digest of the size and time of every file, and of three images: a fingerprint knows names."""
-    state = hashlib.sha256()
-    inner: Any = source
-    while hasattr(inner, "source"):
-        inner = inner.source
-    if isinstance(inner, PathSource):
-        names = (os.path.join(inner.root, os.fsdecode(inner.raw_name(index))) for index in range(len(inner)))
-        # A server is not asked for each of its files.
-        state.update(file_signatures([name for name in names if not is_url(name)]).tobytes())
-    elif isinstance(inner, IndexedSource):
-        state.update(inner.index.file_signatures.tobytes())
+    state = hashlib.sha256(signatures_of(source).tobytes())
     for row in (0, len(indices) // 2, len(indices) - 1):
         try:
             item = source.read(indices[row])

@@ -77,13 +77,6 @@ def reduce_boxes(boxes: NDArray[np.int64], factor: int) -> NDArray[np.int64]:
     return np.concatenate([start, end - start], axis=1)
 
 
-def largest_reduction(views: Sequence[View], boxes: NDArray[np.int64]) -> int:
-    """Return by how much an image may be reduced so that each pixel of a view has one of its own, or more."""
-    sizes = np.array([view.size for view in views])
-    fits = (factor for factor in REDUCTIONS if (reduce_boxes(boxes, factor)[:, 2:] >= sizes).all())
-    return next(fits, 1)
-
-
 class ViewBoxes:
     """The boxes of an image's views, and how far it may be reduced while it is decoded."""
 
@@ -92,11 +85,18 @@ class ViewBoxes:
         self._reduced: NDArray[np.int64] | None = None
 
     def reduction(self, height: int, width: int) -> int:
-        """Return by how much an image of this size may be reduced; `boxes` are those of the reduced one."""
+        """Return by how much an image may be reduced so that each pixel of a view still has one of its own.
+
+        `boxes` are then those of the reduced image.
+        """
         boxes = choose_boxes(self.views, self.tries, height=height, width=width)
-        factor = largest_reduction(self.views, boxes)
-        self._reduced = reduce_boxes(boxes, factor)
-        return factor
+        sizes = np.array([view.size for view in self.views])
+        for factor in REDUCTIONS:
+            self._reduced = reduce_boxes(boxes, factor)
+            if (self._reduced[:, 2:] >= sizes).all():
+                return factor
+        self._reduced = boxes
+        return 1
 
     def boxes(self, image: Tensor) -> NDArray[np.int64]:
         """Return the boxes (views, 4) of the decoded image."""

@@ -88,11 +88,6 @@ def test_a_row_that_is_too_short_is_named():
         entries("a.csv", "path,label\nx.jpg,1\ny.jpg\n")
 
 
-def test_columns_that_say_nothing_are_no_labels(caplog):
-    assert entries("a.csv", "x.jpg,1,2\n") == [("x.jpg", None)]
-    assert "no labels" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["labels.json", "labels.csv", "labels.txt"])
 def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
     root = write_folder(tmp_path / "photos", {key: FILES[key] for key in ["cat/é.jpg", "dog-2/x.bmp"]})
@@ -197,8 +192,3 @@ def test_a_split_without_labels_is_passed_over(folder, tmp_path):
     names = [source.name(index) for index in range(len(source))]
     labels.write_text("".join(f"{name},{number % 2}\n" for number, name in enumerate(names)))
     assert choose_splits(join_labels(source, labels))[1].name == "val"
-
-
-def test_one_split_alone_is_a_set(folder):
-    assert not open_source(str(folder / "train")).splits
-    assert choose_splits(open_source("synthetic:20:16")) is None

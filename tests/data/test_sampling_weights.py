@@ -1,7 +1,6 @@
 """A file that says how often images are drawn, and runs that draw by it."""
 
 import json
-import logging
 import signal
 from functools import partial
 
@@ -44,13 +43,6 @@ def test_weights_meet_images_by_name(tmp_path, name):
     assert found.tolist() == list(range(63, -1, -1))
 
 
-def test_names_that_meet_no_image_are_counted_and_said(tmp_path, caplog):
-    weights = dict.fromkeys(NAMES, 0.5) | {"b/none": 1, "a/none": 1}
-    with caplog.at_level(logging.WARNING, "dino_vit"):
-        assert (read_sampling_weights(SOURCE, written(tmp_path / "w.csv", weights)) == 0.5).all()
-    assert "2 weights for names not in the source, such as 'a/none'" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -76,13 +68,6 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
     path.write_text(path.read_text() + f"{NAMES[0]},1\n{NAMES[0]},2\n")
     with pytest.raises(ValueError, match=f"two values for '{NAMES[0]}': '1' and '2'"):
         read_sampling_weights(SOURCE, path)
-
-
-def test_a_fingerprint_tells_weights_apart():
-    assert sampling_fingerprint(None) is None
-    assert sampling_fingerprint(np.array([1.0, 2])) == sampling_fingerprint(np.array([1.0, 2]))
-    others = ([1.0, 2], [2.0, 1], [1.0, 2, 0])
-    assert len({sampling_fingerprint(np.array(weights)) for weights in others}) == 3
 
 
 def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):

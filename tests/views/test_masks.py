@@ -46,20 +46,6 @@ def test_ratios_are_one_from_each_part_of_their_range():
     assert counts.mean() / PATCHES == pytest.approx(0.3, abs=0.01)
 
 
-def test_masks_are_rectangles_of_all_shapes():
-    """Of a view with few masked patches; some are a single rectangle."""
-    shapes = []
-    for step in range(60):
-        for mask in drawn(masking(ratio=(0.03, 0.15)), step).reshape(-1, *GRID):
-            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-            if mask.any() and mask.sum() == (height := np.ptp(rows) + 1) * (width := np.ptp(columns) + 1):
-                shapes.append(np.log(height / width))
-    assert len(shapes) > 30
-    assert min(shapes) < -0.7
-    assert max(shapes) > 0.7
-    assert abs(np.mean(shapes)) < 0.25
-
-
 @pytest.mark.parametrize("share", [1, 4, 16])
 def test_masks_do_not_depend_on_processes_and_passes(share):
     whole, pieces = masking(), masking()

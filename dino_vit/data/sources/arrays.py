@@ -1,12 +1,12 @@
 """Images in one array of a .npy or .npz file: (N, H, W), (N, H, W, C) or (N, C, H, W).
 
-A .npy file is mapped into memory; the array of a .npz file is unpacked into the index, which is.
+A .npy file is mapped into memory; the array of a .npz file is read into it, which worker processes share.
 """
 
 import hashlib
 import zipfile
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,65 +16,58 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import is_url
-from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.files import file_signatures, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
 
-class ArraySource(IndexedSource):
+class ArraySource:
     """The images of one array; another array of the same length in a .npz holds their labels."""
 
     def __init__(self, path: str, key: str | None = None) -> None:
         if is_url(path):
             raise ValueError(f"{path} is remote, but arrays are mapped into memory: copy it here first.")
         self._path, self._key = path, key
-        super().__init__(open_index("array", f"{path}:{key}" if key else path, self._build, [path]))
+        arrays = _load(path)
+        self._images = _choose(path, arrays, key)
+        self._channels_last = _channels_last(path, self._images.shape)
+        self._labels = _labels(path, arrays, len(self))
+        self.classes = [printable(name) for name in self._labels.classes]
+        self.fingerprint = _fingerprint(self._images)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArraySource, (self._path, self._key)  # NumPy would pickle the pixels
+
+    def __len__(self) -> int:
+        return len(self._images)
 
     def read(self, index: int) -> Tensor:
         image = self._images[index]
         if image.ndim == 2:
             image = image[None]
-        elif self.index.metadata["channels_last"]:
+        elif self._channels_last:
             image = np.moveaxis(image, -1, 0)
         return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
 
-    @cached_property
-    def _images(self) -> NDArray[Any]:
-        """The array, mapped into memory."""
-        metadata, unpacked = self.index.metadata, self.index.images
-        if not unpacked.size:
-            return open_memmap(self._path, mode="r")
-        count = len(self) * np.prod(metadata["shape"], dtype=int)
-        return np.frombuffer(unpacked, metadata["dtype"], count).reshape(len(self), *metadata["shape"])
+    def label(self, index: int) -> int | None:
+        return self._labels.of(index)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_images"}
+    def name(self, index: int) -> str:
+        return f"{range(len(self))[index]:09d}"
 
-    def _build(self, write_images: WriteImages) -> IndexContents:
-        arrays = _load(self._path)
-        name = _choose(self._path, arrays, self._key)
-        images = arrays[name]
-        count = len(images)
-        digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
-        for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
-            digest.update(np.ascontiguousarray(images[row]).data)
-        if name:  # of a .npz
-            for image in images:
-                write_images(image.tobytes())
-        return IndexContents(
-            names=[b"%09d" % number for number in range(count)],
-            sizes=np.full(count, images.nbytes // count, dtype=np.int64),
-            labels=_labels(self._path, arrays, count),
-            metadata={
-                "fingerprint": f"array-{count}-{digest.hexdigest()[:16]}",
-                "shape": images.shape[1:],
-                "dtype": images.dtype.str,
-                "channels_last": _channels_last(self._path, images.shape),
-            },
-        )
+    def signatures(self) -> NDArray[np.int64]:
+        """Return size and times of the file, which tell whether it was replaced."""
+        return file_signatures([self._path])
+
+
+def _fingerprint(images: NDArray[Any]) -> str:
+    count = len(images)
+    digest = hashlib.sha256(f"{images.shape} {images.dtype.str}".encode())
+    for row in np.linspace(0, count - 1, min(FINGERPRINTED, count)).astype(int).tolist():
+        digest.update(np.ascontiguousarray(images[row]).data)
+    return f"array-{count}-{digest.hexdigest()[:16]}"
 
 
 def _load(path: str) -> dict[str, NDArray[Any]]:
@@ -85,10 +78,8 @@ def _load(path: str) -> dict[str, NDArray[Any]]:
         arrays = {}
         with np.load(path) as file:
             for name in file:
-                try:
+                with suppress(ValueError):  # of Python objects, such as names of files
                     arrays[name] = file[name]
-                except ValueError as error:  # of Python objects
-                    log.warning("%s: %s is left out: %s", path, brief(name), error)
         return arrays
     except OSError:
         raise
@@ -96,8 +87,8 @@ def _load(path: str) -> dict[str, NDArray[Any]]:
         raise ValueError(f"{path} is damaged or holds no plain arrays: {brief(error, 300)}") from error
 
 
-def _choose(path: str, arrays: Mapping[str, NDArray[Any]], key: str | None) -> str:
-    """Return the name of the array of images: the given one, or the only one with three or four axes."""
+def _choose(path: str, arrays: Mapping[str, NDArray[Any]], key: str | None) -> NDArray[Any]:
+    """Return the array of images: the one of the given name, or the only one with three or four axes."""
     candidates = [name for name, array in arrays.items() if array.ndim in (3, 4)]
     chosen = candidates if key is None else [name for name in candidates if name == key]
     if len(chosen) != 1:
@@ -110,7 +101,7 @@ def _choose(path: str, arrays: Mapping[str, NDArray[Any]], key: str | None) -> s
     if images.dtype.kind not in "uif" or images.dtype.itemsize > 8 or not images.size:
         text = f"not {images.dtype} of shape {images.shape}"
         raise ValueError(f"{path}: images must be integers or floats, {text}")
-    return chosen[0]
+    return images
 
 
 def _channels_last(path: str, shape: tuple[int, ...]) -> bool:

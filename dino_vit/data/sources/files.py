@@ -23,17 +23,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
 
-OPEN_FILES = 128  # per reader and process, well below the system's usual limit of 1024
+OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 RETRY_TIMEOUT_S = 180  # for which a remote range is requested again before the run ends
 REQUEST_TIMEOUT_S = 30  # within which a server must answer a request
 MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 # What file systems call the version of a file. Not fsspec's `ukey`, which over HTTP is the same whatever the
 # file holds.
-VERSIONS = (
-    *("ETag", "etag", "md5Hash", "content_md5"),
-    *("Content-MD5", "Digest", "LastModified", "Last-Modified"),
-)
+VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
 
 
 class Stop(Protocol):
@@ -237,14 +234,13 @@ class ByteRangeReader:
     def __init__(self, paths: Sequence[str], file_signatures: NDArray[np.int64]) -> None:
         self.paths, self.file_signatures = paths, file_signatures
         self.is_remote = any(map(is_url, paths))
-        self._open = lru_cache(OPEN_FILES)(_Descriptor)
-        self._unchanged: set[int] = set()  # remote files that this process has checked
+        self._unchanged: set[int] = set()  # remote files that were checked
 
     def read(self, file: int, start: int, size: int) -> bytes:
         path = self.paths[file]
         if is_url(path):
             return retry(lambda: self.request(file, start, size), path)
-        opened = self._open(path)  # kept until the read is done: another thread may push it out
+        opened = _opened(self, file)  # kept until the read is done: another thread may push it out
         status = os.fstat(opened.number)
         if [status.st_size, status.st_mtime_ns] != self.file_signatures[file, :2].tolist():
             raise ChangedFile(path)
@@ -264,9 +260,6 @@ class ByteRangeReader:
             raise ChangedFile(self.paths[file])
         self._unchanged.add(file)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ByteRangeReader, (self.paths, self.file_signatures)
-
 
 def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
@@ -283,6 +276,11 @@ def check_length(data: bytes, size: int, path: str) -> bytes:
     if len(data) != size:
         raise OSError(f"{path} is truncated: {len(data):,} bytes came where there should be {size:,}")
     return data
+
+
+@lru_cache(OPEN_FILES)
+def _opened(reader: ByteRangeReader, file: int) -> "_Descriptor":
+    return _Descriptor(reader.paths[file])
 
 
 class _Descriptor:

@@ -2,7 +2,7 @@
 
 It is built once, in a cache folder (DINO_VIT_CACHE, or dino-vit below XDG_CACHE_HOME or ~/.cache), and again
 when what it was built from has changed. It may be deleted at any time. A source whose images cannot be read
-at random (Parquet, .npz) unpacks them into the same file:
+at random (Parquet) unpacks them into the same file:
 
     images, if unpacked | padding | items: an Arrow file | where the items start
 
@@ -18,10 +18,8 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -43,56 +41,49 @@ VERSION = 3  # of what an index holds
 
 @dataclass(frozen=True, kw_only=True)
 class IndexContents:
-    """What goes into an index. Without watched files or folders, it is built again each time."""
+    """What goes into an index: names and sizes make the fingerprint."""
 
     names: Sequence[bytes]
-    sizes: ArrayLike | None = None  # None: those of the watched files
+    sizes: ArrayLike
     labels: Labels | None = None  # None: the first-level folders of the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    watched: Sequence[str] = ()
-    file_signatures: ArrayLike = ()  # of the watched files and folders
+    watched: Sequence[str] = ()  # folders that tell of changes, where the source has no files to watch
     by_name: bool = True  # order the items by the bytes of their names
 
-    def items(self, began: int) -> pa.RecordBatch:
-        """Return the items in their final order; names and sizes make the fingerprint."""
+    def items(self, **metadata: Any) -> pa.RecordBatch:
+        """Return the items in their final order."""
         order = list(range(len(self.names)))
         if self.by_name:
             order.sort(key=self.names.__getitem__)
         names = [self.names[row] for row in order]
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
-        signatures = np.array(self.file_signatures, dtype=np.int64).reshape(-1, 3)
-        sizes = signatures[:, 0] if self.sizes is None else np.asarray(self.sizes, dtype=np.int64)
         digest = hashlib.sha256(b"".join(names))
         digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
-        digest.update(sizes[rows].tobytes())
+        digest.update(np.asarray(self.sizes, dtype=np.int64)[rows].tobytes())
         if self.labels is None:
             numbers, classes = folder_labels(names)
         else:
             numbers, classes = self.labels.numbers[rows], self.labels.classes
-        arrays = {"name": binary_array(names), "label": _to_arrow(numbers)}
+        arrays = {"name": _bytes_to_arrow(names), "label": _to_arrow(numbers)}
         arrays |= {name: _to_arrow(column[rows]) for name, column in self.columns.items()}
-        metadata = {
+        metadata |= {
             "fingerprint": f"images-{len(names)}-{digest.hexdigest()[:16]}",
             "classes": classes,
             "splits": find_splits(below_shared(names)) if self.by_name else {},
             **self.metadata,
-            "began": began,
-            "watched": list(self.watched),
-            "file_signatures": signatures.tolist(),
         }
         return pa.record_batch(arrays, metadata={"dino_vit": json.dumps(metadata)})
 
 
-WriteImages = Callable[[bytes | memoryview], None]
+WriteImages = Callable[[bytes | memoryview], object]
 Build = Callable[[WriteImages], IndexContents]
 
 
-# pyarrow's own conversions from and to NumPy import pandas where it is installed, which takes up to a second.
+# pyarrow's own conversions from NumPy and lists import pandas where it is installed: half a second and more.
 
 
-def binary_array(values: Sequence[bytes]) -> pa.Array:
-    """Return bytes as an Arrow array."""
+def _bytes_to_arrow(values: Sequence[bytes]) -> pa.Array:
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
     return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
@@ -147,6 +138,10 @@ class IndexedSource:
     def fingerprint(self) -> str:
         return str(self.index.metadata["fingerprint"])
 
+    def signatures(self) -> NDArray[np.int64]:
+        """Return size, version and time of the files that the images lie in."""
+        return self.index.file_signatures
+
 
 def cache_folder() -> Path:
     """Return the folder of indexes and other files that can be made again."""
@@ -160,27 +155,14 @@ def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None =
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
     `build` gets a function that writes images. `files` are those that the source has now; without them the
-    index watches what `build` says.
+    index watches the folders that `build` tells, and is built each time if there are none.
     """
     location = spec if is_url(spec) else os.path.abspath(spec)
     key = hashlib.sha256(os.fsencode(f"{kind}\0{location}\0{VERSION}")).hexdigest()[:24]
     path = cache_folder() / f"{kind}-{key}.arrow"
-    try:
-        return _open_or_build(path, spec, build, files)
-    except (StorageError, OSError) as error:
-        text = "%s: the index is built for this run only, as it cannot be written to %s: %s"
-        log.warning(text, spec, path, error)
-    return _open_or_build(Path(_temporary_folder().name) / path.name, spec, build, files)
-
-
-_temporary_folder = cache(partial(TemporaryDirectory, prefix="dino-vit-"))  # deleted when the process ends
-
-
-def _open_or_build(path: Path, spec: str, build: Build, files: Sequence[str] | None) -> Index:
     index = _load(path)
     if index is not None and _is_current(index, files):
         return index
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path, spec):
         index = _load(path)
         if index is None or not _is_current(index, files):
@@ -221,21 +203,15 @@ def _reopen(path: Path, began: int) -> Index:
 
 
 def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None) -> None:
-    def write_images(data: bytes | memoryview) -> None:
-        try:
-            file.write(data)
-        except OSError as error:  # the cache is full; not an error of the source
-            raise StorageError(str(error)) from error
-
     # Before anything is read, so that a change meanwhile is noticed next time.
     began, signatures = time.time_ns(), file_signatures(files or [])
     try:
-        contents = build(write_images)
-    except OSError as error:
-        raise ValueError(f"{spec} cannot be read: {brief(error, 300)}") from error
-    if files is not None:
-        contents = replace(contents, watched=files, file_signatures=signatures)
-    items = contents.items(began)
+        contents = build(file.write)
+    except OSError as error:  # of the source, or of a full disk
+        raise ValueError(f"{spec} cannot be indexed: {brief(error, 300)}") from error
+    if files is None:
+        files, signatures = contents.watched, file_signatures(contents.watched)
+    items = contents.items(began=began, watched=list(files), file_signatures=signatures.tolist())
     file.write(bytes(-file.tell() % ALIGNMENT))
     start = file.tell()
     with pa.ipc.new_file(file, items.schema) as writer:
@@ -246,7 +222,13 @@ def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None)
 @contextmanager
 def _lock(path: Path, spec: str) -> Iterator[None]:
     """Let one process build an index at a time; the system releases the lock of a process that dies."""
-    with path.with_suffix(".lock").open("wb") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("wb")
+    except OSError as error:
+        text = f"the index of {spec} cannot be written: {error}"
+        raise StorageError(f"{text}. Let DINO_VIT_CACHE be a folder that can be written") from error
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

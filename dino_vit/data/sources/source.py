@@ -68,6 +68,17 @@ class Subset:
         return f"{self.source.fingerprint}-{len(self)}-{digest[:16]}"
 
 
+def signatures_of(source: Source) -> NDArray[np.int64]:
+    """Return size, version and time of each file behind a source, which change when one is replaced.
+
+    Generated images, objects of Python code and the files of a remote folder have none.
+    """
+    while isinstance(source, Subset):
+        source = source.source
+    signatures = getattr(source, "signatures", None)
+    return signatures() if signatures else np.empty((0, 3), dtype=np.int64)
+
+
 def suffix_of(name: str) -> str:
     """Return the suffix of a name in lower case."""
     return os.path.splitext(name)[1].lower()

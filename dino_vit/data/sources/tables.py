@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
@@ -52,21 +53,14 @@ def image_bytes(images: pa.Array) -> pa.Array:
 
 @dataclass
 class Rows:
-    """Names, labels and sizes of the images in the rows of tables."""
+    """The names and labels of the images in the rows of tables."""
 
+    columns: TableColumns
     names: list[bytes | None] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
 
-    def add(self, batch: pa.RecordBatch, columns: TableColumns) -> pa.Array:
-        """Add rows, and return their images."""
-        self.describe(batch, columns)
-        images = image_bytes(batch.column(columns.image))
-        self.sizes += pc.binary_length(images).fill_null(0).to_pylist()
-        return images
-
-    def describe(self, batch: pa.RecordBatch, columns: TableColumns) -> None:
-        """Add the names and labels of rows."""
+    def add(self, batch: pa.RecordBatch) -> None:
+        columns = self.columns
         paths = batch.column(columns.name) if columns.name else pa.nulls(len(batch))
         labels = batch.column(columns.label) if columns.label else pa.nulls(len(batch))
         if columns.nested and columns.image in batch.schema.names:
@@ -77,7 +71,13 @@ class Rows:
         self.names += [None if path is None else os.fsencode(path) for path in paths.to_pylist()]
         self.labels += labels.to_pylist()
 
-    def index_contents(self, columns: TableColumns, tables: Sequence[tuple[str, int]]) -> IndexContents:
+    def index_contents(
+        self,
+        tables: Mapping[str, int],
+        sizes: ArrayLike,
+        columns: Mapping[str, NDArray[Any]],
+        **metadata: Any,
+    ) -> IndexContents:
         """Return what goes into an index of tables, given by name and length.
 
         The items are ordered by name if all rows have a name of their own.
@@ -85,12 +85,14 @@ class Rows:
         names = [name for name in self.names if name is not None]
         named = len(set(names)) == len(self.names)
         if not named:
-            names = [os.fsencode(f"{table}/{row:09d}") for table, count in tables for row in range(count)]
+            numbered = ((table, row) for table, count in tables.items() for row in range(count))
+            names = [os.fsencode(f"{os.path.basename(table)}/{row:09d}") for table, row in numbered]
         return IndexContents(
             names=names,
-            sizes=self.sizes,
-            labels=_number(columns, self.labels),
-            columns={"row": np.arange(len(names))},
+            sizes=sizes,
+            labels=_number(self.columns, self.labels),
+            columns=columns,
+            metadata=metadata,
             by_name=named,
         )
 
@@ -181,10 +183,12 @@ class HubSource(IndexedSource):
         return bytes(image)
 
     def _build(self, _: WriteImages) -> IndexContents:
-        rows = Rows()
+        rows, sizes = Rows(self._columns), list[int]()
         for batch in self._dataset.data.table.to_batches():
-            rows.add(batch, self._columns)
-        return rows.index_contents(self._columns, [(self._spec.rpartition("/")[2], len(self._dataset))])
+            rows.add(batch)
+            lengths = pc.binary_length(image_bytes(batch.column(self._columns.image)))
+            sizes += lengths.fill_null(0).to_pylist()
+        return rows.index_contents({self._spec: len(sizes)}, sizes, {"row": np.arange(len(sizes))})
 
 
 def _load_dataset(spec: str) -> Any:

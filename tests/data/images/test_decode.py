@@ -49,17 +49,6 @@ def test_a_palette_with_a_transparent_colour_has_an_alpha_channel():
         assert torch.equal(decode(data, "x", alpha=False), expected[:3])
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_grey_of_few_bits_goes_from_black_to_white(bits):
-    levels = picture(8, 8) % 2**bits
-    data = saved(Image.fromarray(levels * (255 // (2**bits - 1))), "PNG", bits=8)
-    assert torch.equal(decode(data, "x"), tensor(levels * (255 // (2**bits - 1))))
-    palette = Image.fromarray(levels, mode=None).convert("L")
-    palette.putpalette(bytes(range(256)) * 3)
-    expected = tensor(palette.convert("RGB"))
-    assert torch.equal(decode(saved(palette, "PNG", bits=bits), "x"), expected)
-
-
 @pytest.mark.parametrize(("mode", "kind"), [("CMYK", "JPEG"), ("CMYK", "TIFF"), ("LAB", "TIFF")])
 def test_other_colours_become_the_rgb_that_they_stand_for(mode, kind):
     original = smooth()

@@ -3,10 +3,9 @@ import os
 import pickle
 import time
 
-import numpy as np
 import pytest
 
-import dino_vit.data.sources.folder
+import dino_vit.data.sources.open
 from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.index import IndexContents, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
@@ -24,9 +23,9 @@ def cache(tmp_path_factory, monkeypatch):
 def built(monkeypatch):
     """Counts how often a folder is listed."""
     times = []
-    listing = dino_vit.data.sources.folder._list_local
+    listing = dino_vit.data.sources.open._list_local
     monkeypatch.setattr(
-        dino_vit.data.sources.folder, "_list_local", lambda root: times.append(root) or listing(root)
+        dino_vit.data.sources.open, "_list_local", lambda root: times.append(root) or listing(root)
     )
     return times
 
@@ -91,16 +90,13 @@ def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):
     assert sorted(p.suffix for p in cache.iterdir()) == [".arrow", ".lock"]
 
 
-def test_where_nothing_can_be_written_an_index_is_built_for_the_run(tmp_path, cache, monkeypatch, caplog):
+def test_where_nothing_can_be_written_it_is_said_what_to_do(tmp_path, cache, monkeypatch):
     place = cache / "below"
     place.write_text("")
     monkeypatch.setenv("DINO_VIT_CACHE", str(place))
     write_parquet(tmp_path / "a.parquet")
-    source = open_source(str(tmp_path / "a.parquet"))
-    assert "the index is built for this run only" in caplog.text
-    for one in (source, pickle.loads(pickle.dumps(source))):
-        assert [one.raw_name(index).decode() for index in range(5)] == ORDER
-        assert one.read(4) == FILES[ORDER[4]]
+    with pytest.raises(ValueError, match=r"the index of .*a\.parquet cannot be written: .*DINO_VIT_CACHE"):
+        open_source(str(tmp_path / "a.parquet"))
 
 
 def test_pickles_are_small_and_refuse_another_index(tmp_path):
@@ -129,12 +125,8 @@ def open_slowly(folder):
     def build(write_images):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
-        file_signatures = np.array([[-1, -1, 0]], dtype=np.int64)
-        watched = [str(folder / "missing")]
-        sizes, labels = np.ones(1, dtype=np.int64), number_labels([None])
-        return IndexContents(
-            names=[b"a"], sizes=sizes, labels=labels, watched=watched, file_signatures=file_signatures
-        )
+        labels = number_labels([None])
+        return IndexContents(names=[b"a"], sizes=[1], labels=labels, watched=[str(folder / "missing")])
 
     assert open_index("test", str(folder), build).names.to_pylist() == [b"a"]
 
@@ -155,17 +147,3 @@ def test_one_process_builds_and_the_others_wait(tmp_path):
         process.join(30)
         assert process.exitcode == 0
     assert builders(tmp_path) == 1
-
-
-def test_a_builder_that_is_killed_holds_nobody_up(tmp_path):
-    context = multiprocessing.get_context("fork")
-    first, second = (context.Process(target=open_slowly, args=(tmp_path,)) for _ in range(2))
-    first.start()
-    until(lambda: builders(tmp_path) == 1)
-    second.start()
-    first.kill()
-    first.join()
-    until(lambda: builders(tmp_path) == 2)
-    (tmp_path / "go").touch()
-    second.join(30)
-    assert second.exitcode == 0

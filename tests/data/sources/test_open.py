@@ -208,27 +208,6 @@ def test_tables_that_do_not_say_which_column(tmp_path):
         open_source(str(tmp_path / "[12].parquet"))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pa.array([[1], [2]]),
-        pa.array([[b"x"], None]),
-        pa.array([{"bytes": [b"x"]}, None]),
-        pa.array([{"bytes": "text"}, None]),
-        pa.array([None, None]),
-        pa.array([1, 2**63], pa.uint64()),
-        pa.array(["a", "b"]).dictionary_encode(),
-        pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
-    ],
-)
-@pytest.mark.parametrize("name", ["image", "img", "label", "path", "x"])
-def test_columns_of_any_type_are_no_traceback(tmp_path, name, other):
-    columns = {"image": [b"1", b"2"], "bytes": [b"1", b"2"]} | {name: other}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    source = open_source(str(tmp_path / "a.parquet"))
-    assert source.read(1) == b"2"
-
-
 def test_labels_without_a_name_are_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
     table = pq.read_table(path)
