@@ -34,12 +34,12 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_item
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
+from dino_vit.data.shards import SUMS
 from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 from dino_vit.eval.features import in_batches
 
-SUMS = "SHA256SUMS"
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
 _SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tiff", "unknown": ".img"}  # of others, the format in lower case

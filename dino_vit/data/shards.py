@@ -7,9 +7,12 @@ appears under its name when it is complete; a shard without a copy is read by a 
 import hashlib
 import math
 import os
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import cached_property
@@ -22,11 +25,13 @@ from numpy.typing import NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief
-from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, SourceLost, in_threads, retry
+from dino_vit.data.sources.files import ByteRangeReader, ChangedFile, SourceLost, read_file, retry
 from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
 from dino_vit.data.sources.source import Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
+SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
+SUMS_TIMEOUT_S = 10  # for which digests are requested again if they cannot be read
 PART = 4 * 2**20  # bytes of a request
 REQUESTS = 8  # at a time, as object stores answer a single one slowly
 RECENT_S = 600  # for which a copy that another run uses is spared
@@ -82,6 +87,7 @@ class LocalCopies:
         self.ranges, self.unpack = ranges, unpack
         self.sizes = sizes  # about how long each copy is
         self.folder, self.limit = shard_cache_folder(), math.inf
+        self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
 
     @cached_property
     def names(self) -> list[str]:
@@ -133,7 +139,7 @@ class LocalCopies:
             self.unpack(self.ranges.paths[shard], packed, copy)
 
     def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
-        """Write a shard to an open file, unless it is another one than that in the index."""
+        """Write a shard to an open file, and verify it."""
         url, size = self.ranges.paths[shard], int(self.ranges.file_signatures[shard, 0])
 
         def download(start: int) -> None:
@@ -143,10 +149,29 @@ class LocalCopies:
             data = retry(lambda: self.ranges.request(shard, start, length), url, stop)
             os.pwrite(descriptor, data, start)
 
-        retry(lambda: self.ranges.check_unchanged(shard), url, stop)
-        os.ftruncate(descriptor, 0)
-        in_threads(download, range(0, size, PART), threads=REQUESTS)
-        retry(lambda: self.ranges.check_unchanged(shard), url, stop)
+        for _ in range(2):
+            retry(lambda: self.ranges.check_unchanged(shard), url, stop)
+            os.ftruncate(descriptor, 0)
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                deque(pool.map(download, range(0, size, PART)), maxlen=0)
+            retry(lambda: self.ranges.check_unchanged(shard), url, stop)
+            if self._has_stated_digest(url, descriptor):
+                return
+        raise ValueError(
+            f"{url} is damaged: its digest is not the one in {SUMS} beside it. Copy or pack it again"
+        )
+
+    def _has_stated_digest(self, url: str, descriptor: int) -> bool:
+        """Tell whether a file has the digest that is stated beside the shard, if one is."""
+        folder, _, name = url.rpartition("/")
+        if folder not in self._sums:
+            self._sums[folder] = _read_sums(folder)
+        stated = self._sums[folder].get(name)
+        if stated is None:
+            return True
+        with open(descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest() == stated
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.
@@ -231,6 +256,24 @@ class Prefetch:
             if copies.copy(shard, stop):
                 return True
         return False
+
+
+def _read_sums(folder: str) -> dict[str, str]:
+    """Return the digests by name of the files in a remote folder, where they are stated."""
+    url = f"{folder}/{SUMS}"
+
+    def read() -> bytes:
+        with suppress(FileNotFoundError, PermissionError):  # object stores forbid what is not there
+            return read_file(url)
+        return b""
+
+    try:
+        text = retry(read, url, timeout_s=SUMS_TIMEOUT_S).decode(errors="replace")
+    except SourceLost as error:
+        reason = brief(error.__cause__, 200)
+        log.warning("copies of shards are not verified by %s, which cannot be read (%s)", url, reason)
+        return {}
+    return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *](.+)$", text, re.MULTILINE)}
 
 
 @contextmanager

@@ -97,6 +97,26 @@ def test_a_shard_that_was_changed_is_refused(server, folder, tmp_path):
     assert source.read(0)  # of another shard
 
 
+def test_digests_are_verified_requested_again_and_missed_if_they_cannot_be_read(
+    server, folder, tmp_path, monkeypatch, caplog
+):
+    sums = (folder / "SHA256SUMS").read_text()
+    (folder / "SHA256SUMS").write_text(sums.replace(sums[:8], "0" * 8))
+    _, copies = opened(server.url, tmp_path / "copies")
+    server.statuses["SHA256SUMS"] = [503, 503]
+    with pytest.raises(ValueError, match=r"000\.tar is damaged.*SHA256SUMS"):
+        copies.copy(0)
+    assert server.statuses == {"SHA256SUMS": []}
+    assert copies.copy(1)
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == [copies.path(1).name]
+    monkeypatch.setattr(module, "SUMS_TIMEOUT_S", 0.5)
+    server.statuses["SHA256SUMS"] = [403] * 20
+    _, copies = opened(server.url, tmp_path / "copies")
+    assert copies.copy(0)
+    assert "not verified by" in caplog.text
+    assert "403" in caplog.text
+
+
 def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     sizes = source.ranges.file_signatures[:, 0]
@@ -201,6 +221,7 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
     port = free_port()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     write_shards(tmp_path / "shards", 3, IMAGES, suffix)
+    (tmp_path / "shards" / "SHA256SUMS").unlink()
     local = open_source(str(tmp_path / "shards" / f"*{suffix}"))
     with gcs_bucket(tmp_path / "shards", int(port)) as put:
         source = open_source(f"gs://shards/*{suffix}")
@@ -216,6 +237,7 @@ def test_shards_are_copied_from_googles_storage(tmp_path, monkeypatch, suffix):
 def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
     pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
     pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
+    (folder / "SHA256SUMS").unlink()
     local = open_source(str(folder / "*.tar"))
     with s3_bucket(folder) as bucket:
         for name, value in s3_environ(bucket).items():

@@ -1,5 +1,6 @@
 """Servers that shards are read from: HTTP with ranges and faults on demand, S3, and Google's storage."""
 
+import hashlib
 import io
 import threading
 import time
@@ -179,9 +180,9 @@ def gcs_bucket(folder: Path, port: int) -> Iterator[Callable[[str, bytes], objec
 
 
 def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = ".tar") -> None:
-    """Write generated textures as tar shards or Parquet files."""
+    """Write generated textures as tar shards or Parquet files, with their digests."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = SyntheticSource(length=shards * images)
+    source, sums = SyntheticSource(length=shards * images), ""
     for shard in range(shards):
         path, pictures = folder / f"{shard:03d}{suffix}", {}
         for index in range(shard * images, (shard + 1) * images):
@@ -189,6 +190,8 @@ def write_shards(folder: Path, shards: int = 8, images: int = 16, suffix: str = 
             Image.fromarray(source.read(index).permute(1, 2, 0).numpy()).save(file, "PNG")
             pictures[f"{index:06d}.png"] = file.getvalue()
         (write_tar if suffix == ".tar" else write_parquet)(path, pictures)
+        sums += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+    (folder / "SHA256SUMS").write_text(sums)
 
 
 def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:

@@ -1,6 +1,7 @@
 """Pretraining from remote shards: the same as from local ones, whatever happens to the server or the run."""
 
 import re
+import shutil
 import signal
 
 import pytest
@@ -148,14 +149,12 @@ def test_what_cannot_work_is_refused_with_a_way_out(folder, tmp_path, settings, 
     assert re.search(message, run.said), run.said
 
 
-def test_a_damaged_shard_ends_a_run_with_its_name(tmp_path):
-    write_shards(tmp_path / "tables", COUNT, IMAGES, ".parquet")
-    damaged = tmp_path / "tables" / "005.parquet"
-    data = bytearray(damaged.read_bytes())
-    data[4:40] = bytes(36)  # the header of the first page
-    damaged.write_bytes(data)
-    with serving(tmp_path / "tables") as server:
-        run = Run(tmp_path / "run", settings_of(server.url, tmp_path, ".parquet", **{"budget.steps": 2000}))
+def test_a_damaged_shard_ends_a_run_with_its_name(folder, tmp_path):
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    sums = (damaged / "SHA256SUMS").read_text()
+    (damaged / "SHA256SUMS").write_text(re.sub("^.", "f", sums.replace("f", "0"), flags=re.MULTILINE))
+    with serving(damaged) as server:
+        run = Run(tmp_path / "run", settings_of(server.url, tmp_path, **{"budget.steps": 2000}))
         assert run.wait() == 2
-    assert "005.parquet is damaged or not a Parquet file" in run.said
+    assert re.search(r"\d\.tar is damaged: its digest is not the one in SHA256SUMS beside it", run.said)
     assert "Traceback" not in run.said

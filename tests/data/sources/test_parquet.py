@@ -81,9 +81,10 @@ def test_an_index_has_no_image_and_an_image_only_its_row_group(server, folder):
 
 
 def test_a_file_that_was_changed_or_is_damaged_is_refused(server, folder, tmp_path):
-    path = folder / "001.parquet"
+    path, sums = folder / "001.parquet", folder / "SHA256SUMS"
     data = bytearray(path.read_bytes())
     data[4:40] = bytes(36)  # the header of the first page
+    sums.unlink()
     path.write_bytes(data)
     source, copies = opened(server.url, tmp_path / "copies")
     with pytest.raises(ValueError, match=r"001\.parquet is damaged or not a Parquet file: "):
