@@ -94,7 +94,7 @@ class Ours:
 
     def loss(self) -> float:
         """Return the mean loss of the steps since it was asked for last."""
-        loss = self.state.interval.read().loss
+        loss = self.state.interval.read()["loss"]
         self.state.interval.restart()
         return loss
 

@@ -84,7 +84,7 @@ def facts(record: RunRecord) -> dict[str, str]:
         machine["Speed"] = f"{speed:,.0f} images/s; {wait:.0%} of the time waiting for images"
     if record.starts:
         (first, *resumed), start = record.starts, record.starts[-1]
-        backbone, head = start.parameters.backbone / 1e6, start.parameters.head / 1e6
+        backbone, head = start.parameters["backbone"] / 1e6, start.parameters["head"] / 1e6
         network += f"; {backbone:.1f} M parameters, head {head:.1f} M"
         images = f"{start.images:,} images from {images}"
         training += f", global batch {start.global_batch:,}"
