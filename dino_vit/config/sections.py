@@ -43,7 +43,6 @@ OF_OUR_TRANSFORMERS = frozenset(
 )
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
-CENTER_MOMENTUM = 0.9  # of the mean of the teacher's outputs, with loss.centering=ema
 Factor = Annotated[float, Field(ge=1, le=100)]
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[PositiveShare, PositiveShare]

@@ -66,7 +66,6 @@ class Objective:
         grid: Size,  # of the student's patches in a global view
         student_temperature: float,
         centering: str,
-        center_momentum: float,
         patch_weight: float = 0.0,
         koleo_weight: float = 0.0,
         gram_weight: float = 0.0,
@@ -84,7 +83,7 @@ class Objective:
         if self.prototypes:
             build = SinkhornCenter if centering == "sinkhorn" else Center
             for name in ("loss", "patch_loss") if patch_weight else ("loss",):
-                self.centers[name] = build(prototypes=prototypes, momentum=center_momentum).to(device)
+                self.centers[name] = build(prototypes=prototypes).to(device)
 
     def __call__(
         self,

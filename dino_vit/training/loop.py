@@ -188,7 +188,7 @@ def save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: 
 def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: bool = False) -> None:
     """Report a checkpoint that is written; if that failed, say so, or raise at the end of a run."""
     try:
-        path = state.finish_save(wait=wait)
+        path = state.writer.finish(wait=wait)
     except (NotFinite, StorageError) as error:
         if last:
             full = "Free disk space for it and run the same command again"
@@ -198,6 +198,7 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
         reporter.progress.notice(f"step {state.writer.step:,}: no checkpoint was written. {error}")
     else:
         if path is not None:
+            state.saved_step = state.writer.step
             reporter.saved(path)
 
 

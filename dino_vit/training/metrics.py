@@ -20,21 +20,6 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
-# The scalars of a record for trackers, by group.
-GROUPS = {
-    "loss": ("loss", "excess", "student_divergence", "patch_loss", "koleo", "gram"),
-    "teacher": (
-        *("mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "embedding_std"),
-        *("patch_mean_output_entropy", "patch_output_entropy", "patch_entropy_gap"),
-        *("patch_prototypes_in_use", "momentum", "teacher_temp"),
-    ),
-    "optim": ("lr", "weight_decay", "gradient_norm", "nonfinite_steps"),
-    "speed": ("images_per_second", "data_wait"),
-    "run": ("epoch",),
-    "eval": ("knn", "rankme", "best_knn"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
     """The numbers of one log line; entropies and the divergence are of `loss_statistics`."""
@@ -84,10 +69,10 @@ class MetricsRecord:
         return self.loss - math.log(self.prototypes) if self.prototypes else None
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars for trackers, in groups."""
-        record = self.to_record()
-        named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}
-        return {name: float(value) for name, value in named.items() if value is not None}
+        """Return the scalars for trackers, those of an evaluation in a group of their own."""
+        record = {name: value for name, value in self.to_record().items() if isinstance(value, int | float)}
+        evaluated = ("knn", "rankme", "best_knn")
+        return {f"{'eval' if name in evaluated else 'train'}/{name}": record[name] for name in record}
 
 
 @dataclass(frozen=True, kw_only=True)

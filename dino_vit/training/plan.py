@@ -81,12 +81,10 @@ def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int |
     optim, budget = config.optim, config.budget
     batch = config.data.batch_size * optim.accumulate * world_size
     if batch > images:
-        largest = images // (optim.accumulate * world_size)
         raise ValueError(
             f"{images} images do not fill a global batch of {batch} (data.batch_size="
             f"{config.data.batch_size} x optim.accumulate={optim.accumulate} x "
-            f"{plural(world_size, 'process', 'processes')}); "
-            + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
+            f"{plural(world_size, 'process', 'processes')}); lower one of them"
         )
     per_epoch, total = images // batch, steps or budget.total_steps(images, batch)
     if not total:

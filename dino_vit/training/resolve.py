@@ -15,7 +15,7 @@ from dino_vit.config.auto import Choice, auto_choices, init_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
-from dino_vit.core import height_width, log
+from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
 from dino_vit.core.text import plural, printable
@@ -111,8 +111,7 @@ def resolve_config(
     add(_order_choices(config, context))
     statistics, notes = _pixel_statistics(config, source, context.device)
     add(statistics)
-    if resumed:
-        config = _keep_global_batch(config, context, resumed)
+    add(_batch_choices(config, context))
     notes.insert(0, images.describe(build_pixels(config)))
     sizes = [(image.height, image.width) for image in images.images]
     if advice := advice_on_size(config, sizes, printable(config.data.source)):
@@ -130,13 +129,13 @@ def start_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     return choices + init_choices(config)
 
 
-def _keep_global_batch(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> PretrainConfig:
-    global_batch = resumed.metadata["global_batch"]
-    accumulate = global_batch // (config.data.batch_size * context.processes)
-    if not accumulate or accumulate == config.optim.accumulate:
-        return config
-    log.info("the run keeps its global batch of %d: optim.accumulate=%d", global_batch, accumulate)
-    return replace(config, {"optim.accumulate": accumulate})
+def _batch_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
+    """Keep the global batch of a run that resumes, in other micro-batches."""
+    batch = context.resumed.metadata["global_batch"] if context.resumed else 0
+    accumulate = batch // (config.data.batch_size * context.processes)
+    if accumulate in (0, config.optim.accumulate):
+        return []
+    return [Choice("optim.accumulate", accumulate, f"keeps the global batch of {batch}")]
 
 
 def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:

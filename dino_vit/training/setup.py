@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
+from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -236,7 +236,6 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         grid=student.grid_of(*views.global_shape),
         student_temperature=STUDENT_TEMPERATURE,
         centering=loss.centering,
-        center_momentum=CENTER_MOMENTUM,
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
@@ -288,13 +287,18 @@ def _open_frozen(config: PretrainConfig, weights: str) -> "TrainedTeacher":
     """Load the network that `teacher.weights` names."""
     from dino_vit.weights.heads import open_teacher
 
-    if Path(weights).resolve() == Path(config.output).resolve():
-        raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
+    _check_other_run(config, "teacher.weights", weights)
     frozen = open_teacher(weights)
     if not all_equal(int(frozen.sha256[:12], 16)):
         text = f"the processes read different weights from teacher.weights={weights}"
         raise ValueError(f"{text}; give a checkpoint that is kept")
     return frozen
+
+
+def _check_other_run(config: PretrainConfig, key: str, weights: str) -> None:
+    """Check that a fixed network is not the newest checkpoint of the run, which changes."""
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
 
 
 def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
@@ -317,11 +321,7 @@ def _load_gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone:
     from dino_vit.weights.loading import load_backbone
 
     assert config.gram is not None
-    if Path(config.gram.weights).resolve() == Path(config.output).resolve():
-        raise ValueError(
-            f"gram.weights={config.gram.weights} is the run itself, whose newest checkpoint changes; "
-            "give one of its checkpoints that is kept (run.keep_every)"
-        )
+    _check_other_run(config, "gram.weights", config.gram.weights)
     gram_teacher = load_backbone(config.gram.weights)
     provenance = gram_teacher.provenance
     if not (gram_teacher.has_patches and student.has_patches):

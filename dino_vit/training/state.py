@@ -112,8 +112,8 @@ class UnreadableImages:
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
         new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
-        if new:
-            with suppress(OSError):  # if the disk is full, they are listed when they come again
+        with suppress(OSError):  # if the disk is full, they are listed when they come again
+            if new:
                 self._list(new)
         if self.failed > self.limit * max(self.tried, AT_LEAST):
             raise ValueError(
@@ -123,7 +123,6 @@ class UnreadableImages:
             )
 
     def _list(self, lines: Iterable[str]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+", encoding="utf-8", errors="replace") as file:
             file.seek(0)
             listed = set(file.read().splitlines())  # by other processes and earlier starts
@@ -276,13 +275,6 @@ class TrainingState:
                 deque(parts, maxlen=0)
         if not main:
             self.saved_step = self.step
-
-    def finish_save(self, *, wait: bool) -> Path | None:
-        """Return the path of a checkpoint that has come to the disk meanwhile, or raise why it did not."""
-        path = self.writer.finish(wait=wait)
-        if path is not None:
-            self.saved_step = self.writer.step
-        return path
 
     def _metadata(self) -> dict[str, Any]:
         return {

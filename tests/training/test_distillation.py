@@ -152,21 +152,8 @@ def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
         )
 
 
-def test_pixels_are_scaled_as_the_teacher_has_them(tmp_path, wide):
-    with pytest.raises(ValueError, match=r"data.range=\(50.0, 100.0\) \(there None\) does not match teacher"):
-        opened(tmp_path / "run", pupil(wide, **{"data.range": "[50,100]"}))
-
-
-def test_a_teacher_without_heads_does_not_come_halfway(tmp_path, wide):
-    trained(tmp_path / "run", {"budget.steps": 10})
-    dino_vit.save_backbone(dino_vit.load_backbone(wide), tmp_path / "alone.safetensors")
-    settings = {"teacher.weights": tmp_path / "alone.safetensors", "run.resume": "changed"}
-    with pytest.raises(ValueError, match="is of another network or optimiser"):
-        opened(tmp_path / "run", settings)
-
-
 def test_a_run_does_not_learn_from_itself_nor_from_a_teacher_that_has_changed(tmp_path, wide):
-    with pytest.raises(ValueError, match="is the run itself; give another run"):
+    with pytest.raises(ValueError, match="is the run itself; give another"):
         opened(tmp_path / "run", pupil(tmp_path / "run"))
     trained(tmp_path / "teacher", {**WIDE, "head.prototypes": 128})
     trained(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))

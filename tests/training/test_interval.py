@@ -91,11 +91,11 @@ def test_a_share_beyond_the_limit_ends_a_run_but_not_its_first_few_images(tmp_pa
 
 
 def test_images_that_a_full_disk_left_out_are_listed_when_they_come_again(tmp_path):
-    unreadable = UnreadableImages(tmp_path / "run", limit=0.1)
-    (tmp_path / "run").touch()  # stands in for the full disk
+    unreadable = UnreadableImages(tmp_path, limit=0.1)
+    unreadable.path.mkdir()  # stands in for the full disk
     unreadable.count(batch(unreadable=2))
     assert unreadable.failed == 2
-    (tmp_path / "run").unlink()
+    unreadable.path.rmdir()
     unreadable.count(batch(unreadable=1))
     assert unreadable.path.read_text() == "0.png: broken\n"
 

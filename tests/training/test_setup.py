@@ -130,15 +130,6 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     assert f"budget.epochs={config.budget.epochs}: " in said
 
 
-def test_another_precision_on_this_machine_is_said(tmp_path):
-    settings = {"run.precision": "bf16", "budget.steps": 10}
-    trained(tmp_path / "run", settings)
-    with pytest.raises(ValueError, match=r"run.precision was bf16 and is fp16"):
-        opened(tmp_path / "run", {**settings, "run.precision": "fp16"})
-    state = opened(tmp_path / "run", {**settings, "run.precision": "fp16", "run.resume": "changed"}).state
-    assert state.scaler.is_enabled()
-
-
 def test_auto_precision_that_means_something_else_here_is_said(tmp_path, monkeypatch):
     for chosen in ("bf16", "no"):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda chosen=chosen: chosen == "bf16")
