@@ -169,13 +169,15 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
     if trained is None or config.init is None:
         return []
     weights = f"init.weights={config.init.weights}"
-    height, width = patch = height_width(trained.get("patch_size", 1))
-    if height != width:
-        raise ValueError(f"{weights} has patches of {patch}, but they must be square")
-    settings: dict[str, object] = {"model.arch": f"timm:{trained.get('name')}"}
-    if "name" not in trained:
+    settings: dict[str, object] = {}
+    if "name" in trained:
+        settings["model.arch"] = f"timm:{trained['name']}"
+    else:
+        height, width = patch = height_width(trained["patch_size"])
+        if height != width:
+            raise ValueError(f"{weights} has patches of {patch}, but they must be square")
         shape = {name: trained[name] for name in ("width", "depth", "heads")}
-        settings = {f"model.{name}": value for name, value in shape.items()}
+        settings |= {f"model.{name}": value for name, value in shape.items()}
         settings |= {"model.patch_size": height, "model.registers": trained["registers"]}
         rotary = trained["positions"] == "rotary"
         if rotary or "model.positions" in given:
