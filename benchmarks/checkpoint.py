@@ -61,7 +61,7 @@ def run(*, repeats: int, threads: int, settings: tuple[str, ...] = SETTINGS) -> 
 def by_a_thread(state: TrainingState) -> float:
     """Return the seconds until the next step may begin; then wait until the checkpoint is on the disk."""
     seconds = timed(state, state.begin_save)
-    state.finish_save(wait=True)
+    state.writer.finish(wait=True)
     return seconds
 
 
@@ -84,7 +84,7 @@ def beside(state: TrainingState, step: Callable[[], object]) -> tuple[float, flo
 
     state.begin_save()
     busy = timed(state, steps)
-    state.finish_save(wait=True)
+    state.writer.finish(wait=True)
     return busy, timed(state, steps)
 
 

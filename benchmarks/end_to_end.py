@@ -92,7 +92,7 @@ class Ours:
         self.state.interval.restart()
         for _ in range(self.steps):
             self.step()
-        self.waits.append(self.state.interval.read().data_wait)
+        self.waits.append(self.state.interval.read()["data_wait"])
 
     def step(self) -> None:
         """Take one step."""

@@ -97,7 +97,7 @@ def taken_apart(state: TrainingState, batches: Iterator[Any]) -> Found:
     with ExitStack() as stack:
         for name, owner, attribute in (
             ("average", dino_vit.training.loop, "ema_update"),
-            ("centre", state.objective.center, "update"),
+            ("centre", state.objective.centers["loss"], "update"),
             *(("collectives", dist, one) for one in COLLECTIVES),
         ):
             stack.enter_context(watch.wrap(name, owner, attribute))

@@ -27,8 +27,9 @@ from benchmarks import reference
 from benchmarks.measure import Row, Table, Work, arguments, compare, here, peak_memory, report, where
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
+from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.runtime import Precision, start_processes
+from dino_vit.method.centering import MOMENTUM
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.loop import take_step
 from dino_vit.training.plan import ScheduleValues
@@ -94,7 +95,7 @@ class Ours:
 
     def loss(self) -> float:
         """Return the mean loss of the steps since it was asked for last."""
-        loss = self.state.interval.read().loss
+        loss = self.state.interval.read()["loss"]
         self.state.interval.restart()
         return loss
 
@@ -113,7 +114,7 @@ class Reference:
             prototypes=config.head.prototypes,
             views=config.views.global_count + config.views.local_count,
             student_temp=STUDENT_TEMPERATURE,
-            momentum=CENTER_MOMENTUM,
+            momentum=MOMENTUM,
         )
         self.trainer = reference.Trainer(student, teacher, loss, clip=config.optim.clip, device=device)
         views = make_batch(config, device).views.values()

@@ -38,7 +38,6 @@ OF_OUR_TRANSFORMERS = (
 HEAD_CHANNELS = 64  # of every named size but vit_huge
 STUDENT_TEMPERATURE = 0.1
 START_TEACHER_TEMPERATURE = 0.04  # where loss.warmup_teacher_temp_epochs begins
-CENTER_MOMENTUM = 0.9  # of the mean of the teacher's outputs, with loss.centering=ema
 PositiveShare = Annotated[Positive, Field(le=1)]
 Share = tuple[PositiveShare, PositiveShare]
 Triple = tuple[Probability, Probability, Probability]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dino_vit.core.distributed import all_reduce_logsumexp, all_reduce_mean
 from dino_vit.method.cross_entropy import LazyLogits, Logits
 
+MOMENTUM = 0.9  # of the mean of the teacher's logits
 ITERATIONS = 3  # of Sinkhorn-Knopp, as in DINOv2
 
 
@@ -19,9 +20,8 @@ class Center(nn.Module):
     pending: Tensor
     rows: Tensor
 
-    def __init__(self, *, prototypes: int, momentum: float = 0.9) -> None:
+    def __init__(self, *, prototypes: int) -> None:
         super().__init__()
-        self.momentum = momentum
         self.register_buffer("center", torch.zeros(1, prototypes))
         self.register_buffer("pending", torch.zeros(1, prototypes), persistent=False)
         self.register_buffer("rows", torch.zeros(1, 1), persistent=False)
@@ -47,7 +47,7 @@ class Center(nn.Module):
         # Not every process has as many masked patches.
         sums = all_reduce_mean(torch.cat([self.pending, self.rows], dim=1))
         mean = sums[:, :-1] / sums[:, -1:]
-        moved = self.center.lerp(mean, 1 - self.momentum)
+        moved = self.center.lerp(mean, 1 - MOMENTUM)
         self.center.copy_(torch.where(mean.isfinite().all(), moved, self.center))
         self.pending.zero_()
         self.rows.zero_()

@@ -4,8 +4,6 @@ g global views, v all views (global ones first), b images, m masked patches,
 k prototypes, d bottleneck features
 """
 
-from typing import NamedTuple
-
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -134,22 +132,11 @@ def _block_loss(logits: Tensor, scores: Tensor, weight: Tensor, grad_scale: floa
     return loss
 
 
-class LossStatistics(NamedTuple):
-    """The parts of the loss, as 0-d tensors over all processes."""
-
-    mean_output_entropy: Tensor  # entropy of the mean target: ln(prototypes) if all are used equally
-    output_entropy: Tensor  # mean entropy of the targets: 0 if each is certain
-    entropy_gap: Tensor  # the first minus the second, the information about the image; 0 is a collapse
-    student_divergence: Tensor  # KL(teacher || student), the part of the loss that the student can lower
-    prototypes_in_use: Tensor  # number of prototypes that are the largest of some target
-    rows: Tensor  # number of targets
-
-
 @torch.no_grad()
 def loss_statistics(
     loss: Tensor, teacher_logits: Logits, center: Tensor, *, teacher_temperature: float
-) -> LossStatistics:
-    """Decompose the loss of a batch; for logging steps only, as it computes all targets again."""
+) -> dict[str, Tensor]:
+    """Decompose the loss over all processes; for logging steps only, as it computes all targets again."""
     total = used = torch.zeros_like(center[0])
     scalars = [torch.zeros_like(total[0]), torch.zeros_like(total[0]), loss.detach().to(total.dtype)]
     for logits in teacher_logits:
@@ -161,14 +148,15 @@ def loss_statistics(
     total, used = all_reduce_mean(torch.stack([total, used])).unbind()
     entropies, rows, loss = all_reduce_mean(torch.stack(scalars)).unbind()
     output_entropy, mean_output_entropy = entropies / rows, _entropy(total / rows)
-    return LossStatistics(
-        mean_output_entropy=mean_output_entropy,
-        output_entropy=output_entropy,
-        entropy_gap=mean_output_entropy - output_entropy,
-        student_divergence=loss - output_entropy,
-        prototypes_in_use=(used > 0).sum(),
-        rows=(rows * world_size()).round().long(),
-    )
+    return {
+        "mean_output_entropy": mean_output_entropy,  # ln(prototypes) if all are used equally
+        "output_entropy": output_entropy,  # mean entropy of the targets: 0 if each is certain
+        "entropy_gap": mean_output_entropy - output_entropy,  # information about the image; 0 is a collapse
+        # KL(teacher || student), the part of the loss that the student can lower
+        "student_divergence": loss - output_entropy,
+        "prototypes_in_use": (used > 0).sum(),  # that are the largest of some target
+        "rows": (rows * world_size()).round().long(),  # number of targets
+    }
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

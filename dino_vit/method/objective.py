@@ -3,8 +3,8 @@
 v views (global ones first), g global views, b images
 """
 
-from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dino_vit.core import Size
 from dino_vit.core.distributed import all_reduce_mean
 from dino_vit.method.centering import Center, SinkhornCenter
-from dino_vit.method.cross_entropy import LazyLogits, logits_of
+from dino_vit.method.cross_entropy import LazyLogits, Logits, logits_of
 from dino_vit.method.features import cosine_loss, gram_loss, imitation_loss, koleo_loss, resize_patches
 from dino_vit.method.loss import dino_loss, loss_statistics, patch_loss
 from dino_vit.models.backbone import Backbone
@@ -21,13 +21,11 @@ from dino_vit.models.student_teacher import Masks, Network, Output
 
 PATCH_STATISTICS = "mean_output_entropy", "output_entropy", "entropy_gap", "prototypes_in_use", "rows"
 
-L = TypeVar("L", list[Tensor], LazyLogits)
 
-
-class Targets(NamedTuple, Generic[L]):
+class Targets(NamedTuple):
     """What the student is to predict: the teacher's logits, and what is subtracted from them."""
 
-    logits: L
+    logits: Logits
     center: Tensor
 
 
@@ -35,8 +33,7 @@ class Teaching(NamedTuple):
     """What the teacher makes of the global views: logits, or features if it is a backbone without heads."""
 
     cls: Tensor  # (g·b, width)
-    targets: Targets[list[Tensor]] | None = None
-    patch_targets: Targets[LazyLogits] | None = None  # of the masked patches
+    targets: Mapping[str, Targets] = {}  # by the name of the centre: of CLS tokens, and of masked patches
     patches: Tensor | None = None  # (g·b, N, width)
 
 
@@ -69,7 +66,6 @@ class Objective:
         grid: Size,  # of the student's patches in a global view
         student_temperature: float,
         centering: str,
-        center_momentum: float,
         patch_weight: float = 0.0,
         koleo_weight: float = 0.0,
         gram_weight: float = 0.0,
@@ -83,13 +79,11 @@ class Objective:
         self.gram_teacher = gram_teacher and gram_teacher.to(device).requires_grad_(False)
         self.frozen = frozen and frozen.to(device)
         self.prototypes = None if isinstance(frozen, Backbone) else prototypes
-        self.center: Center | None = None
-        self.patch_center: Center | None = None
+        self.centers: dict[str, Center] = {}  # by their names in a checkpoint
         if self.prototypes:
             build = SinkhornCenter if centering == "sinkhorn" else Center
-            self.center = build(prototypes=prototypes, momentum=center_momentum).to(device)
-            if patch_weight:
-                self.patch_center = build(prototypes=prototypes, momentum=center_momentum).to(device)
+            for name in ("loss", "patch_loss") if patch_weight else ("loss",):
+                self.centers[name] = build(prototypes=prototypes).to(device)
 
     def __call__(
         self,
@@ -113,10 +107,10 @@ class Objective:
         all_patches = teaching.patches is not None or self.gram_teacher is not None
         out: Output = student(views, masks, hide=self.frozen is None, all_patches=all_patches)
 
-        if teaching.targets is None:
-            cls, patch = self._distill_features(out, teaching, rows)
+        if teaching.targets:
+            cls, patch = self._cross_entropies(out, teaching.targets, masks, rows, teacher_temperature)
         else:
-            cls, patch = self._cross_entropies(out, teaching, masks, rows, teacher_temperature)
+            cls, patch = self._distill_features(out, teaching, rows)
         loss, koleo, gram = cls, None, None
         if patch is not None:
             loss = loss + self.patch_weight * patch
@@ -139,14 +133,12 @@ class Objective:
     @torch.no_grad()
     def _targets(self, teacher: Network, views: Tensor, masks: Masks | None, temperature: float) -> Teaching:
         """Return the targets for the CLS tokens of the global views, and for the masked patches."""
-        assert self.center is not None
         out = teacher([views], masks)
-        logits = [logits_of(*out.projection)]
-        targets, patch_targets = Targets(logits, self.center(logits, temperature)), None
-        if out.patches is not None and self.patch_center is not None:
-            lazy = LazyLogits(*out.patches)
-            patch_targets = Targets(lazy, self.patch_center(lazy, temperature))
-        return Teaching(out.cls, targets, patch_targets)
+        logits: dict[str, Logits] = {"loss": [logits_of(*out.projection)]}
+        if out.patches is not None and "patch_loss" in self.centers:
+            logits["patch_loss"] = LazyLogits(*out.patches)
+        targets = {name: Targets(of, self.centers[name](of, temperature)) for name, of in logits.items()}
+        return Teaching(out.cls, targets)
 
     @torch.no_grad()
     def _features(self, frozen: Backbone, views: Tensor) -> Teaching:
@@ -165,26 +157,26 @@ class Objective:
         return tokens[:, 0], resize_patches(patches, backbone.grid_of(height, width), self.grid)
 
     def _cross_entropies(
-        self, out: Output, teaching: Teaching, masks: Masks | None, rows: int, teacher_temperature: float
+        self,
+        out: Output,
+        targets: Mapping[str, Targets],
+        masks: Masks | None,
+        rows: int,
+        teacher_temperature: float,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the cross-entropies of other views (DINO) and of masked patches (iBOT)."""
-        assert teaching.targets is not None
         temperatures: dict[str, Any] = {
             "student_temperature": self.student_temperature,
             "teacher_temperature": teacher_temperature,
         }
-        cls = dino_loss(
-            *out.projection,
-            teaching.targets.logits[0],
-            teaching.targets.center,
-            views=self.views,
-            global_views=self.global_views,
-            **temperatures,
-        )
-        if masks is None or out.patches is None or teaching.patch_targets is None:
+        (logits,), center = targets["loss"]
+        counts = {"views": self.views, "global_views": self.global_views}
+        cls = dino_loss(*out.projection, logits, center, **{**counts, **temperatures})
+        if masks is None or out.patches is None or "patch_loss" not in targets:
             return cls, None
-        targets = teaching.patch_targets
-        return cls, patch_loss(*out.patches, *targets, masks.weights, views=rows, **temperatures)
+        lazy, center = targets["patch_loss"]
+        assert isinstance(lazy, LazyLogits)
+        return cls, patch_loss(*out.patches, lazy, center, masks.weights, views=rows, **temperatures)
 
     def _distill_features(self, out: Output, teaching: Teaching, rows: int) -> tuple[Tensor, Tensor | None]:
         """Return 1 minus the cosines of the student's projected features with the backbone's."""
@@ -196,41 +188,31 @@ class Objective:
 
     def accumulate(self, out: Forward) -> None:
         """Remember the teacher's logits of a pass for the centers after the step."""
-        if self.center is not None and out.teaching.targets is not None:
-            self.center.accumulate(out.teaching.targets.logits)
-        if self.patch_center is not None and out.teaching.patch_targets is not None:
-            self.patch_center.accumulate(out.teaching.patch_targets.logits)
+        for name, targets in out.teaching.targets.items():
+            self.centers[name].accumulate(targets.logits)
 
     def update(self) -> None:
         """Move the centers, after the last pass of a step."""
-        for center in self.modules().values():
+        for center in self.centers.values():
             center.update()
-
-    def modules(self) -> dict[str, Center]:
-        """Return the centers by their names in a checkpoint."""
-        centers = {"loss": self.center, "patch_loss": self.patch_center}
-        return {name: center for name, center in centers.items() if center is not None}
 
 
 def output_statistics(out: Forward, teacher_temperature: float) -> dict[str, Tensor]:
     """Return what a log line says of a pass, over all processes."""
-    teaching = out.teaching
-    statistics = {"embedding_std": all_reduce_mean(embedding_std(teaching.cls))}
-    if teaching.targets is not None:
-        loss = out.cls.detach()
-        of_cls = loss_statistics(loss, *teaching.targets, teacher_temperature=teacher_temperature)
-        statistics |= of_cls._asdict()
-    if out.koleo is not None:
-        statistics["koleo"] = out.koleo.detach()
-    if out.gram is not None:
-        statistics["gram"] = all_reduce_mean(out.gram.detach())
-    if out.patch is not None:
-        loss = out.patch.detach()
-        statistics["patch_loss"] = all_reduce_mean(loss)
-        if teaching.patch_targets is not None:
-            targets = teaching.patch_targets
-            of_patches = loss_statistics(loss, *targets, teacher_temperature=teacher_temperature)
-            statistics |= {f"patch_{name}": getattr(of_patches, name) for name in PATCH_STATISTICS}
+    statistics = {"embedding_std": all_reduce_mean(embedding_std(out.teaching.cls))}
+    # KoLeo is the same in all processes already.
+    terms = {"koleo": out.koleo, "gram": out.gram, "patch_loss": out.patch}
+    for name, term in terms.items():
+        if term is not None:
+            statistics[name] = term.detach() if name == "koleo" else all_reduce_mean(term.detach())
+    for name, targets in out.teaching.targets.items():
+        loss = out.cls if name == "loss" else out.patch
+        assert loss is not None
+        figures = loss_statistics(loss, *targets, teacher_temperature=teacher_temperature)
+        if name == "loss":
+            statistics |= figures
+        else:
+            statistics |= {f"patch_{figure}": figures[figure] for figure in PATCH_STATISTICS}
     return statistics
 
 

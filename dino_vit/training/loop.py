@@ -35,9 +35,9 @@ from dino_vit.models.head import DINOHead
 from dino_vit.training.metrics import MetricsRecord
 from dino_vit.training.plan import ScheduleValues
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.resolve import Fit, start_choices
+from dino_vit.training.resolve import NO_FIT, Fit, start_choices, with_choices
 from dino_vit.training.setup import open_context, set_up
-from dino_vit.training.state import TrainingState
+from dino_vit.training.state import ADVICE, TrainingState
 from dino_vit.views.loader import Batch
 
 WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
@@ -188,27 +188,27 @@ def save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: 
 def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False, last: bool = False) -> None:
     """Report a checkpoint that is written; if that failed, say so, or raise at the end of a run."""
     try:
-        path = state.finish_save(wait=wait)
+        path = state.writer.finish(wait=wait)
     except (NotFinite, StorageError) as error:
         if last:
             full = "Free disk space for it and run the same command again"
-            advice = full if isinstance(error, StorageError) else state.advice
+            advice = full if isinstance(error, StorageError) else ADVICE
             text = f"the run is complete, but its last checkpoint could not be written: {error}. {advice}"
             raise type(error)(text) from error
         reporter.progress.notice(f"step {state.writer.step:,}: no checkpoint was written. {error}")
     else:
         if path is not None:
+            state.saved_step = state.writer.step
             reporter.saved(path)
 
 
-def fit_to_minutes(config: PretrainConfig) -> Fit | None:
-    """Measure what fits into `budget.minutes`; None for another budget, and for a run that resumes."""
+def fit_to_minutes(config: PretrainConfig) -> Fit:
+    """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes."""
     minutes = config.budget.minutes
     if minutes is None or Checkpoints(Path(config.output)).paths():
-        return None
+        return NO_FIT
     context = open_context(config, start_processes())
-    for choice in start_choices(config, context):
-        config = replace(config, {choice.key: choice.value})
+    config = with_choices(config, start_choices(config, context))
     choices: list[Choice] = []
     samples = sample(context.source, config.seed, INSPECTED)
     images = inspect_images(context.source, samples, max_pixels=config.data.max_pixels)

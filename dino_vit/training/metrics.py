@@ -3,11 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -21,31 +20,9 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
-# The scalars of a record for trackers, by group.
-GROUPS = {
-    "loss": ("excess", "student_divergence", "koleo", "gram"),
-    "teacher": (
-        *("mean_output_entropy", "output_entropy", "prototypes_in_use", "embedding_std", "momentum"),
-        *("patch_mean_output_entropy", "patch_output_entropy", "patch_prototypes_in_use"),
-    ),
-    "optim": ("lr", "weight_decay", "gradient_norm", "nonfinite_steps"),
-    "speed": ("images_per_second", "data_wait"),
-    "run": ("epoch",),
-    "eval": ("knn", "rankme", "best_knn"),
-}
-# Those that have another name there.
-RENAMED = {
-    "loss/cls": "loss",
-    "loss/patch": "patch_loss",
-    "teacher/gap": "entropy_gap",
-    "teacher/patch_gap": "patch_entropy_gap",
-    "teacher/temperature": "teacher_temp",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
-    """The numbers of one log line; entropies and the divergence are those of `loss.LossStatistics`."""
+    """The numbers of one log line; entropies and the divergence are of `loss_statistics`."""
 
     step: Count  # taken so far
     total_steps: Count
@@ -92,19 +69,10 @@ class MetricsRecord:
         return self.loss - math.log(self.prototypes) if self.prototypes else None
 
     def scalars(self) -> dict[str, float]:
-        """Return the scalars for trackers, in groups."""
-        record = self.to_record()
-        named = {f"{group}/{name}": record[name] for group, names in GROUPS.items() for name in names}
-        named |= {title: record[name] for title, name in RENAMED.items()}
-        return {name: float(value) for name, value in named.items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterCounts:
-    """The number of parameters of a network's parts."""
-
-    backbone: Count
-    head: Count
+        """Return the scalars for trackers, those of an evaluation in a group of their own."""
+        record = {name: value for name, value in self.to_record().items() if isinstance(value, int | float)}
+        evaluated = ("knn", "rankme", "best_knn")
+        return {f"{'eval' if name in evaluated else 'train'}/{name}": record[name] for name in record}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +84,6 @@ class Start:
     version: str
     torch: str
     device: str
-    cores: Count
     processes: Count
     precision: str
     workers: Count
@@ -124,7 +91,7 @@ class Start:
     images: Count
     steps_per_epoch: Count
     total_steps: Count
-    parameters: ParameterCounts
+    parameters: Annotated[dict[Literal["backbone", "head"], Count], Field(min_length=2)]
     reasons: dict[str, str]  # of choices, by their setting
 
 
@@ -171,30 +138,21 @@ def to_json(record: Mapping[str, Any]) -> bytes:
 
 def read_records(path: Path, kind: TypeAdapter[T]) -> list[T]:
     """Return the records of a file, which may be growing; lines that are no such record are left out."""
-    return [record for record, _ in _parse(path, kind)]
+    records, damaged = list[T](), list[bytes]()
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            records.append(kind.validate_json(line, strict=True))
+        except ValidationError:
+            damaged.append(line[:60])
+    if damaged:
+        log.warning("%s: damaged lines are left out; the first is %r", path, damaged[0])
+    return records
 
 
 def drop_later_records(path: Path, step: int) -> list[MetricsRecord]:
     """Drop the damaged lines of a file and those after `step`, which the run will write again."""
-    kept = [(metrics, line) for metrics, line in _parse(path, METRICS) if metrics.step <= step]
-    content = b"".join(line.rstrip(b"\n") + b"\n" for _, line in kept)
+    kept = [metrics for metrics in read_records(path, METRICS) if metrics.step <= step]
+    content = b"".join(to_json(metrics.to_record()) + b"\n" for metrics in kept)
     if path.exists() and path.read_bytes() != content:
         write_bytes(path, content)
-    return [metrics for metrics, _ in kept]
-
-
-def _parse(path: Path, kind: TypeAdapter[T]) -> Iterator[tuple[T, bytes]]:
-    """Yield the records of a file with their lines."""
-    damaged = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        try:
-            yield kind.validate_json(line, strict=True), line
-        except ValidationError:
-            damaged.append(line)
-    if damaged:
-        _warn(path, damaged[0][:60])
-
-
-@cache  # once, though a command may read a file several times
-def _warn(path: Path, line: bytes) -> None:
-    log.warning("%s: damaged lines are left out; the first is %r", path, line)
+    return kept

@@ -81,12 +81,10 @@ def make_plan(config: PretrainConfig, images: int, world_size: int, steps: int |
     optim = config.optim
     batch = config.data.batch_size * optim.accumulate * world_size
     if batch > images:
-        largest = images // (optim.accumulate * world_size)
         raise ValueError(
             f"{images} images do not fill a global batch of {batch} (data.batch_size="
             f"{config.data.batch_size} x optim.accumulate={optim.accumulate} x "
-            f"{plural(world_size, 'process', 'processes')}); "
-            + (f"set data.batch_size to at most {largest}" if largest else "use fewer processes")
+            f"{plural(world_size, 'process', 'processes')}); lower one of them"
         )
     per_epoch, total = images // batch, steps or config.budget.total_steps(images, batch)
     # Again, as only here the numbers of steps and of processes are known.

@@ -16,14 +16,13 @@ from dino_vit import __version__
 from dino_vit.config.loading import to_yaml, write_yaml
 from dino_vit.config.settings import values
 from dino_vit.core import log
-from dino_vit.core.runtime import cores_of_a_process, device_name
+from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
     MetricsRecord,
-    ParameterCounts,
     Start,
     append_record,
     drop_later_records,
@@ -32,15 +31,9 @@ from dino_vit.training.metrics import (
 )
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import PATIENCE, begins_to_wait, diagnose, summarise
+from dino_vit.training.verdict import diagnose, summarise, waits_for_images
 
-NAMES = {
-    "knn": "k-NN",
-    "rankme": "effective rank",
-    "best_knn": "k-NN of the best features",
-    "raw_pixels": "raw pixels",
-    "largest_class": "largest class",
-}
+NAMES = {"knn": "k-NN", "best_knn": "best k-NN", "rankme": "effective rank"}
 
 
 class Reporter:
@@ -64,9 +57,11 @@ class Reporter:
         )
         self.history: list[MetricsRecord] = []
         self.baseline: Baseline | None = None
+        self.has_advised_on_waiting = False
         folder = self.state.folder
         if self.main:
-            _write_config(folder / "config.yaml", to_yaml(config))
+            with self._full_disk_allowed():
+                write_bytes(folder / "config.yaml", to_yaml(config).encode())
             # A run that was killed may have logged steps that come after its last checkpoint.
             self.history = drop_later_records(folder / "metrics.jsonl", self.state.step)
             if self.state.step:
@@ -86,20 +81,19 @@ class Reporter:
 
     def start(self) -> None:
         """Describe the run, and record this start in `starts.jsonl`."""
-        for line in describe_start(self.run):
+        start = start_record(self.run)
+        for line in describe_start(self.run, start):
             self.progress.notice(line)
         if self.main and self.state.step < self.state.plan.total_steps:
             with self._full_disk_allowed():
-                append_record(self.state.folder / "starts.jsonl", asdict(start_record(self.run)))
+                append_record(self.state.folder / "starts.jsonl", asdict(start))
 
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
-        self.baseline, figures = baseline, baseline.figures()
-        queries = figures.pop("queries", 0)
-        text = ", ".join(f"{NAMES.get(name, name)} {value:.1f}" for name, value in figures.items())
-        of = f", of {plural(int(queries), 'image')} in per cent" if queries else ""
-        self.progress.notice(f"before the first step: {text}{of}")
-        self.progress.start_clock()
+        self.baseline = baseline
+        figures = {name: value for name, value in baseline.figures().items() if name != "queries"}
+        texts = (f"{NAMES.get(name, name.replace('_', ' '))} {value:.1f}" for name, value in figures.items())
+        self.progress.notice(f"before the first step: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
             with self._full_disk_allowed():
@@ -113,7 +107,8 @@ class Reporter:
         diagnosis = diagnose(self.history, self.state.config, self.baseline)
         self.history[-1] = replace(metrics, state=diagnosis.state)
         self.progress.show(metrics, diagnosis)
-        if begins_to_wait(self.history):
+        if waits_for_images(self.history) and not self.has_advised_on_waiting:
+            self.has_advised_on_waiting = True
             self.progress.notice(self._advice_on_waiting())
         with self._full_disk_allowed():
             append_record(self.state.folder / "metrics.jsonl", self.history[-1].to_record())
@@ -130,12 +125,11 @@ class Reporter:
             self.progress.notice(f"step {self.state.step:,}: the record could not be written. {error}")
 
     def _advice_on_waiting(self) -> str:
-        state, last = self.state, self.history[-PATIENCE:]
+        state = self.state
         loading, images = state.interval.loading, state.interval.loaded
         times = (f"{1000 * seconds / images:.3g} ms to {part}" for part, seconds in loading.items())
-        share = sum(metrics.data_wait for metrics in last) / len(last)
         return (
-            f"step {state.step:,}: the run waits for images {share:.0%} of its time; "
+            f"step {state.step:,}: the run waits for images {self.history[-1].data_wait:.0%} of its time; "
             f"an image takes {', '.join(times)}, with data.workers={state.loader.workers}. "
             "docs/data.md (What is fast) says what helps"
         )
@@ -162,29 +156,17 @@ class Reporter:
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
 
 
-def _write_config(path: Path, text: str) -> None:
-    """Write the settings unless they are unchanged: on a full disk a good file must stay untouched."""
-    if not path.exists() or path.read_bytes() != text.encode():
-        write_bytes(path, text.encode())
-
-
-def parameter_counts(run: ReadyRun) -> ParameterCounts:
-    """Return the number of parameters of the backbone and of its heads."""
-    student = run.state.student
-    total, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
-    return ParameterCounts(backbone=backbone, head=total - backbone)
-
-
 def start_record(run: ReadyRun) -> Start:
     """Return what is recorded of a start."""
     state, plan = run.state, run.state.plan
+    student = state.student
+    total, backbone = (sum(p.numel() for p in part.parameters()) for part in (student, student.backbone))
     return Start(
         step=state.step,
         began=datetime.now(UTC).isoformat(timespec="seconds"),
         version=__version__,
         torch=torch.__version__,
         device=device_name(state.device),
-        cores=cores_of_a_process(state.accelerator.num_processes),
         processes=state.accelerator.num_processes,
         precision=state.precision,
         workers=state.loader.workers,
@@ -192,34 +174,29 @@ def start_record(run: ReadyRun) -> Start:
         images=len(state.source),
         steps_per_epoch=plan.steps_per_epoch,
         total_steps=plan.total_steps,
-        parameters=parameter_counts(run),
+        parameters={"backbone": backbone, "head": total - backbone},
         reasons={choice.key: choice.reason for choice in run.choices},
     )
 
 
-def describe_start(run: ReadyRun) -> Iterator[str]:
+def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network, and the reason for each choice."""
     state, config, plan = run.state, run.state.config, run.state.plan
-    processes = state.accelerator.num_processes
-    workers = plural(state.loader.workers, "worker")
-    factors = [plural(config.data.batch_size, "image")]
-    factors += [plural(config.optim.accumulate, "micro-batch", "micro-batches")]
-    factors += [plural(processes, "process", "processes")]
+    processes, views = plural(start.processes, "process", "processes"), config.views
     yield (
-        f"dino-vit {__version__}: {plural(processes, 'process', 'processes')} on {state.device.type}, "
-        f"precision {state.precision}, {workers}{' each' if processes > 1 else ''}, "
-        f"global batch {plan.global_batch} = {' × '.join(factors)}"
+        f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
+        f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "
+        f"{plural(config.data.batch_size, 'image')} × "
+        f"{plural(config.optim.accumulate, 'micro-batch', 'micro-batches')} × {processes}"
     )
     yield (
-        f"{len(state.source):,} images of {config.data.source}: {plural(plan.steps_per_epoch, 'step')} "
-        f"per epoch, {plural(plan.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
+        f"{start.images:,} images of {config.data.source}: {plural(start.steps_per_epoch, 'step')} "
+        f"per epoch, {plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
     yield from run.notes
-    parameters = parameter_counts(run)
-    views = config.views
     yield (
-        f"{config.model.title} ({parameters.backbone / 1e6:.1f} M parameters, projection head "
-        f"{parameters.head / 1e6:.1f} M); views {views.global_count} × {views.global_size} px and "
+        f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
+        f"{start.parameters['head'] / 1e6:.1f} M); views {views.global_count} × {views.global_size} px and "
         f"{views.local_count} × {views.local_size} px"
     )
     if state.sharded:

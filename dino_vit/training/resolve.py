@@ -3,7 +3,7 @@
 This happens once, when a run is set up; nothing changes the config afterwards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +15,11 @@ from dino_vit.config.auto import Choice, auto_choices, init_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
-from dino_vit.core import height_width, log
+from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
 from dino_vit.core.distributed import all_gather
 from dino_vit.core.text import plural, printable
-from dino_vit.data.shards import shard_cache_folder, shards_of
+from dino_vit.data.shards import shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.data.statistics import (
     INSPECTED,
@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 class Fit(NamedTuple):
     """The steps that fit into `budget.minutes`, and the network and views that were chosen for them."""
 
-    steps: int
-    choices: list[Choice]
+    steps: int | None = None
+    choices: Sequence[Choice] = ()
+
+
+NO_FIT = Fit()  # of a run whose budget is not in minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class RunContext:
     trained: Backbone | None = None  # of `init.weights`, in a new run
     architecture: Mapping[str, Any] | None = None  # of `init.weights`
     frozen: "TrainedTeacher | None" = None  # of `teacher.weights`
+    fit: Fit = NO_FIT
 
     @property
     def imitated(self) -> Backbone | None:
@@ -62,8 +66,13 @@ class RunContext:
         return self.frozen.backbone if self.frozen and self.frozen.network is None else None
 
 
+def with_choices(config: PretrainConfig, choices: Iterable[Choice]) -> PretrainConfig:
+    """Return a config with some choices in it."""
+    return replace(config, {choice.key: choice.value for choice in choices})
+
+
 def resolve_config(
-    config: PretrainConfig, context: RunContext, fit: Fit | None = None
+    config: PretrainConfig, context: RunContext
 ) -> tuple[PretrainConfig, list[Choice], list[str]]:
     """Fill in every open setting; return the config, what led to it, and notes on the images.
 
@@ -76,11 +85,11 @@ def resolve_config(
     def add(choices: Sequence[Choice]) -> None:
         """Put choices into the config; a later one for the same setting counts."""
         nonlocal config
-        config = replace(config, {choice.key: choice.value for choice in choices})
+        config = with_choices(config, choices)
         made.update({choice.key: choice for choice in choices})
 
     add(start_choices(config, context))
-    add(fit.choices if fit else [])
+    add(context.fit.choices)
     batch = config.data.batch_size * config.optim.accumulate * context.processes
     add(
         auto_choices(
@@ -89,7 +98,7 @@ def resolve_config(
             images=len(source),
             channels=images.channels,
             global_batch=resumed.metadata["global_batch"] if resumed else batch,
-            steps=fitted_steps(config, context, fit),
+            steps=context.fit.steps,
         )
     )
     if not any(image.fits(config.data.channels) for image in images.images):
@@ -102,8 +111,7 @@ def resolve_config(
     add(_order_choices(config, context))
     statistics, notes = _pixel_statistics(config, source, context.device)
     add(statistics)
-    if resumed:
-        config = _keep_global_batch(config, context, resumed)
+    add(_batch_choices(config, context))
     notes.insert(0, images.describe(build_pixels(config)))
     sizes = [(image.height, image.width) for image in images.images]
     if advice := advice_on_size(config, sizes, printable(config.data.source)):
@@ -111,30 +119,23 @@ def resolve_config(
     return config, list(made.values()), notes
 
 
-def fitted_steps(config: PretrainConfig, context: RunContext, fit: Fit | None) -> int | None:
-    """Return the steps that fit into `budget.minutes`; None for another budget."""
-    if context.resumed and config.budget.minutes:
-        return int(context.resumed.metadata["total_steps"])
-    return fit.steps if fit else None
-
-
 def start_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     """Return what follows from trained weights, a frozen teacher, and the start of a run that resumes."""
     choices: list[Choice] = []
     for choose in (_frozen_choices, _architecture_choices, kept_choices):
         made = choose(config, context)
-        config = replace(config, {choice.key: choice.value for choice in made})
+        config = with_choices(config, made)
         choices += made
     return choices + init_choices(config)
 
 
-def _keep_global_batch(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> PretrainConfig:
-    global_batch = resumed.metadata["global_batch"]
-    accumulate = global_batch // (config.data.batch_size * context.processes)
-    if not accumulate or accumulate == config.optim.accumulate:
-        return config
-    log.info("the run keeps its global batch of %d: optim.accumulate=%d", global_batch, accumulate)
-    return replace(config, {"optim.accumulate": accumulate})
+def _batch_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
+    """Keep the global batch of a run that resumes, in other micro-batches."""
+    batch = context.resumed.metadata["global_batch"] if context.resumed else 0
+    accumulate = batch // (config.data.batch_size * context.processes)
+    if accumulate in (0, config.optim.accumulate):
+        return []
+    return [Choice("optim.accumulate", accumulate, f"keeps the global batch of {batch}")]
 
 
 def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
@@ -154,9 +155,7 @@ def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]
         has_patches = theirs.loss.patch_weight > 0
     if config.loss.patch_weight and not has_patches:
         raise ValueError(f"{name} has no head that learned masked patches; set loss.patch_weight=0")
-    if wrong := _disagreements(config, shared):
-        text = ", ".join(f"{key}={get(config, key)} (there {shared[key]})" for key in wrong)
-        raise ValueError(f"{text} does not match {name}; leave it out")
+    _check_agreement(config, shared, name)
     reason = "as the teacher of teacher.weights has"
     choices = [Choice(key, value, reason) for key, value in shared.items() if value != get(config, key)]
     if "model.drop_path" not in given_keys(config):
@@ -166,41 +165,38 @@ def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]
 
 def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     """Take the model settings from trained weights; settings that the user gave must agree."""
-    trained, given, reason = context.architecture, given_keys(config), "as the trained weights have"
-    if trained is None:
+    trained, given = context.architecture, given_keys(config)
+    if trained is None or config.init is None:
         return []
+    weights = f"init.weights={config.init.weights}"
+    settings: dict[str, object] = {}
     if "name" in trained:
-        if "model.arch" in given and config.model.timm != trained["name"]:
-            text = f"model.arch={config.model.arch} does not match the weights of init.weights"
-            raise ValueError(f"{text} ({trained['name']} of timm); leave it out")
-        return [Choice("model.arch", f"timm:{trained['name']}", reason)]
-    height, width = patch = height_width(trained["patch_size"])
-    if height != width:
-        raise ValueError(
-            f"{config.init and config.init.weights} has patches of {patch}, but they must be square"
-        )
-    shape = {"width": trained["width"], "depth": trained["depth"], "heads": trained["heads"]}
-    settings: dict[str, object] = {f"model.{name}": value for name, value in shape.items()}
-    settings |= {"model.patch_size": height, "model.registers": trained["registers"]}
-    rotary = trained["positions"] == "rotary"
-    if rotary or "model.positions" in given:
-        settings["model.positions"] = "rotary" if rotary else "learned"
-    if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
-        settings["data.channels"] = trained["channels"]
-    wrong = _disagreements(config, settings)
-    arch = config.model.arch if "model.arch" in given else None
-    if arch and (config.model.timm or config.model.shape != tuple(shape.values())):
-        wrong.append("model.arch")
-    if wrong:
-        text = ", ".join(f"{key}={get(config, key)}" for key in wrong)
-        raise ValueError(f"{text} does not match the weights of init.weights; leave it out")
-    return [Choice(key, value, reason) for key, value in settings.items()]
+        settings["model.arch"] = f"timm:{trained['name']}"
+    else:
+        height, width = patch = height_width(trained["patch_size"])
+        if height != width:
+            raise ValueError(f"{weights} has patches of {patch}, but they must be square")
+        shape = {name: trained[name] for name in ("width", "depth", "heads")}
+        settings |= {f"model.{name}": value for name, value in shape.items()}
+        settings |= {"model.patch_size": height, "model.registers": trained["registers"]}
+        rotary = trained["positions"] == "rotary"
+        if rotary or "model.positions" in given:
+            settings["model.positions"] = "rotary" if rotary else "learned"
+        if config.recipe == "auto":  # which would take those of the images; grey is repeated to make 3
+            settings["data.channels"] = trained["channels"]
+        if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):
+            _check_agreement(config, {"model.arch": shape}, weights)
+    _check_agreement(config, settings, weights)
+    return [Choice(key, value, "as the trained weights have") for key, value in settings.items()]
 
 
-def _disagreements(config: PretrainConfig, values: Mapping[str, object]) -> list[str]:
-    """Return the keys that the user gave other values than these."""
+def _check_agreement(config: PretrainConfig, values: Mapping[str, object], weights: str) -> None:
+    """Check that the user gave no other values than those of weights."""
     given = given_keys(config)
-    return [key for key, value in values.items() if key in given and get(config, key) not in (None, value)]
+    wrong = [key for key in values if key in given and get(config, key) not in (None, values[key])]
+    if wrong:
+        text = ", ".join(f"{key}={get(config, key)} (there {values[key]})" for key in wrong)
+        raise ValueError(f"{text} does not match {weights}; leave it out")
 
 
 def started_config(resumed: Checkpoint) -> PretrainConfig:
@@ -258,6 +254,5 @@ def _order_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     if not sharded[0].ranges.is_remote:
         return []
     shards = plural(len(sharded[0].ranges.paths), "remote shard")
-    copied = f" and copied to {shard_cache_folder(config.data.cache)}" if config.data.cache_gb else ""
-    reason = f"of {shards}, {config.data.window} at a time are mixed (data.window){copied}"
+    reason = f"of {shards}, {config.data.window} at a time are mixed (data.window)"
     return [Choice("data.order", "window", reason)]

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.sections import CENTER_MOMENTUM, STUDENT_TEMPERATURE
+from dino_vit.config.sections import STUDENT_TEMPERATURE
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -27,16 +27,13 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.plan import make_plan
-from dino_vit.training.resolve import Fit, RunContext, fitted_steps, resolve_config
+from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config
 from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
 
 if TYPE_CHECKING:
     from dino_vit.weights.loading import TrainedTeacher
-
-# Settings that a student without prototypes has no use for, beside those of the head.
-WITHOUT_HEADS = ("loss.centering", "loss.teacher_temp", "loss.warmup_teacher_temp", "optim.freeze_last_layer")
 
 
 class ReadyRun(NamedTuple):
@@ -48,16 +45,16 @@ class ReadyRun(NamedTuple):
     resumed: Path | None  # the checkpoint that it resumes from
 
 
-def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = None) -> ReadyRun:
+def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> ReadyRun:
     """Set up a new run, or one that resumes from the newest checkpoint in its output folder.
 
     `fit` is what a new run of some `budget.minutes` has time for.
     """
-    context = open_context(config, accelerator)
-    config, choices, notes = resolve_config(config, context, fit)
+    context = open_context(config, accelerator, fit)
+    config, choices, notes = resolve_config(config, context)
     if context.resumed:
         check_same_run(config, context, context.resumed)
-    state = _build_state(config, context, accelerator, fit)
+    state = _build_state(config, context, accelerator)
     if context.resumed:
         state.restore(context.resumed)
     if context.imitated:
@@ -65,7 +62,6 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = N
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
             "the head, the temperatures and the centre have no effect"
         )
-        choices = [choice for choice in choices if not choice.key.startswith(("head.", *WITHOUT_HEADS))]
     if context.sampling is not None:
         notes.append(describe_sampling(context.sampling))
     if splits := choose_splits(context.source):
@@ -74,16 +70,15 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit | None = N
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
-def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext:
+def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> RunContext:
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
-    output = Path(config.output)
-    if output.resolve() == Path(config.data.source).resolve():
+    if Path(config.output).resolve() == Path(config.data.source).resolve():
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output={config.output} is a file; give a folder")
     source = open_source(config.data.source, config.data.labels)
     sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     resumed = find_checkpoint(config)
+    if resumed and config.budget.minutes:
+        fit = Fit(resumed.metadata["total_steps"])
     trained = frozen = None
     architecture: Mapping[str, Any] | None = None
     if config.init and resumed:  # the file that the run started from may be gone
@@ -102,6 +97,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator) -> RunContext
         processes=int(accelerator.num_processes),
         device=accelerator.device,
         frozen=frozen,
+        fit=fit,
     )
 
 
@@ -151,16 +147,18 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
     return arguments | {name: getattr(config.model, name) for name in names}
 
 
-def _build_state(
-    config: PretrainConfig, context: RunContext, accelerator: Accelerator, fit: Fit | None
-) -> TrainingState:
+def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accelerator) -> TrainingState:
     device, processes = accelerator.device, context.processes
-    plan = make_plan(config, len(context.source), processes, fitted_steps(config, context, fit))
+    plan = make_plan(config, len(context.source), processes, context.fit.steps)
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
     if sharded:
         _shard(student, teacher, config, device)
-    _to_device(student, teacher, config, device)
+    for network in (student, teacher):
+        network.to(device)
+        if config.run.compile:
+            # A graph of its own for each size of the views.
+            network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]
     precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(
         student.backbone,
@@ -239,7 +237,6 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
         grid=student.grid_of(*views.global_shape),
         student_temperature=STUDENT_TEMPERATURE,
         centering=loss.centering,
-        center_momentum=CENTER_MOMENTUM,
         patch_weight=loss.patch_weight if has_heads else config.teacher.patch_weight,
         koleo_weight=loss.koleo_weight,
         gram_weight=config.gram.weight if config.gram else 0.0,
@@ -249,34 +246,24 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
     if context.frozen:
         _check_frozen(config, context.frozen.backbone, student)
         for name, center in context.frozen.centers.items():
-            if (own := objective.modules().get(name.removesuffix(".center"))) is not None:
+            if (own := objective.centers.get(name.removesuffix(".center"))) is not None:
                 own.center.copy_(center)
     return objective
 
 
 def _shard(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
     """Share the parameters of both networks among the processes."""
-    why = "sharded weights (run.sharded=true, or Accelerate's FSDP)"
-    if not isinstance(student.backbone, VisionTransformer):
-        raise ValueError(f"{why} need one of our vision transformers, but model.arch={config.model.arch}")
-    for setting, given in (
-        ("run.compile=true", config.run.compile),
-        ("optim.name=lars", config.optim.name == "lars"),
-    ):
-        if given:
-            raise ValueError(f"{setting} does not work with {why}; leave one of them out")
+    refused = {
+        f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
+        "run.compile=true": config.run.compile,
+        "optim.name=lars": config.optim.name == "lars",
+    }
+    if wrong := [setting for setting, given in refused.items() if given]:
+        why = "sharded weights (run.sharded=true, or Accelerate's FSDP)"
+        raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
         apply_fsdp(network, network.backbone.blocks, ["use"], device)
-
-
-def _to_device(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
-    """Move both networks to the device, compiled where configured."""
-    for network in (student, teacher):
-        network.to(device)
-        if config.run.compile:
-            # A graph of its own for each size of the views.
-            network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]
 
 
 def _load_trained(config: PretrainConfig) -> Backbone:
@@ -298,13 +285,18 @@ def _open_frozen(config: PretrainConfig, weights: str) -> "TrainedTeacher":
     """Load the network that `teacher.weights` names."""
     from dino_vit.weights.loading import open_teacher
 
-    if Path(weights).resolve() == Path(config.output).resolve():
-        raise ValueError(f"teacher.weights={weights} is the run itself; give another run")
+    _check_other_run(config, "teacher.weights", weights)
     frozen = open_teacher(weights)
     if not all_equal(int(frozen.sha256[:12], 16)):
         text = f"the processes read different weights from teacher.weights={weights}"
         raise ValueError(f"{text}; give a checkpoint that is kept")
     return frozen
+
+
+def _check_other_run(config: PretrainConfig, key: str, weights: str) -> None:
+    """Check that a fixed network is not the newest checkpoint of the run, which changes."""
+    if Path(weights).resolve() == Path(config.output).resolve():
+        raise ValueError(f"{key}={weights} is the run itself; give another, or a checkpoint that is kept")
 
 
 def _check_frozen(config: PretrainConfig, frozen: Backbone, student: Backbone) -> None:
@@ -327,11 +319,7 @@ def _load_gram_teacher(config: PretrainConfig, student: Backbone) -> Backbone:
     from dino_vit.weights.loading import load_backbone
 
     assert config.gram is not None
-    if Path(config.gram.weights).resolve() == Path(config.output).resolve():
-        raise ValueError(
-            f"gram.weights={config.gram.weights} is the run itself, whose newest checkpoint changes; "
-            "give one of its checkpoints that is kept (run.keep_every)"
-        )
+    _check_other_run(config, "gram.weights", config.gram.weights)
     gram_teacher = load_backbone(config.gram.weights)
     provenance = gram_teacher.provenance
     if not (gram_teacher.has_patches and student.has_patches):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,24 +27,17 @@ from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
 from dino_vit.views.loader import Batch, Loader
 
-SHORTEST = 1e-3  # seconds of a pace
+# What to do about a state that is not finite.
+ADVICE = (
+    "Run it again with run.resume=changed, and run.precision=no or a lower optim.lr, optim.clip or "
+    "loss.teacher_temp; it goes on from its last good checkpoint"
+)
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
 # What a checkpoint holds of an interval.
 MAX_SKIPPED = 5  # steps in a row; more end the run
-_SUMS = ("loss", "finite", "skipped", "skipped_in_a_row")
-
-
-class IntervalSummary(NamedTuple):
-    """The figures of an interval, on the host."""
-
-    loss: float  # mean of the finite steps, over all processes
-    gradient_norm: float  # of the last step
-    skipped: int
-    skipped_in_a_row: int
-    images_per_second: float
-    data_wait: float  # share of the time
+_SUMS = ("loss", "finite", "skipped_in_a_row")
 
 
 class Interval:
@@ -52,14 +45,15 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.skipped_in_a_row = torch.zeros((), device=device)
+        # Of the whole run.
+        self.skipped, self.skipped_in_a_row = torch.zeros(2, device=device).unbind()
         self.loading = defaultdict[str, float](float)  # times of all batches since the start
         self.loaded = 0  # images of these
         self.restart()
 
     def restart(self) -> None:
-        """Start a new interval; only the steps skipped in a row and `loading` carry over."""
-        self.loss, self.finite, self.skipped, self.norm = torch.zeros(4, device=self.device).unbind()
+        """Start a new interval; skipped steps and `loading` carry over."""
+        self.loss, self.finite, self.norm = torch.zeros(3, device=self.device).unbind()
         self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
 
     def wait(self, batches: Iterator[Batch]) -> Batch:
@@ -81,24 +75,29 @@ class Interval:
         self.norm = norm
         self.images += images
 
-    def read(self) -> IntervalSummary:
-        """Return the figures of the interval so far."""
-        mean = self.loss / self.finite  # NaN if every step was skipped
-        on_device = torch.stack((mean, self.norm, self.skipped, self.skipped_in_a_row))
-        loss, norm, skipped, in_a_row = on_device.tolist()
+    def read(self) -> dict[str, Any]:
+        """Return the figures of the interval so far, by their names in a `MetricsRecord`."""
+        mean = self.loss / self.finite  # of all processes; NaN if every step was skipped
+        loss, norm, skipped = torch.stack((mean, self.norm, self.skipped)).tolist()
         seconds = time.perf_counter() - self.start
-        return IntervalSummary(
-            loss, norm, int(skipped), int(in_a_row), self.images / seconds, self.waited / seconds
-        )
+        return {
+            "loss": loss,
+            "gradient_norm": norm,  # of the last step
+            "nonfinite_steps": int(skipped),
+            "images_per_second": self.images / seconds,
+            "data_wait": self.waited / seconds,
+        }
 
     def sums(self) -> dict[str, float]:
         """Return the sums for a checkpoint, all but the times."""
         return {name: float(getattr(self, name)) for name in _SUMS}
 
-    def restore(self, sums: Mapping[str, float]) -> None:
+    def restore(self, sums: Mapping[str, float], skipped: float) -> None:
         """Go on from the sums of a checkpoint."""
         for name in _SUMS:
-            setattr(self, name, torch.tensor(sums.get(name, 0.0), device=self.device))
+            setattr(self, name, torch.tensor(sums[name], device=self.device))
+        # An earlier version counted the skipped steps since the last log line apart.
+        self.skipped = torch.tensor(skipped + sums.get("skipped", 0.0), device=self.device)
 
 
 class UnreadableImages:
@@ -114,8 +113,8 @@ class UnreadableImages:
         self.failed += len(batch.unreadable)
         self.tried += len(batch.samples) + len(batch.unreadable)
         new = dict.fromkeys(line for line in map(str, batch.unreadable) if line not in self.listed)
-        if new:
-            with suppress(OSError):  # if the disk is full, they are listed when they come again
+        with suppress(OSError):  # if the disk is full, they are listed when they come again
+            if new:
                 self._list(new)
         if self.failed > self.limit * max(self.tried, AT_LEAST):
             raise ValueError(
@@ -125,7 +124,6 @@ class UnreadableImages:
             )
 
     def _list(self, lines: Iterable[str]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+", encoding="utf-8", errors="replace") as file:
             file.seek(0)
             listed = set(file.read().splitlines())  # by other processes and earlier starts
@@ -160,8 +158,6 @@ class TrainingState:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # statistics of a logged step
     step: int = 0
     saved_step: int | None = None
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
     best: dict[str, Any] | None = None  # figure, value, step
     seconds_before: float = 0.0  # of the starts before this one
     began: float | None = None  # when this start began to train
@@ -233,32 +229,21 @@ class TrainingState:
         seconds, steps = self.seconds, self.step
         if self.first and self.step > self.first[1]:
             seconds, steps = time.monotonic() - self.first[0], self.step - self.first[1]
-        if seconds < SHORTEST:  # of a checkpoint that does not say how long it took
-            return
         left = max(60 * minutes - self.seconds, 0.0)
-        more = int(left * steps / seconds)
+        more = int(left * steps / max(seconds, 1e-3))
         # A step or two at the end would only be evaluated again.
         total = broadcast_int(self.step + (more if more > TOO_FEW * self.step else 0))
         self.plan = replace(self.plan, total_steps=total)
 
     def read_interval(self) -> MetricsRecord:
         """Return the numbers of a log line; the host waits for the device here."""
-        interval = self.interval.read()
         outputs: dict[str, Any] = {name: value.item() for name, value in self.outputs.items()}
-        # While float16's scale can still fall, skipped steps are how it is found.
-        searching = self.scaler.get_scale() > 1
-        self.skipped_in_a_row = 0 if searching else interval.skipped_in_a_row
-        self.skipped_steps += interval.skipped
         return MetricsRecord(
             step=self.step,
             total_steps=self.plan.total_steps,
             epoch=self.step / self.plan.steps_per_epoch,
             prototypes=self.objective.prototypes,
-            loss=interval.loss,
-            gradient_norm=interval.gradient_norm,
-            images_per_second=interval.images_per_second,
-            data_wait=interval.data_wait,
-            nonfinite_steps=self.skipped_steps,
+            **self.interval.read(),
             **self.plan.rates(self.step - 1)._asdict(),
             **outputs,
         )
@@ -269,22 +254,14 @@ class TrainingState:
         Going back to a checkpoint would not help: the batch and the state are functions of the step, so the
         same steps would fail again.
         """
-        if self.skipped_in_a_row >= MAX_SKIPPED:
+        # While float16's scale can still fall, skipped steps are how it is found.
+        searching = self.scaler.get_scale() > 1
+        in_a_row = int(self.interval.skipped_in_a_row)
+        if in_a_row >= MAX_SKIPPED and not searching:
             raise NotFinite(
-                f"{self.skipped_in_a_row} steps in a row up to step {self.step} were not finite and were "
-                f"skipped. {self.advice}; see unreadable.txt for damaged images"
+                f"{in_a_row} steps in a row up to step {self.step} were not finite and were skipped. "
+                f"{ADVICE}. See unreadable.txt for damaged images"
             )
-
-    @property
-    def advice(self) -> str:
-        """What to do about a state that is not finite."""
-        settings = "run.precision=no, or a lower optim.lr, optim.clip or loss.teacher_temp"
-        if not self.checkpoints.paths():
-            return f"There is no checkpoint yet: start again with {settings}"
-        folder = self.checkpoints.folder
-        return (
-            f"{folder} holds the last good checkpoint. Resume from it with run.resume=changed and {settings}"
-        )
 
     def begin_save(self) -> None:
         """Begin to write a checkpoint on rank 0; the state may change as soon as this returns."""
@@ -300,20 +277,10 @@ class TrainingState:
         if not main:
             self.saved_step = self.step
 
-    def finish_save(self, *, wait: bool) -> Path | None:
-        """Return the path of a checkpoint that has come to the disk meanwhile, or raise why it did not."""
-        path = self.writer.finish(wait=wait)
-        if path is not None:
-            self.saved_step = self.writer.step
-        return path
-
     def _metadata(self) -> dict[str, Any]:
         return {
             "architecture": self.teacher.backbone.architecture,
-            "mean": self.config.data.mean,
-            "std": self.config.data.std,
-            "bits": self.config.data.bits,
-            "range": self.config.data.range,
+            **self.config.data.model_dump(include={"mean", "std", "bits", "range"}),
             "network": None,  # a checkpoint holds two; who loads it chooses
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
@@ -322,7 +289,7 @@ class TrainingState:
             "precision": self.precision,
             "frozen": self.frozen_sha256,
             "scaler": self.scaler.state_dict(),
-            "nonfinite_steps": self.skipped_steps,
+            "nonfinite_steps": int(self.interval.skipped),
             "interval": self.interval.sums(),
             "best": self.best,
             "total_steps": self.plan.total_steps,
@@ -335,11 +302,10 @@ class TrainingState:
         if checkpoint.metadata["scaler"]:  # empty except in float16
             self.scaler.load_state_dict(checkpoint.metadata["scaler"])
         self.step = self.saved_step = checkpoint.step
-        self.skipped_steps = checkpoint.metadata["nonfinite_steps"]
-        self.interval.restore(checkpoint.metadata["interval"])
+        self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
         self.best = checkpoint.metadata["best"]
         self.seconds_before = checkpoint.metadata["seconds"]
         self.refit()
 
     def _modules(self) -> dict[str, nn.Module]:
-        return {"student": self.student, "teacher": self.teacher, **self.objective.modules()}
+        return {"student": self.student, "teacher": self.teacher, **self.objective.centers}

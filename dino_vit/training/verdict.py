@@ -33,6 +33,13 @@ HALF = 0.5
 # Without labels, outputs that say at least this share of what they could say about an image.
 INFORMATIVE = 0.1
 QUERIES = 1000  # where a run did not record how many images an accuracy is of
+# The figures that a k-NN accuracy is compared with.
+COMPARED = {
+    "knn": "before training",
+    "raw_pixels": "raw pixels",
+    "largest_class": "largest class",
+    "chance": "chance",
+}
 
 
 class Diagnosis(NamedTuple):
@@ -107,21 +114,15 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline | None)
     evaluations = _evaluations(history)
     if not evaluations:
         return ""
-    last, before = evaluations[-1], baseline or Baseline()
+    last, levels = evaluations[-1], (baseline or Baseline()).figures()
     figures = []
     if last.knn is not None:
-        others = {
-            "before training": before.knn,
-            "raw pixels": before.raw_pixels,
-            "largest class": before.largest_class,
-            "chance": before.chance,
-        }
-        compared = ", ".join(f"{name} {value:.1f}" for name, value in others.items() if value is not None)
-        figures.append(f"k-NN {last.knn:.1f} %" + (f" ({compared})" if compared else ""))
+        compared = [f"{text} {levels[name]:.1f}" for name, text in COMPARED.items() if name in levels]
+        figures.append(f"k-NN {last.knn:.1f} %" + (f" ({', '.join(compared)})" if compared else ""))
         if last.best_features not in (None, "CLS") and last.best_knn is not None:
             figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
     rank = f"effective rank {last.rankme:.1f}"
-    figures.append(rank + (f" (before training {before.rankme:.1f})" if before.rankme is not None else ""))
+    figures.append(rank + (f" (before training {levels['rankme']:.1f})" if "rankme" in levels else ""))
     if last.knn is None and last.entropy_gap is not None:
         figures.append(f"entropy gap {last.entropy_gap:.2f}")
     return ", ".join(figures)
@@ -146,14 +147,13 @@ def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosi
     return symptoms[-1] if len(settled) == PATIENCE or at_the_end else None
 
 
-def begins_to_wait(history: Sequence[MetricsRecord]) -> bool:
-    """Tell whether the last few records are the first ones in a row of a run that waits for images.
+def waits_for_images(history: Sequence[MetricsRecord]) -> bool:
+    """Tell whether the last few records are of a run that waits for images.
 
     The first record of all does not count: in its time workers and compiled networks start.
     """
-    waits = [metrics.data_wait > WAITING for metrics in history[1:]]
-    ends = range(PATIENCE, len(waits) + 1)
-    return next((end for end in ends if all(waits[end - PATIENCE : end])), None) == len(waits)
+    last = history[1:][-PATIENCE:]
+    return len(last) == PATIENCE and all(metrics.data_wait > WAITING for metrics in last)
 
 
 def _settled_step(config: PretrainConfig, last: MetricsRecord) -> int:

@@ -118,12 +118,12 @@ def test_statistics_take_the_loss_apart():
     mean = targets.mean(0)
     entropies = [-sum(p * math.log(p) for p in row if p > 0) for row in targets.tolist()]
     mean_entropy = -sum(p * math.log(p) for p in mean.tolist() if p > 0)
-    assert all(value.ndim == 0 for value in statistics)
-    assert statistics.output_entropy.item() == pytest.approx(sum(entropies) / 8, rel=1e-5)
-    assert statistics.mean_output_entropy.item() == pytest.approx(mean_entropy, rel=1e-5)
-    assert statistics.entropy_gap.item() == pytest.approx(mean_entropy - sum(entropies) / 8, rel=1e-5)
-    assert statistics.prototypes_in_use.item() == len({row.index(max(row)) for row in targets.tolist()})
-    assert statistics.student_divergence.item() == pytest.approx(naive_divergence(batch, 5, 2), rel=1e-5)
+    assert all(value.ndim == 0 for value in statistics.values())
+    assert statistics["output_entropy"].item() == pytest.approx(sum(entropies) / 8, rel=1e-5)
+    assert statistics["mean_output_entropy"].item() == pytest.approx(mean_entropy, rel=1e-5)
+    assert statistics["entropy_gap"].item() == pytest.approx(mean_entropy - sum(entropies) / 8, rel=1e-5)
+    assert statistics["prototypes_in_use"].item() == len({row.index(max(row)) for row in targets.tolist()})
+    assert statistics["student_divergence"].item() == pytest.approx(naive_divergence(batch, 5, 2), rel=1e-5)
 
 
 def naive_divergence(batch, views, global_views):

@@ -1,7 +1,6 @@
 """A rehearsal of CUDA finds what real tensors do: gradients, operators, memory. It notices every wait."""
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import repeat
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from benchmarks.gradients import backward, saved_for_backward
 from benchmarks.rehearsal import (
     CUDA,
     HostWaits,
@@ -20,7 +18,7 @@ from benchmarks.rehearsal import (
 )
 from dino_vit.training.loop import take_step
 from dino_vit.training.setup import set_up
-from tests.support.training import configured, moved, opened, tensors_of
+from tests.support.training import configured
 
 SETTINGS = {"data.augment_on": "worker", "run.log_every": 1000, "optim.clip_mode": "global"}
 PATCHES = {"loss.patch_weight": 1, "loss.koleo_weight": 0.1, "head.shared": "false"}
@@ -63,32 +61,13 @@ def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, s
     assert expected <= memory < 1.03 * expected
 
 
-@pytest.mark.parametrize("settings", CASES, ids=lambda case: " ".join(case) or "dino")
-def test_gradients_are_those_of_the_engine(tmp_path, monkeypatch, settings):
-    states = []
-    for name in ("engine", "ours"):
-        state = opened(tmp_path / name, {**SETTINGS, **settings}).state
-        with saved_for_backward() if name == "ours" else nullcontext():
-            batches = state.loader.batches()
-            for _ in range(3):
-                take_step(state, batches)
-        states.append(tensors_of(state.student))
-        monkeypatch.setattr(torch.autograd, "backward", backward)
-    assert not moved(*states)
-
-
 WAITS = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool((x > 0).any()),
-    "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "to": lambda x: x.to("cpu", non_blocking=True),
-    "into the host's": lambda x: torch.zeros(4).copy_(x),
-    "numpy": lambda x: x.cpu().numpy(),
     "nonzero": lambda x: (x > 0).nonzero(),
     "a mask": lambda x: x[x > 0],
-    "into a mask": lambda x: x.index_put_((x > 0,), torch.ones(4, device=CUDA)),
-    "unique": lambda x: torch.unique(x),
     "equal": lambda x: torch.equal(x, x + 1),
     "a new tensor": lambda x: torch.tensor([1.0, 2.0], device=CUDA),
     "a copy": lambda x: torch.ones(4).to(CUDA),
@@ -107,7 +86,6 @@ def test_what_makes_the_host_wait_is_noticed(name):
         x = torch.zeros(4, device=CUDA)
         with pytest.raises(HostWaits):
             WAITS[name](x)
-    assert name not in RUNS_ON
 
 
 @pytest.mark.parametrize("name", RUNS_ON)

@@ -35,7 +35,7 @@ def test_targets_are_those_of_the_frozen_teacher(tmp_path, wide):
     found = opened(tmp_path / "run", pupil(wide, **{"model.drop_path": 0}))
     state = found.state
     teacher = open_teacher(str(wide))
-    assert_close(state.objective.center.center, teacher.centers["loss.center"])
+    assert_close(state.objective.centers["loss"].center, teacher.centers["loss.center"])
     batch = next(state.loader.batches())
     views, images, temperature = state.views_of(batch), len(batch.samples), 0.04
     loss = state.objective(
@@ -101,7 +101,7 @@ def test_masked_patches_are_learned_without_hiding_them(tmp_path):
     state = trained(tmp_path / "run", {**settings, "budget.steps": 10})
     assert not state.config.head.shared
     assert "patch_loss.center" in tensors(tmp_path / "run", 10)
-    assert state.objective.patch_center is not None
+    assert "patch_loss" in state.objective.centers
     assert state.student.backbone.mask_token is None
     with pytest.raises(
         ValueError, match=r"sees 6 × 6 patches of a global view where the student sees 12 × 12"
@@ -152,21 +152,8 @@ def test_a_teacher_is_recognised_by_what_its_file_holds(tmp_path, wide):
         )
 
 
-def test_pixels_are_scaled_as_the_teacher_has_them(tmp_path, wide):
-    with pytest.raises(ValueError, match=r"data.range=\(50.0, 100.0\) \(there None\) does not match teacher"):
-        opened(tmp_path / "run", pupil(wide, **{"data.range": "[50,100]"}))
-
-
-def test_a_teacher_without_heads_does_not_come_halfway(tmp_path, wide):
-    trained(tmp_path / "run", {"budget.steps": 10})
-    dino_vit.save_backbone(dino_vit.load_backbone(wide), tmp_path / "alone.safetensors")
-    settings = {"teacher.weights": tmp_path / "alone.safetensors", "run.resume": "changed"}
-    with pytest.raises(ValueError, match="holds a run whose networks have other parts"):
-        opened(tmp_path / "run", settings)
-
-
 def test_a_run_does_not_learn_from_itself_nor_from_a_teacher_that_has_changed(tmp_path, wide):
-    with pytest.raises(ValueError, match="is the run itself; give another run"):
+    with pytest.raises(ValueError, match="is the run itself; give another"):
         opened(tmp_path / "run", pupil(tmp_path / "run"))
     trained(tmp_path / "teacher", {**WIDE, "head.prototypes": 128})
     trained(tmp_path / "run", pupil(tmp_path / "teacher", **{"budget.steps": 10}))

@@ -1,7 +1,6 @@
 """What the loop does, in this process; what it does as a process stands in test_resume.py."""
 
 import math
-import time
 from itertools import islice, pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.schedules import warmup_cosine
-from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState
 from tests.support.runs import history, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
@@ -26,23 +24,6 @@ def assert_close(ours, theirs, **tolerance):
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, msg=lambda text, name=name: name + text, **tolerance)
-
-
-def test_the_evaluation_before_the_first_step_does_not_count_as_a_steps_time(tmp_path, monkeypatch):
-    ends, guesses = [], OnlineEvaluation.guesses
-
-    def evaluated(self):
-        found = guesses(self)
-        ends.append(time.monotonic())
-        return found
-
-    monkeypatch.setattr(OnlineEvaluation, "guesses", evaluated)
-    run = opened(tmp_path, {"run.eval_every": 1})
-    with Reporter(run) as reporter:
-        reporter.log_baseline(run.state.evaluate_baseline())
-        ((began, step),) = reporter.progress.recent
-    assert step == 0
-    assert ends[0] <= began
 
 
 @pytest.fixture
@@ -99,7 +80,9 @@ def test_steps_are_those_of_the_reference(tmp_path):
         assert_close(tensors_of(ours.head.mlp), tensors_of(theirs.head.mlp), atol=1e-5, rtol=1e-4)
         direction = theirs.head.last_layer.parametrizations.weight.original1
         torch.testing.assert_close(ours.head.last_layer.weight_v, direction, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(taken.objective.center.center, other.loss.center, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        taken.objective.centers["loss"].center, other.loss.center, atol=1e-6, rtol=1e-5
+    )
 
 
 def test_rates_go_by_step_and_the_teachers_temperature_by_epoch(tmp_path):
@@ -119,7 +102,7 @@ def test_one_pass_of_16_and_four_of_4_are_the_same_step(tmp_path):
     settings = {"model.drop_path": 0, "budget.steps": 6, "optim.name": "sgd"}
     whole = trained(tmp_path / "whole", {**settings, "data.batch_size": 16})
     parts = trained(tmp_path / "parts", {**settings, "data.batch_size": 4, "optim.accumulate": 4})
-    modules = [{"student": s.student, "teacher": s.teacher, **s.objective.modules()} for s in (parts, whole)]
+    modules = [{"student": s.student, "teacher": s.teacher, **s.objective.centers} for s in (parts, whole)]
     for name in ("student", "teacher", "loss"):
         ours, theirs = (tensors_of(of_run[name]) for of_run in modules)
         assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
@@ -133,7 +116,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, lose, studen
     assert moved(student_at[6], student_at[7]) == set()
     assert moved(student_at[5], student_at[6])
     assert moved(student_at[7], student_at[8])
-    assert state.skipped_steps == 1
+    assert state.interval.skipped == 1
     lines = history(tmp_path / "run")
     assert [line["nonfinite_steps"] for line in lines] == [0] * 6 + [1] * 14
     assert [line["step"] for line in lines if line["loss"] is None] == [7]
@@ -145,17 +128,13 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_advice(tmp_path, lose,
     settings = {"run.keep_every": 5}
     trained(tmp_path / "whole", settings)
     lose(8, 10, times=1)
-    with pytest.raises(NotFinite, match=r"3 steps in a row up to step 11 .* Resume .* run.precision=no"):
+    with pytest.raises(
+        NotFinite, match=r"3 steps in a row up to step 11 .* run.resume=changed, and run.precision=no"
+    ):
         trained(tmp_path / "run", settings)
     assert not moved(tensors(tmp_path / "whole", 5), tensors(tmp_path / "run", 5))
     resumed = trained(tmp_path / "run", settings)  # from step 10, written while steps were skipped
-    assert (resumed.step, resumed.skipped_steps) == (20, 2)
-
-
-def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, lose):
-    lose(0, 5, times=1)
-    with pytest.raises(NotFinite, match=r"There is no checkpoint yet: start again with run.precision=no"):
-        trained(tmp_path / "run")
+    assert (resumed.step, int(resumed.interval.skipped)) == (20, 2)
 
 
 def test_the_prototypes_are_frozen_at_first(tmp_path, student_at):
@@ -179,7 +158,7 @@ def test_the_best_is_never_what_is_not_a_number(tmp_path, monkeypatch):
 def test_float16_finds_its_scale_by_losing_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(dino_vit.training.state, "MAX_SKIPPED", 2)
     state = trained(tmp_path / "run", {"run.precision": "fp16"})
-    lost = state.skipped_steps
+    lost = int(state.interval.skipped)
     assert 2 < lost < 16
     assert state.scaler.get_scale() == 65536 / 2**lost
     losses = [line["loss"] for line in history(tmp_path / "run")]
@@ -233,7 +212,7 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_alone(tmp_path, monk
     monkeypatch.setattr(TrainingState, "views_of", with_a_nan)
     settings = {"budget.steps": 7, "run.checkpoint_every": 7, **SHORT}
     state = trained(tmp_path / "run", {"head.batch_norm": "true", **settings})
-    assert state.skipped_steps == 1
+    assert state.interval.skipped == 1
     assert not moved(before["student"], tensors_of(state.student))
     changed = moved(before["teacher"], tensors_of(state.teacher))
     assert changed  # the teacher still moves towards the student
@@ -246,5 +225,5 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
         teacher.backbone.cls_token.fill_(math.inf)
 
     monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
-    with pytest.raises(NotFinite, match=r"not be written: .*not finite; the first is teacher.*start again"):
+    with pytest.raises(NotFinite, match=r"not be written: .*not finite; the first is teacher.*Run it again"):
         trained(tmp_path / "run", {"budget.steps": 5, **SHORT})

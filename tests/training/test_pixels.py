@@ -46,20 +46,6 @@ def five_channels(number, path, plane):
     tifffile.imwrite(path.with_suffix(".tif"), bands, photometric="minisblack", planarconfig="contig")
 
 
-def mixed(number, path, plane):
-    image = Image.fromarray(plane).convert("RGB")
-    ways = [
-        lambda: image.quantize(32).save(path.with_suffix(".png")),
-        lambda: image.quantize(32).save(path.with_suffix(".gif")),
-        lambda: image.convert("CMYK").save(path.with_suffix(".jpg")),
-        lambda: image.convert("CMYK").save(path.with_suffix(".tif")),
-        lambda: image.convert("RGBA").save(path.with_suffix(".webp")),
-        lambda: Image.fromarray(plane).save(path.with_suffix(".bmp")),
-        lambda: np.save(path.with_suffix(".npy"), plane),
-    ]
-    ways[number % len(ways)]()
-
-
 def described(output):
     return json.loads(read_metadata(output / "checkpoints" / "step-00000003.safetensors")["dino_vit"])
 
@@ -95,18 +81,6 @@ def test_deep_images_keep_their_bits_from_the_file_to_the_weights(
     assert eval_transform_of(model).mean == tuple(metadata["mean"])
     assert history(output)[-1]["knn"] is not None
     judge(output, folder)
-
-
-def test_palettes_cmyk_grey_and_transparency_in_one_set(tmp_path, capsys):
-    folder = fill(tmp_path / "images", mixed)
-    assert main(["inspect-data", str(folder), f"sheet={tmp_path / 'views.png'}", "count=200"]) == 0
-    assert "RGB (uint8) " in capsys.readouterr().out
-    said = run(tmp_path / "run", {**SETTINGS, "data.source": folder, "data.bits": 8})
-    assert "repeated from grey to RGB" in said
-    assert "unreadable" not in said
-    assert not (tmp_path / "run" / "unreadable.txt").exists()
-    assert history(tmp_path / "run")[-1]["knn"] is not None
-    judge(tmp_path / "run", folder)
 
 
 def test_a_resumed_run_keeps_what_it_measured(tmp_path):

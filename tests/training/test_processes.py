@@ -1,21 +1,15 @@
 """Two processes are one run: the same images, losses and teacher as one process with twice the batch."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
+from tests.support.processes import finish, pair, run_in_two, srun_environs, torchrun_environs
 from tests.support.runs import (
-    CPU,
     Run,
-    arguments,
     assert_same_end,
     history,
     run,
@@ -29,13 +23,7 @@ from tests.support.runs import (
 SETTINGS = {"budget.steps": 10, "model.drop_path": 0}
 ONE = {**SETTINGS, "data.batch_size": 16}
 TWO = {**SETTINGS, "data.batch_size": 8}
-# Otherwise processes that are started again find the addresses of those before in torchrun's store.
-RESTARTING = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LIMIT = {"run.peer_timeout": 0.05}  # 3 seconds
-LAUNCHERS = {
-    "accelerate": ["accelerate.commands.launch", "--config_file", str(CPU), "--main_process_port"],
-    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +40,6 @@ def assert_follows(output, alone):
         ours, theirs = (torch.tensor([line[key] for line in lines]) for lines in (found, expected))
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, key=key: key + text)
     assert [line["rows"] for line in found] == [32] * 10
-
-
-@pytest.mark.slow  # `accelerate launch` runs in tests/project/test_readme_walk.py too
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_follow_one(tmp_path, alone, launcher):
-    output = tmp_path / "run"
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], free_port(), "-m", "dino_vit"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments(output, TWO)], env=environ, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("done:") == 1
-    assert_follows(output, alone)
 
 
 def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
@@ -89,7 +63,7 @@ def test_a_signal_to_one_process_takes_both_and_one_process_goes_on(tmp_path, al
     assert steps(output) == [3]
     said = run(output, TWO)
     assert "resuming after step 3" in said
-    assert "the run keeps its global batch of 16: optim.accumulate=2" in said
+    assert "optim.accumulate=2: keeps the global batch of 16" in said
     ours, theirs = history(output), history(alone)
     for key in ("loss", "gradient_norm"):
         assert [line[key] for line in ours] == pytest.approx(
@@ -134,35 +108,6 @@ def test_a_process_that_does_not_answer_ends_the_other_and_both_go_on_bit_for_bi
     run_in_two(output, settings)
     run_in_two(tmp_path / "whole", settings)
     assert_same_end(output, tmp_path / "whole", 10)
-
-
-@pytest.mark.slow
-def test_torchrun_brings_a_run_back_whose_process_was_killed(tmp_path):
-    """Bit for bit, and with nobody's help."""
-    output, settings = tmp_path / "run", {**TWO, "budget.steps": 300, "run.checkpoint_every": 50}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "3", "-m", "dino_vit", *arguments(output, settings)]
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(command, env={**os.environ, **RESTARTING}, stderr=log)
-    try:
-        deadline = time.monotonic() + 900
-        while not steps(output):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(child_of_rank(launcher.pid, 1), signal.SIGKILL)
-        assert launcher.wait(900) == 0, (tmp_path / "log").read_text()
-    finally:
-        launcher.terminate()  # which ends its processes
-        launcher.wait()
-    assert "resuming after step" in (tmp_path / "log").read_text()
-    run_in_two(tmp_path / "whole", settings)
-    assert_same_end(output, tmp_path / "whole", 300)
-
-
-def child_of_rank(launcher, rank):
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    given = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    return int(next(pid for pid in children if f"RANK={rank}".encode() in given[pid]))
 
 
 def test_a_first_step_that_takes_long_is_waited_for(tmp_path):

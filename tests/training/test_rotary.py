@@ -42,7 +42,9 @@ def test_channels_that_cannot_be_turned_are_refused(tmp_path):
 def test_settings_of_positions_are_those_of_the_weights(tmp_path):
     trained(tmp_path / "learned", {"budget.steps": 10})
     settings = {"init.weights": tmp_path / "learned", "init.head_epochs": 0.5, "model.positions": "rotary"}
-    with pytest.raises(ValueError, match=r"model.positions=rotary does not match the weights"):
+    with pytest.raises(
+        ValueError, match=r"model.positions=rotary \(there learned\) does not match init.weights"
+    ):
         opened(tmp_path / "run", settings)
     trained(tmp_path / "rotary", {**ROTARY, "budget.steps": 10})
     settings = {"init.weights": tmp_path / "rotary", "init.head_epochs": 0.5, "model.rotary_rescale": "null"}

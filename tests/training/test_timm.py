@@ -36,7 +36,7 @@ def test_training_goes_on_from_a_run_of_the_same_model(tmp_path):
     trained(tmp_path / "first", {**CONVNEXT, "budget.steps": 10})
     settings = {"init.weights": tmp_path / "first", "init.head_epochs": 0.5}
     with pytest.raises(
-        ValueError, match=r"model.arch=timm:test_resnet does not match the weights of init.we"
+        ValueError, match=r"model.arch=timm:test_resnet \(there timm:test_convnext\) does not"
     ):
         opened(tmp_path / "other", {**RESNET, **settings})
     backbone = opened(tmp_path / "run", {**CONVNEXT, **settings}).state.student.backbone
@@ -52,15 +52,7 @@ def test_training_goes_on_from_a_run_of_the_same_model(tmp_path):
             {"model.registers": 2},
             "model.arch=timm:test_convnext is built as timm defines it; remove model.registers",
         ),
-        ({"model.width": 32}, "remove model.width=32"),
-        ({"optim.patch_embed_lr": 0.2}, "remove optim.patch_embed_lr"),
         ({"loss.patch_weight": 1}, "hides patches, which timm:test_convnext cannot; set loss.patch_weight=0"),
-        ({"method": "dinov2"}, "set loss.patch_weight=0"),
-        ({"model.arch": "timm:test_convnet"}, "has no model 'test_convnet'; did you mean test_convnext"),
-        (
-            {"model.arch": "vit_smal"},
-            "did you mean vit_small?",
-        ),
         ({"model.arch": "timm:test_convnext.r160_in1k"}, "init.weights=timm:test_convnext.r160_in1k"),
         ({"model.arch": "timm:test_vit", "views.local_size": 40}, "takes no images of 40 × 40 pixels"),
         (
