@@ -155,7 +155,7 @@ def _patch(image_size: int) -> float:
 def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int | None) -> int:
     """Choose the length of the run and of the phases at its start; return the number of steps."""
     budget = choices.config.budget
-    if not {"budget.epochs", "budget.steps", "budget.minutes"} & choices.given:
+    if not {"budget.epochs", "budget.steps", "budget.images", "budget.minutes"} & choices.given:
         epochs = min(max(10 * round(10 * (IMAGENET / images) ** 0.25), 30), 800)
         reason = f"more passes over fewer images: 100 x (1.28M / {images:,}) ^ 1/4, from 30 to 800"
         budget = budget.model_copy(update={"epochs": choices.choose("budget.epochs", epochs, reason)})

@@ -30,7 +30,6 @@ from dino_vit.core.text import brief
 FIXED: dict[str, object] = {
     "head.layers": 3,
     "loss.warmup_teacher_temp": 0.04,
-    "budget.images": None,
     "run.max_nonfinite_steps": 5,
     "init.format": None,
     "init.trained_size": None,

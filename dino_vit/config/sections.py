@@ -209,11 +209,12 @@ class Teacher(Settings):
 
 
 class Budget(Settings):
-    """How long to train: in exactly one of three units."""
+    """How long to train: in exactly one of four units."""
 
-    one_of: ClassVar = (("epochs",), ("steps",), ("minutes",))
+    one_of: ClassVar = (("epochs",), ("steps",), ("images",), ("minutes",))
     epochs: Count | None = setting(100, "passes over the images")
     steps: Count | None = setting(None, "optimiser steps")
+    images: Count | None = setting(None, "images drawn, counted with repeats")
     minutes: Positive | None = setting(None, "minutes of training and evaluations; the schedules follow")
 
     @property
@@ -226,6 +227,8 @@ class Budget(Settings):
 
         How many fit into `minutes` has to be measured.
         """
+        if self.images:
+            return max(1, self.images // batch)
         return self.steps or (self.epochs or 0) * (images // batch)
 
 

@@ -18,7 +18,7 @@ def test_a_run_is_planned_as_the_reference_does() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "total"),
-    [(["budget.epochs=20"], 20 * 31), (["budget.steps=700"], 700)],
+    [(["budget.epochs=20"], 20 * 31), (["budget.steps=700"], 700), (["budget.images=44831"], 700)],
 )
 def test_every_unit_of_the_budget_ends_the_run(overrides: list[str], total: int) -> None:
     config = load(PretrainConfig, None, [*overrides, "optim.accumulate=4", "data.batch_size=16"])
