@@ -1,15 +1,19 @@
 """Two processes are one run: the same images, losses and teacher as one process with twice the batch."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
 import pytest
 import torch
 
-from tests.support.processes import finish, pair, run_in_two, srun_environs, torchrun_environs
+from tests.support.processes import finish, free_port, pair, run_in_two, srun_environs, torchrun_environs
 from tests.support.runs import (
     Run,
+    arguments,
     assert_same_end,
     history,
     run,
@@ -40,6 +44,16 @@ def assert_follows(output, alone):
         ours, theirs = (torch.tensor([line[key] for line in lines]) for lines in (found, expected))
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, key=key: key + text)
     assert [line["rows"] for line in found] == [32] * 10
+
+
+@pytest.mark.slow  # `accelerate launch` runs in tests/project/test_readme_walk.py
+def test_torchrun_follows_one_process(
+    tmp_path, alone
+):  # `accelerate launch`: tests/project/test_readme_walk.py
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command = [*launcher, free_port(), "-m", "dino_vit", *arguments(tmp_path / "run", TWO)]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=900)
+    assert_follows(tmp_path / "run", alone)
 
 
 def test_two_tasks_of_srun_follow_one_process(tmp_path, alone):
