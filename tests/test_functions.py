@@ -106,7 +106,7 @@ def test_verbose_shows_what_the_command_shows_and_otherwise_there_is_nothing(
 def test_figures_are_those_of_the_file(run, photos, tmp_path):
     for function, more in (
         (dino_vit.knn, {"k": [3, 5]}),
-        (dino_vit.linear, {"grid": {"rates": 0.1, "steps": 5, "blocks": 1, "mean": False}}),
+        (dino_vit.linear, {"grid": {"rates": 0.1, "steps": 5}}),
     ):
         found = function(photos, weights=run.folder, cache=tmp_path, verbose=False, **more)
         assert found.details == json.loads(found.path.read_text())

@@ -31,9 +31,6 @@ FIXED: dict[str, object] = {
     "head.layers": 3,
     "loss.warmup_teacher_temp": 0.04,
     "run.max_nonfinite_steps": 5,
-    "init.format": None,
-    "init.trained_size": None,
-    "init.heads": None,
 }
 
 COLUMN = 34  # where the meaning of a setting begins

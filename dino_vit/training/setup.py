@@ -271,10 +271,13 @@ def _load_trained(config: PretrainConfig) -> Backbone:
     from dino_vit.weights.loading import load_backbone
 
     assert config.init is not None
-    overrides: dict[str, Any] = {"mask_token": True} if _hides_patches(config) else {}
+    overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
+    overrides |= {"mask_token": True} if _hides_patches(config) else {}
     return load_backbone(
         config.init.weights,
         network=config.init.network,
+        format=config.init.format,
+        trained_size=config.init.trained_size,
         image_size=config.views.global_shape,
         channels=config.data.channels,
         **overrides,
