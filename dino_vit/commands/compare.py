@@ -1,6 +1,9 @@
 """Compare backbones on the same images: all evaluators that fit the labels at hand, paired by image."""
 
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,6 +18,7 @@ from dino_vit.config.settings import NonEmpty, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
+from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.accuracy import (
@@ -27,9 +31,13 @@ from dino_vit.eval.accuracy import (
     verdict,
     write_results,
 )
-from dino_vit.eval.frozen import CachedConfig
+from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
 from dino_vit.eval.labelled import SupervisedConfig
+from dino_vit.eval.online import random_indices, rankme
+from dino_vit.reports.comparison import Comparison, draw_maps, render
+from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
+from dino_vit.weights.reading import is_name
 
 Evaluator = Literal["knn", "linear", "dense"]
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
@@ -39,6 +47,7 @@ CONFIGS: dict[Evaluator, type[Settings]] = {
     "dense": dense.DenseConfig,
 }
 NEIGHBOURS = 20
+RANK_IMAGES = 5000
 UNTRAINED = "untrained"
 
 
@@ -55,7 +64,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str = setting("comparison", "folder for the JSON and the results of each evaluator")
+    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
 
     positional: ClassVar = ("source",)
 
@@ -71,44 +80,63 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 class ComparisonResult(Result):
     """Figures of backbones on the same images."""
 
-    figures: dict[str, dict[str, Interval]]  # by title, then by the weights
+    figures: dict[str, dict[str, Interval]]  # by title, then by the short name of the weights
+    ranks: dict[str, float]  # effective, by name
     pairs: list[Pair]
     verdict: str
+    page: Path
     path: Path  # of the JSON file
 
 
 def run(config: CompareConfig) -> ComparisonResult:
-    """Measure all backbones, and compare them by pairs of images."""
+    """Measure all backbones, compare them by pairs of images, and write a page and JSON."""
     folder = Path(config.output)
+    paths = dict(zip(names_of(config.weights), config.weights, strict=True))
     evaluators = _choose_evaluators(config)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
-    paths = {weights: weights for weights in config.weights}
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
-    measured: dict[str, dict[str, Measured]] = {}
+    comparison = Comparison(source=open_source(config.source, config.labels))
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
+        _describe(config, weights, comparison, name)
         for evaluator in evaluators:
-            for figure in _evaluate(evaluator, config, weights, folder / f"{number}-{evaluator}.json"):
-                measured.setdefault(figure.title, {})[name] = figure
-    pairs = compare_pairs(measured)
-    best = standings(measured, pairs)
+            path = folder / f"{number}-{evaluator}.json"
+            for figure in _evaluate(evaluator, config, weights, path, comparison, name):
+                comparison.measured.setdefault(figure.title, {})[name] = figure
+    pairs = compare_pairs(comparison.measured)
+    best = standings(comparison.measured, pairs)
     figures = {
         title: {name: figure.interval for name, figure in by_name.items()}
-        for title, by_name in measured.items()
+        for title, by_name in comparison.measured.items()
     }
-    answer, path = verdict(best), folder / "comparison.json"
+    answer, path, page = verdict(best), folder / "comparison.json", folder / "comparison.html"
     results = {
         "settings": config.model_dump(mode="json"),
+        "weights": paths,
         "figures": figures,
+        "effective_rank": comparison.ranks,
         "pairs": pairs,
         "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
         "verdict": answer,
     }
     write_results(path, results)
-    text = f"{_table(figures, best)}\n\n{answer}\n\n{path}"
-    return ComparisonResult(figures=figures, pairs=pairs, verdict=answer, path=path, text=text)
+    if is_main_process():
+        write_bytes(page, render(comparison, pairs, best, config.source).encode())
+    text = f"{_table(comparison, best)}\n\n{answer}\n\n{page}: open it in any browser\n{path}"
+    return ComparisonResult(
+        figures=figures, ranks=comparison.ranks, pairs=pairs, verdict=answer, page=page, path=path, text=text
+    )
+
+
+def names_of(weights: Sequence[str]) -> list[str]:
+    """Return short names of weights: without the folder that all of them share, checkpoints by their step."""
+    texts = [re.sub(r"/checkpoints/step-0*(\d+)\.safetensors$", r" (step \1)", path) for path in weights]
+    folders = [os.path.dirname(os.path.abspath(text)) for text in texts if not is_name(text)]
+    shared = os.path.commonpath(folders) if folders else ""
+    names = [text if is_name(text) else os.path.relpath(text, shared) for text in texts]
+    return names if len({*names, UNTRAINED}) > len(names) else list(weights)
 
 
 def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
@@ -125,7 +153,7 @@ def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
         reasons["dense"] = str(error)
     asked: list[Evaluator] = [*config.measures, *(("dense",) if config.masks else ())]
     possible = [name for name in CONFIGS if name not in reasons]
-    for name in asked or ([] if possible else CONFIGS):
+    for name in asked:
         if reason := reasons.get(name):
             raise ValueError(f"measures={name}: {reason}")
     return list(config.measures) or possible
@@ -145,7 +173,25 @@ def _write_untrained(config: CompareConfig, path: Path) -> Path:
     return path
 
 
-def _evaluate(evaluator: Evaluator, config: CompareConfig, weights: str, path: Path) -> list[Measured]:
+def _describe(config: CompareConfig, weights: str, comparison: Comparison, name: str) -> None:
+    """Note the effective rank of a backbone, what its features look like and the run that it is from."""
+    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
+    source = comparison.source
+    few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
+    indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
+    features, _ = cached_features(frozen, source, indices=indices, title=f"features of {name}")
+    comparison.ranks[name] = rankme(torch.from_numpy(features))
+    comparison.pixels = frozen.transform.pixels
+    folder = Path(weights).parents[1] if Path(weights).parent.name == "checkpoints" else Path(weights)
+    with suppress(ValueError):  # not of a run
+        comparison.runs.setdefault(name.partition(" (step ")[0], read_run(folder))
+    if is_main_process():
+        draw_maps(comparison, frozen, name)
+
+
+def _evaluate(
+    evaluator: Evaluator, config: CompareConfig, weights: str, path: Path, comparison: Comparison, name: str
+) -> list[Measured]:
     """Run one evaluator on one backbone."""
     values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": str(path)}
     if evaluator == "dense":
@@ -154,6 +200,7 @@ def _evaluate(evaluator: Evaluator, config: CompareConfig, weights: str, path: P
         result, title = knn.run(knn.KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
     else:
         result, title = linear.run(linear.LinearConfig(**values, select="train")), "linear top-1"
+    comparison.predictions.setdefault(name, result.predictions)
     return [measured_share(title, result.predictions.images, torch.from_numpy(result.predictions.right))]
 
 
@@ -162,14 +209,15 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
     return config.model_dump(include=set(cls.model_fields) - {"weights", "output"})
 
 
-def _table(figures: Mapping[str, Mapping[str, Interval]], best: Mapping[str, tuple[str, ...]]) -> str:
+def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
     """Return the figures as a table, the best and those as good marked."""
-    rows: dict[str, list[str]] = {}
-    for title, by_name in figures.items():
-        first, *tied = best[title]
-        for name, interval in by_name.items():
-            mark = "*" if name == first else "=" if name in tied else " "
-            rows.setdefault(name, [name]).append(f"{interval}{mark}")
-    table = format_table(["in %", *(f"{title} " for title in figures)], list(rows.values()))
+    rows = []
+    for name, rank in comparison.ranks.items():
+        row = [name]
+        for title, by_name in comparison.measured.items():
+            mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
+            row.append(f"{by_name[name].interval}{mark}")
+        rows.append([*row, f"{rank:.1f}"])
+    table = format_table(["in %", *(f"{title} " for title in best), "effective rank"], rows)
     legend = "* best, = on these images as good (image by image, p times the number of others at least 0.05)"
-    return f"{table}\n{legend}"
+    return f"{table}\n{legend}" if best else table

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist
@@ -143,7 +144,7 @@ class Measured:
     def value(self) -> float:
         return float(self.figure(*(part.double().sum(0) for part in self.parts)))
 
-    @property
+    @cached_property
     def interval(self) -> Interval:
         return Interval(100 * self.value, *_quantiles(self.resampled()))
 
@@ -241,6 +242,11 @@ def standings(figures: Figures, pairs: Sequence[Pair]) -> dict[str, tuple[str, .
 
 def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     """Say which backbone to take, or that it depends."""
+    if not by_title:
+        return (
+            "There are no labels and no masks to judge by: sort the images into a folder for each class, or "
+            "give labels=FILE. The effective rank alone does not tell which features are better."
+        )
     top = [*by_title.values()]
     if everywhere := [name for name in top[0] if all(name in names for names in top)]:
         return f"Take {' or '.join(everywhere)}: on these images none is better by {' or '.join(by_title)}."

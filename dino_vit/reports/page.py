@@ -48,18 +48,9 @@ SINGLE = [  # field of a record, title, caption
 
 def render(record: RunRecord, pictures: Pictures) -> str:
     """Return the page of a run."""
-    environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Markup is our own; all other text may come from names of files.
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
-        loader=PackageLoader("dino_vit.reports", "assets"),
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
     diagnosis, history = state(record)
-    return environment.get_template("page.html").render(
-        nonce=secrets.token_urlsafe(),
+    return fill(
+        "page.html",
         title=record.folder.resolve().name,
         folder=record.folder,
         state=diagnosis.state,
@@ -72,6 +63,20 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         pictures=pictures,
         data={"charts": charts(record), "map": pictures.map},
     )
+
+
+def fill(template: str, **values: Any) -> str:
+    """Return a page of a template, in which all text but our own is escaped."""
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Markup is our own; all other text may come from names of files.
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        loader=PackageLoader("dino_vit.reports", "assets"),
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given
+    return environment.get_template(template).render(nonce=secrets.token_urlsafe(), **values)
 
 
 def figures(record: RunRecord) -> dict[str, str]:

@@ -96,11 +96,11 @@ def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
     for index, views in zip(indices, make_views(config, source, indices, epoch, weights), strict=True):
         name, tiles = shorten(source.name(index), MAX_NAME), []
         try:
-            tiles.append(_tile(read_image(source, index, build_pixels(config)), "image"))
+            tiles.append(draw_tile(read_image(source, index, build_pixels(config)), "image"))
         except UnreadableImage as error:
             name += f": {error.reason}; replaced by another image"
         for kind, view in zip(kinds, views, strict=True):
-            tiles.append(_tile(view, f"{kind}, {view.shape[-1]} × {view.shape[-2]} px"))
+            tiles.append(draw_tile(view, f"{kind}, {view.shape[-1]} × {view.shape[-2]} px"))
         rows.append(Row(name, tiles))
     return rows
 
@@ -125,7 +125,8 @@ def attention_rows(teacher: FrozenBackbone, source: Source, images: ImageMap) ->
     return rows
 
 
-def _tile(image: Tensor, caption: str) -> Tile:
+def draw_tile(image: Tensor, caption: str) -> Tile:
+    """Draw an image, made smaller if it is large."""
     return Tile(data_uri(resize_sides(as_picture(image), None, TILE_SIDE)), caption)
 
 

@@ -1,4 +1,4 @@
-"""The command that compares backbones: its figures are those of the evaluators."""
+"""The command that compares backbones: its figures are those of the evaluators, its page loads nothing."""
 
 import json
 
@@ -8,6 +8,12 @@ import torch
 
 import dino_vit
 from dino_vit import VisionTransformer, save_backbone
+from dino_vit.commands.compare import names_of
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.online import rankme
+from tests.support.reports import ParsedPage, picture_of
 
 SETTINGS = {"precision": "no", "verbose": False}
 
@@ -27,17 +33,48 @@ def test_figures_are_those_of_the_evaluators(tmp_path, others, trained):
         "synthetic:60:16", weights=paths, output=tmp_path / "out", cache=tmp_path, **SETTINGS
     )
     assert list(found.figures) == ["k-NN top-1", "linear top-1"]
-    for path in paths:
+    names = list(found.ranks)
+    for name, path in zip(names, paths, strict=True):
         shared = {"weights": path, "output": tmp_path / "one.json", "cache": tmp_path, **SETTINGS}
         knn = dino_vit.knn("synthetic:60:16", k=20, **shared)
-        assert found.figures["k-NN top-1"][path].percent == pytest.approx(knn.top1.percent)
+        assert found.figures["k-NN top-1"][name].percent == pytest.approx(knn.top1.percent)
+        frozen = frozen_backbone(BackboneConfig(source="synthetic", weights=path, precision="no"))
+        (batch,) = frozen.features(open_source("synthetic:60:16"), [range(60)])
+        assert found.ranks[name] == pytest.approx(rankme(batch.values), rel=1e-3)
     linear = dino_vit.linear("synthetic:60:16", select="train", **shared)  # of the last
-    assert found.figures["linear top-1"][path].percent == pytest.approx(linear.top1.percent)
+    assert found.figures["linear top-1"][name].percent == pytest.approx(linear.top1.percent)
     written = json.loads(found.path.read_text())
-    assert written["figures"]["k-NN top-1"][path] == vars(found.figures["k-NN top-1"][path])
+    assert written["figures"]["k-NN top-1"][name] == vars(found.figures["k-NN top-1"][name])
+    assert written["effective_rank"] == found.ranks
+    assert written["weights"] == dict(zip(names, paths, strict=True))
     assert len(found.pairs) == 2
-    assert found.verdict in found.text
-    assert all(path in found.text for path in paths)
+    page = ParsedPage(found.page.read_text())
+    for text in (found.text, page.text):
+        assert found.verdict in text
+        assert all(name in text for name in names)
+    loaded = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "action")]
+    assert all(value.startswith(("data:", "#")) for value in loaded)
+    assert not any(name.startswith("on") or name == "style" for _, name, _ in page.attributes)
+
+
+def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, others):
+    found = dino_vit.compare(
+        "synthetic:60:16", weights=others, measures=["knn"], output=tmp_path / "out", **SETTINGS
+    )
+    text = ParsedPage(found.page.read_text()).text
+    predictions = [
+        dino_vit.knn(
+            "synthetic:60:16", weights=path, k=20, output=tmp_path / "one.json", **SETTINGS
+        ).predictions
+        for path in others
+    ]
+    right = [of.right for of in predictions]
+    best = int(right[1].sum() > right[0].sum())
+    missed = right[1 - best] & ~right[best]
+    assert f"is right: {(right[best] & ~right[1 - best]).sum()} of 60 images" in text
+    assert f"another is right: {missed.sum()} of 60 images" in text
+    said = SyntheticSource(length=60).classes[predictions[best].ranked[missed.nonzero()[0][0], 0]]
+    assert f"✗ {'ab'[best]}.safetensors: {said}" in text
 
 
 def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
@@ -52,7 +89,7 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
     of_masks = dino_vit.dense(
         "synthetic:scenes:12:16", weights=weights, output=tmp_path / "one.json", **SETTINGS
     )
-    assert found.figures["mIoU, linear layer"][str(weights)] == of_masks.linear.mean_iou
+    assert found.figures["mIoU, linear layer"]["a.safetensors"] == of_masks.linear.mean_iou
     untrained = dino_vit.load_backbone(tmp_path / "out" / "untrained.safetensors")
     trained = dino_vit.load_backbone(weights)
     assert untrained.architecture == trained.architecture
@@ -80,7 +117,35 @@ def test_weights_that_cannot_be_loaded_are_said_before_anything_is_measured(tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_images_without_labels_and_masks_cannot_be_judged(tmp_path):
-    np.save(tmp_path / "a.npy", np.zeros((6, 16, 16, 3), np.uint8))
+def test_images_without_labels_are_compared_by_the_rank_which_does_not_tell(tmp_path):
+    """The images have five channels, of which the page shows the first, beside attention and patches."""
+    images = np.random.default_rng(0).integers(0, 255, (6, 16, 24, 5), dtype=np.uint8)
+    np.save(tmp_path / "scenes.npy", images)
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=2, heads=2, channels=5)
+    save_backbone(model, tmp_path / "five.safetensors", mean=(0.5,) * 5, std=(0.5,) * 5)
+    found = dino_vit.compare(
+        tmp_path / "scenes.npy",
+        weights=tmp_path / "five.safetensors",
+        untrained=True,
+        output=tmp_path / "out",
+        **SETTINGS,
+    )
+    assert not found.figures
+    assert list(found.ranks) == ["five.safetensors", "untrained"]
+    assert "The effective rank alone does not tell which features are better." in found.verdict
+    page = ParsedPage(found.page.read_text())
+    pictures = [picture_of(value) for _, name, value in page.attributes if name == "src"]
+    assert len(pictures) == 4 * (1 + 2 * 2)
+    assert all(np.ptp(picture) > 0 for picture in pictures)
+    assert {picture.shape[0] / picture.shape[1] for picture in pictures} == {1}, "cropped as the maps"
     with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
-        dino_vit.compare(tmp_path / "a.npy", weights=["a", "b"], output=tmp_path / "out", **SETTINGS)
+        dino_vit.compare(tmp_path / "scenes.npy", weights=["a", "b"], measures=["knn"], **SETTINGS)
+
+
+def test_names_are_short_and_differ():
+    steps = ["runs/a/checkpoints/step-00000100.safetensors", "runs/a/checkpoints/step-00001200.safetensors"]
+    assert names_of(steps) == ["a (step 100)", "a (step 1200)"]
+    assert names_of(["runs/a", "runs/b/c"]) == ["a", "b/c"]
+    assert names_of(["runs/a", "hf:facebook/dinov2-small"]) == ["a", "hf:facebook/dinov2-small"]
+    assert names_of(["runs/a", "./runs/a"]) == ["runs/a", "./runs/a"]
+    assert names_of(["runs/a", "runs/untrained"]) == ["runs/a", "runs/untrained"]  # not those of the seed

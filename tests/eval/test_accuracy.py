@@ -168,6 +168,7 @@ def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     assert verdict({"k-NN": knn, "linear": linear}) == (
         "Take a: on these images none is better by k-NN or linear."
     )
+    assert "rank alone does not tell which features are better" in verdict({})
     assert verdict({"linear": linear}) == "Take b or a: on these images none is better by linear."
     assert verdict({"k-NN": knn, "linear": ("b",)}) == (
         "It depends on what you need. The best is by k-NN a; by linear b."

@@ -7,6 +7,7 @@
 // its styles and callbacks do not work under a strict content security policy.
 
 const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 };
+const COLOURS = 6; // of curves
 
 function append(parent, child, attributes, text) {
   for (const [key, value] of Object.entries(attributes)) child.setAttribute(key, value);
@@ -77,7 +78,7 @@ class Chart {
     for (const step of ticks(0, last, width / 110).filter(Number.isInteger)) this.text(step || "step 0", this.x(step) + 18, height - 6);
     this.series.forEach(([, points], n) => {
       const corners = [...points].map(([step, value]) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`);
-      shape(this.svg, "polyline", { class: `curve c${n}`, points: corners.join(" ") });
+      shape(this.svg, "polyline", { class: `curve c${n % COLOURS}`, points: corners.join(" ") });
     });
     let above = -Infinity; // names are above their lines, or below where two lines are close
     for (const [name, value] of levels) {
@@ -103,9 +104,11 @@ class Chart {
     this.cursor.replaceChildren();
     this.legend.textContent = `step ${step.toLocaleString("en")}`;
     this.series.forEach(([name, points], n) => {
-      if (!points.has(step)) return;
-      shape(this.cursor, "circle", { class: `c${n}`, cx: this.x(step), cy: this.y(points.get(step)), r: 3.5 });
-      element(this.legend, "span", { class: `c${n}` }, `${name} ${format(points.get(step))} ${this.data.unit}`);
+      const latest = [...points.keys()].filter((other) => other <= step).at(-1); // runs have steps of their own
+      if (latest === undefined) return;
+      const value = points.get(latest), since = latest === step ? "" : `at ${latest.toLocaleString("en")}`;
+      shape(this.cursor, "circle", { class: `c${n % COLOURS}`, cx: this.x(latest), cy: this.y(value), r: 3.5 });
+      element(this.legend, "span", { class: `c${n % COLOURS}` }, `${name} ${format(value)} ${this.data.unit} ${since}`);
     });
   }
 }

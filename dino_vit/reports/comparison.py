@@ -1,0 +1,114 @@
+"""The page of a comparison: figures with their intervals, pairs, curves, features and images that differ."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.pixels import RGB, Pixels
+from dino_vit.data.sources.source import Source, spread
+from dino_vit.eval.accuracy import Measured, Pair, Predictions, verdict
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.maps.attention import cls_attention, patch_tokens, principal_colours
+from dino_vit.eval.maps.pictures import heat, shorten, thumbnail
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.reports.page import charts, fill
+from dino_vit.reports.pictures import MAX_NAME, TILE_SIDE, Row, Tile, data_uri, draw_tile
+from dino_vit.reports.record import RunRecord
+
+SHOWN = 4  # images whose features are drawn
+DIFFERING = 8  # images of a kind on which backbones differ
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What was measured of some backbones on the images of a source."""
+
+    source: Source
+    pixels: Pixels = RGB  # of the images
+    ranks: dict[str, float] = field(default_factory=dict)  # effective, by name of the backbone
+    measured: dict[str, dict[str, Measured]] = field(default_factory=dict)  # by title, then by name
+    predictions: dict[str, Predictions] = field(default_factory=dict)  # by name
+    runs: dict[str, RunRecord] = field(default_factory=dict)  # by name
+    maps: dict[int, Row] = field(default_factory=dict)  # by image
+
+
+def render(comparison: Comparison, pairs: list[Pair], best: Mapping[str, tuple[str, ...]], title: str) -> str:
+    """Return the page of a comparison; `best` has, by figure, the best and those that are as good."""
+    return fill(
+        "comparison.html",
+        title=title,
+        comparison=comparison,
+        pairs=pairs,
+        best=best,
+        verdict=verdict(best),
+        maps=list(comparison.maps.values()),
+        differing=_differing(comparison),
+        data={"charts": joint_charts(comparison.runs), "map": None},
+    )
+
+
+def joint_charts(runs: dict[str, RunRecord]) -> list[dict[str, Any]]:
+    """Return the charts of runs with a line for each run, and the levels that all of them share."""
+    joint = dict[str, dict[str, Any]]()
+    for name, record in runs.items():
+        for chart in charts(record):
+            for curve, points in chart["series"].items():
+                title = chart["title"]
+                if curve.casefold() not in title.casefold():  # one of several curves of the chart
+                    title += f": {curve}"
+                shared = joint.setdefault(title, {**chart, "title": title, "series": {}})
+                shared["series"][name] = points
+                shared["levels"] = dict(shared["levels"].items() & chart["levels"].items())
+    return list(joint.values())
+
+
+def draw_maps(comparison: Comparison, frozen: FrozenBackbone, name: str) -> None:
+    """Draw a few images as a backbone sees them, its attention and its patches, as far as it has them."""
+    source, model, images = comparison.source, frozen.model, dict[int, Tensor]()
+    for index in spread(len(source), SHOWN):
+        with suppress(UnreadableImage):
+            images[index] = frozen.transform.read(source, index)
+    if not (model.has_patches and images):
+        return
+    batch = frozen.transform.normaliser(frozen.device)(torch.stack(list(images.values())))
+    maps = {}
+    if isinstance(model, VisionTransformer):
+        maps["attention"] = [heat(heads.mean(0)) for heads in cls_attention(model, batch).float().cpu()]
+    colours = principal_colours(list(patch_tokens(model, batch).float().cpu()))
+    maps["patches"] = [(255 * patches).byte().permute(2, 0, 1) for patches in colours]
+    for place, (index, image) in enumerate(images.items()):
+        row = Row(shorten(source.name(index), MAX_NAME), [draw_tile(image, "image")])
+        tiles = comparison.maps.setdefault(index, row).tiles
+        for kind, drawn in maps.items():
+            side = max(1, TILE_SIDE // max(drawn[place].shape))  # squares of whole pixels have sharp edges
+            squares = drawn[place].repeat_interleave(side, 1).repeat_interleave(side, 2)
+            tiles.append(Tile(data_uri(squares), f"{name}, {kind}"))
+
+
+def _differing(comparison: Comparison) -> list[Row]:
+    """Return images that only the best backbone gets right, and those that another does but not the best."""
+    predictions = comparison.predictions
+    if len(predictions) < 2:
+        return []
+    common = set.intersection(*(set(of.images.tolist()) for of in predictions.values()))
+    right = {name: common & set(of.images[of.right].tolist()) for name, of in predictions.items()}
+    best = max(right, key=lambda name: len(right[name]))
+    others = set[int]().union(*(images for name, images in right.items() if name != best))
+    only, missed = sorted(right[best] - others), sorted(others - right[best])
+    rows = []
+    for title, images in ((f"Only {best} is right", only), (f"{best} is wrong, another is right", missed)):
+        tiles = []
+        for image in (images[place] for place in spread(len(images), DIFFERING)):
+            lines = []
+            for name, of in predictions.items():
+                said = of.classes[of.ranked[of.images == image][0, 0]]
+                lines.append(f"{'✓' if image in right[name] else '✗'} {name}: {said}")
+            picture = thumbnail(comparison.source, image, comparison.pixels)
+            tiles.append(draw_tile(picture, "\n".join(lines)))
+        rows.append(Row(f"{title}: {len(images):,} of {len(common):,} images", tiles))
+    return rows
