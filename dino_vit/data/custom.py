@@ -35,7 +35,9 @@ class CustomSource:
             raise ValueError(f"{title_of(given)} has no images")
         self._labels = self._read_labels()
         self.classes: Sequence[str] = tuple(self._labels.classes)
-        self.fingerprint = str(getattr(given, "fingerprint", None) or self._digest())
+        stated = getattr(given, "fingerprint", None)
+        self.fingerprint = str(stated or self._digest())
+        self.stamp = "" if stated else None  # images of code change without a trace
 
     def __len__(self) -> int:
         return len(self.given)

@@ -251,3 +251,20 @@ def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
         put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
         with pytest.raises(ChangedFile):
             copies.copy(4)
+
+
+def test_an_image_of_a_bucket_that_is_replaced_is_noticed(tmp_path, monkeypatch):
+    """By the listing: no image is asked for."""
+    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
+    (tmp_path / "none").mkdir()
+    with s3_bucket(tmp_path / "none") as bucket:
+        for name, value in s3_environ(bucket).items():
+            monkeypatch.setenv(name, value)
+        opened = []
+        for content in (b"image", b"image", b"later"):
+            put_object(bucket, "photos/a.png", content)
+            opened.append(open_source("s3://shards/photos"))
+        first, again, replaced = (source.stamp for source in opened)
+        assert first == again != replaced
+        assert opened[0].fingerprint == opened[2].fingerprint

@@ -205,7 +205,8 @@ def file_signature(path: str) -> FileSignature:
     try:
         if not is_url(path):
             status = os.stat(path)
-            return status.st_size, status.st_mtime_ns, status.st_mtime_ns
+            # `cp -p`, `rsync -t` and `tar -x` set the first time back; nothing sets back the second.
+            return status.st_size, status.st_mtime_ns, status.st_ctime_ns
         return remote_signature(remote_info(path))
     except OSError:
         return -1, -1, 0
@@ -218,14 +219,18 @@ def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
         if fresh:
             system.invalidate_cache()
         info = dict(system.info(inner))
-        version = next((info[key] for key in VERSIONS if info.get(key)), None)
-        return {**info, "version": version or system.ukey(inner)}
+        return {**info, "version": _version(info) or system.ukey(inner)}
 
     return remotely(url, ask)
 
 
 def remote_signature(info: dict[str, Any]) -> FileSignature:
-    return info.get("size") or 0, zlib.crc32(str(info["version"]).encode()), 0
+    version = info.get("version") or _version(info)  # in a listing as far as it has one
+    return info.get("size") or 0, zlib.crc32(str(version).encode()), 0
+
+
+def _version(info: dict[str, Any]) -> object:
+    return next((info[key] for key in VERSIONS if info.get(key)), None)
 
 
 class ByteRangeReader:
