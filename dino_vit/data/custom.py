@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dino_vit.config.objects import find, title_of
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.source import spread
@@ -80,6 +80,13 @@ class CustomSource:
             targets = [None] * len(self)
         elif hasattr(targets, "tolist"):  # a tensor or an array
             targets = targets.tolist()
+        if len(targets) != len(self):
+            text = f"{title_of(self.given)} has {len(targets):,} targets, but {plural(len(self), 'image')}"
+            raise ValueError(f"{text}; each needs one, which may be None")
+        # As torchvision says that there is no label.
+        targets = [
+            None if isinstance(target, int | np.integer) and target == -1 else target for target in targets
+        ]
         if classes is None or callable(classes):
             return number_labels(targets)
         names = [str(name) for name in classes]
