@@ -31,15 +31,13 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable, progress
 from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, read_entries
 from dino_vit.data.sources.files import (
-    FileSignature,
     exists,
     file_signatures,
-    filesystem,
     is_folder,
     is_url,
+    list_remote,
     plain,
     read_file,
-    remote_signature,
     remotely,
 )
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
@@ -212,10 +210,6 @@ class PathSource(IndexedSource):
         return read_file(self.path(index))
 
 
-def _named(files: Sequence[str]) -> IndexContents:
-    return IndexContents(names=[os.fsencode(name) for name in files])
-
-
 class FolderSource(PathSource):
     """All images below a folder, labelled by its first-level folders.
 
@@ -227,11 +221,19 @@ class FolderSource(PathSource):
         if not is_folder(root):
             raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
         with indexing(root):
-            remote = _list_remote(root) if is_url(root) else {}
+            remote = list_remote(root) if is_url(root) else {}
             names = _images_among(root, list(remote) if is_url(root) else _list_local(root))
         files = [os.path.join(root, name) for name in names]
         signatures = np.array([remote[name] for name in names]) if remote else None
-        super().__init__(open_index("folder", root, lambda _: _named(names), files, signatures))
+        super().__init__(
+            open_index(
+                "folder",
+                root,
+                lambda _: IndexContents(names=list(map(os.fsencode, names))),
+                files,
+                signatures,
+            )
+        )
 
 
 def _images_among(root: str, files: Sequence[str]) -> list[str]:
@@ -294,7 +296,9 @@ class FilesSource(PathSource):
         remote = any(map(is_url, files))
         self.root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
         names = [os.path.relpath(path, self.root) if self.root else path for path in files]
-        super().__init__(open_index("files", spec, lambda _: _named(names), files))
+        super().__init__(
+            open_index("files", spec, lambda _: IndexContents(names=list(map(os.fsencode, names))), files)
+        )
 
 
 def _join(root: str, name: str) -> str:
@@ -326,13 +330,3 @@ def _leads_back(link: str) -> bool:
         return False
     target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
     return os.path.commonpath([target, folder]) == target
-
-
-def _list_remote(root: str) -> dict[str, FileSignature]:
-    """Return the files below a folder, and their signatures as far as the listing has them."""
-    system, inner = filesystem(root)
-    system.invalidate_cache()
-    with progress(f"Listing {root}") as advance:
-        infos = system.find(inner, detail=True)
-        advance(len(infos))
-    return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
