@@ -90,7 +90,8 @@ C = TypeVar("C", bound=Settings)
 
 
 def _as_tuples(value: object) -> object:
-    """Return lists as tuples, and paths as text."""
+    """Return lists and arrays as tuples, and paths as text."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple):
         return tuple(map(_as_tuples, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value

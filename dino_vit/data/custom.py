@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dino_vit.config.objects import find, title_of
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable
 from dino_vit.data.images.decode import from_given
 from dino_vit.data.labels import Labels, number_labels
 from dino_vit.data.sources.source import spread
@@ -35,7 +35,9 @@ class CustomSource:
             raise ValueError(f"{title_of(given)} has no images")
         self._labels = self._read_labels()
         self.classes: Sequence[str] = tuple(self._labels.classes)
-        self.fingerprint = str(getattr(given, "fingerprint", None) or self._digest())
+        stated = getattr(given, "fingerprint", None)
+        self.fingerprint = str(stated or self._digest())
+        self.stamp = "" if stated else None  # images of code change without a trace
 
     def __len__(self) -> int:
         return len(self.given)
@@ -78,6 +80,13 @@ class CustomSource:
             targets = [None] * len(self)
         elif hasattr(targets, "tolist"):  # a tensor or an array
             targets = targets.tolist()
+        if len(targets) != len(self):
+            text = f"{title_of(self.given)} has {len(targets):,} targets, but {plural(len(self), 'image')}"
+            raise ValueError(f"{text}; each needs one, which may be None")
+        # As torchvision says that there is no label.
+        targets = [
+            None if isinstance(target, int | np.integer) and target == -1 else target for target in targets
+        ]
         if classes is None or callable(classes):
             return number_labels(targets)
         names = [str(name) for name in classes]

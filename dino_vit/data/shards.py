@@ -87,6 +87,7 @@ class LocalCopies:
         self.ranges, self.unpack = ranges, unpack
         self.sizes = sizes  # about how long each copy is
         self.folder, self.limit = shard_cache_folder(), math.inf
+        self.opened = time.time()  # copies that are older are verified before they are used
         self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
 
     @cached_property
@@ -110,10 +111,34 @@ class LocalCopies:
 
         A copy is not held open: once deleted, it must not take room on the disk.
         """
-        with suppress(OSError), self.path(shard).open("rb", buffering=0) as file:
-            data = os.pread(file.fileno(), size, start)
-            return data if len(data) == size else None
+        with suppress(OSError):
+            if self.is_whole(shard):
+                with self.path(shard).open("rb", buffering=0) as file:
+                    data = os.pread(file.fileno(), size, start)
+                    return data if len(data) == size else None
         return None
+
+    def is_whole(self, shard: int) -> bool:
+        """Tell whether there is a copy; an older one is verified first, and deleted if it is damaged."""
+        path = self.path(shard)
+        with suppress(FileNotFoundError):
+            used = path.stat().st_mtime
+            if used < self.opened and not self._is_the_shard(shard):
+                log.warning("%s is a damaged copy of %s; it is deleted", path, self.ranges.paths[shard])
+                path.unlink()
+                return False
+            if used < max(self.opened, time.time() - RECENT_S / 10):
+                os.utime(path)  # tells this run that it is verified, and others that it is used
+            return True
+        return False
+
+    def _is_the_shard(self, shard: int) -> bool:
+        """Tell whether a copy has the size and the digest of its shard, as far as they are known."""
+        if self.unpack is not None:
+            return True
+        with self.path(shard).open("rb", buffering=0) as file:
+            same_size = os.fstat(file.fileno()).st_size == self.ranges.file_signatures[shard, 0]
+            return same_size and self._has_stated_digest(self.ranges.paths[shard], file.fileno())
 
     def copy(self, shard: int, stop: threading.Event | None = None) -> bool:
         """Copy a shard if it has no copy, or return False if another run is about to."""
@@ -247,10 +272,7 @@ class Prefetch:
         near = [shard for shard in np.argsort(uses, kind="stable").tolist() if uses[shard] < self.ahead]
         near = near[: np.searchsorted(np.cumsum(copies.sizes[near]), copies.limit, side="right")]
         for shard in near:
-            path = copies.path(shard)
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > RECENT_S / 10:
-                    os.utime(path)  # tells other runs that it is used
+            if copies.is_whole(shard):
                 continue
             copies.make_room(shard, uses, near)
             if copies.copy(shard, stop):

@@ -1,7 +1,7 @@
 """A frozen backbone in every process of a launch, and the features of images, which are cached on disk."""
 
-import hashlib
 import json
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -17,18 +17,26 @@ from torch import Tensor
 from dino_vit.config.sections import Side
 from dino_vit.config.settings import Dimension, Few, Settings, setting
 from dino_vit.core import height_width, log
-from dino_vit.core.distributed import all_gather, any_process, is_main_process, rank, wait_for_all, world_size
+from dino_vit.core.distributed import (
+    all_gather,
+    any_process,
+    broadcast_int,
+    is_main_process,
+    rank,
+    wait_for_all,
+    world_size,
+)
 from dino_vit.core.runtime import DTYPES, choose_precision, cores_of_a_process, start_processes
 from dino_vit.core.storage import StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.index import cache_folder
-from dino_vit.data.sources.source import Source, signatures_of
+from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, in_batches, read_batches
 from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
 
-_VERSION = 3  # of the files
+_VERSION = 4  # of the files
 
 
 class BackboneConfig(Settings):
@@ -81,27 +89,33 @@ def cached_features(
 
     They come from the one file for all that they are a function of, or are computed into it. All processes
     must call it; they share the work. Unreadable images are left out with a warning. Another device or batch
-    size may round the last bits differently. What is interrupted starts again.
+    size may round the last bits differently. What is interrupted starts again. Features of an object of
+    Python code are not kept, unless its fingerprint says whether its images are still the same.
     """
     chosen = range(len(source)) if indices is None else indices
     if not len(chosen):
         raise ValueError("there are no images to compute features of")
+    stamp = stamp_of(source)
     inputs = {
         "version": _VERSION,
         "weights": frozen.weights_digest,
         "source": source.fingerprint,
-        "contents": content_digest(source, chosen),
+        "files": time.time_ns() if stamp is None else stamp,
         "indices": None if indices is None else digest({"indices": torch.as_tensor(indices)}, {}),
         "transform": asdict(frozen.transform),
         "features": asdict(spec),
         "precision": frozen.precision,
     }
-    key = digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:20]
-    path = (frozen.cache or cache_folder() / "features") / f"{key}.safetensors"
+    # That of rank 0, as nodes may have copies of the images, with times of their own.
+    key = broadcast_int(int(digest({}, {"features": json.dumps(inputs, sort_keys=True)})[:15], 16))
+    path = (frozen.cache or cache_folder() / "features") / f"{key:015x}.safetensors"
     tensors = _read(path)
     if any_process(tensors is None or _readable_again(frozen, source, _left_out(chosen, tensors))):
         _compute(path, frozen, source, chosen, spec, title, json.dumps(inputs))
         tensors = _read(path)
+    if stamp is None:
+        wait_for_all()  # until each has read them
+        path.unlink(missing_ok=True)
     if tensors is None:
         raise ValueError(
             f"the features were written to {path} but are not there; the cache must be one folder that all "
@@ -111,18 +125,6 @@ def cached_features(
         text = "%d of %d images cannot be read and are left out, the first is %s"
         log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
     return tensors["values"].numpy(), tensors["indices"].numpy()
-
-
-def content_digest(source: Source, indices: Sequence[int]) -> str:
-    """Return a digest of the size and time of every file, and of three images: a fingerprint knows names."""
-    state = hashlib.sha256(signatures_of(source).tobytes())
-    for row in (0, len(indices) // 2, len(indices) - 1):
-        try:
-            item = source.read(indices[row])
-        except OSError as error:
-            item = str(error).encode()
-        state.update(item.contiguous().numpy().tobytes() if isinstance(item, Tensor) else item)
-    return state.hexdigest()
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:

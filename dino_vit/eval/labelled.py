@@ -1,6 +1,8 @@
 """Labelled images as sets and as features, and few of them at random."""
 
 import hashlib
+import os
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,9 +15,10 @@ from torch import Tensor
 from dino_vit.config.settings import Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, plural
 from dino_vit.data.labels import choose_splits, describe_use
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.shards import ShardedSource
+from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
@@ -104,6 +107,7 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
     val = open_subset(config.source, config.labels)
     if config.train is not None:
         train = open_subset(config.train, config.train_labels)
+        refuse_same_images(config.source, val.images, config.train, train.images)
     elif splits := choose_splits(val.source):
         log.info("%s", describe_use(val.source, *splits, config.source))
         train, val = (
@@ -115,6 +119,43 @@ def given_sets(config: SupervisedConfig) -> tuple[LabelledSubset | None, Labelle
         return None, val
     train.require_two_classes()
     return train, val.with_classes_of(train)
+
+
+def refuse_same_images(name: str, source: Source, of_train: str, train: Source) -> None:
+    """Refuse to judge by the very images that were learned from, and warn if some are."""
+    learned = set(_origins(train))
+    shared = sum(origin in learned for origin in _origins(source))
+    if shared == len(source):
+        raise ValueError(
+            f"all {plural(shared, 'image')} of {name} are in train={of_train} too, so the result would say "
+            "nothing; give other images, or leave out train"
+        )
+    if shared:
+        text = "%d of the %d images of %s are in train=%s too, which flatters the result"
+        log.warning(text, shared, len(source), name, of_train)
+
+
+def _origins(source: Source) -> list[Hashable]:
+    """Return the file of each image, its place in one, or else its index in what has the same fingerprint."""
+    if isinstance(source, Subset):
+        of_all = _origins(source.source)
+        return [of_all[index] for index in source.indices]
+    if isinstance(source, PathSource):
+        return [_file_at(source.path(index)) for index in range(len(source))]
+    if isinstance(source, ShardedSource):
+        files, columns = [_file_at(path) for path in source.ranges.paths], source.index.columns
+        places = columns["start" if "start" in columns else "row"].tolist()
+        return [(files[shard], place) for shard, place in zip(source.shards, places, strict=True)]
+    return [(source.fingerprint, index) for index in range(len(source))]
+
+
+def _file_at(path: str) -> Hashable:
+    """Return what no other file is, whatever links lead to it; of a remote or missing one its path."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return path
+    return status.st_dev, status.st_ino
 
 
 def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]:

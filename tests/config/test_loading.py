@@ -2,9 +2,12 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml as pyyaml
 
+from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import (
     FIXED,
     load,
@@ -242,3 +245,9 @@ def test_settings_are_written_as_yaml_that_loads_back(tmp_path: Path, overrides:
     text = to_yaml(cake)
     assert load(Cake, write(tmp_path, text)) == cake
     assert all(f"# {settings_of(Cake)[key].doc}" in text for key in values(cake))
+
+
+@pytest.mark.parametrize("given", [np.array([1.0, 5.0]), torch.tensor([1, 5]), [np.int64(1), 5]])
+def test_arrays_are_lists(given: object) -> None:
+    config = load(COMMANDS["knn"].config_class, None, {"source": "x", "weights": "y", "k": given})
+    assert config.k == (1, 5)

@@ -12,8 +12,13 @@ from dino_vit.data.custom import CustomSource
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.eval.frozen import cached_features
+from dino_vit.views.eval_transform import EvalTransform
+from tests.support.backbones import backbone
 from tests.support.runs import SETTINGS, assert_same_end
 
+TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 PLAIN = {key: value for key, value in SETTINGS.items() if key != "data.source"}
 
 
@@ -176,3 +181,56 @@ def test_sources_with_the_same_names_but_other_images_are_two():
     assert one.title == again.title
     assert one.title != two.title
     assert one.name(3) == "3"
+
+
+class Breaking(Plain):
+    """Some of whose images cannot be read."""
+
+    broken = ()
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise RuntimeError("no such photograph")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("broken", [0, 5, 9, 3])
+def test_an_image_that_cannot_be_read_is_left_out_wherever_it_is(tmp_path, broken):
+    given = Breaking([0, 1] * 5)
+    given.broken = (broken,)
+    frozen = FrozenBackbone(model=backbone(), transform=TRANSFORM, cache=tmp_path)
+    _, indices = cached_features(frozen, CustomSource(given))
+    assert indices.tolist() == [index for index in range(10) if index != broken]
+
+
+@pytest.mark.parametrize("count", [9, 11])
+def test_targets_are_as_many_as_images(count):
+    given = Photos(10)
+    given.label, given.targets = None, [0] * count
+    with pytest.raises(ValueError, match=f"Photos has {count} targets, but 10 images; each needs one"):
+        CustomSource(given)
+
+
+@pytest.mark.parametrize("classes", [None, ["cat", "dog"]])
+def test_a_target_of_minus_one_is_no_label(classes):
+    source = CustomSource(Plain(np.array([-1, 1, 0, -1]), classes))
+    assert [source.label(index) for index in range(4)] == [None, 1, 0, None]
+    assert len(source.classes) == 2
+
+
+class Noisy(Photos):
+    """Draws from torch's generator whenever an image is read, as many data sets do."""
+
+    def read(self, index):
+        torch.rand(3)
+        return super().read(index)
+
+
+def test_code_that_draws_numbers_makes_no_other_run(tmp_path):
+    settings = {**PLAIN, "model.drop_path": 0.5, "budget.steps": 5, "optim.warmup_epochs": 0}
+    settings |= {"optim.accumulate": 2, "verbose": False}
+    losses = [
+        dino_vit.pretrain(source, tmp_path / str(number), **settings).metrics()[-1]["loss"]
+        for number, source in enumerate((Photos(), Noisy()))
+    ]
+    assert losses[0] == losses[1]

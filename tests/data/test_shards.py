@@ -117,6 +117,30 @@ def test_digests_are_verified_requested_again_and_missed_if_they_cannot_be_read(
     assert "403" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["a byte", "the end"])
+def test_a_copy_of_an_earlier_run_is_verified_before_it_is_used(server, folder, tmp_path, damage, caplog):
+    _, copies = opened(server.url, tmp_path / "copies")
+    assert copies.copy(0)
+    assert copies.copy(1)
+    path, data = copies.path(0), bytearray(copies.path(0).read_bytes())
+    data[700] ^= 255
+    path.write_bytes(data if damage == "a byte" else data[:-512])
+    for each in (path, copies.path(1)):
+        os.utime(each, (10**9, 10**9))
+    server.requests.clear()
+    local, (source, copies) = open_source(str(folder / "*.tar")), opened(server.url, tmp_path / "copies")
+    assert [source.read(index) for index in range(2 * IMAGES)] == [
+        local.read(index) for index in range(2 * IMAGES)
+    ]
+    assert not path.exists()
+    assert "is a damaged copy of" in caplog.text
+    assert "001.tar" not in server.requested()
+    position = Prefetch(copies, lambda _: np.arange(COUNT), ahead=2)
+    while position.copy_next():
+        pass
+    assert path.read_bytes() == (folder / "000.tar").read_bytes()
+
+
 def test_the_thread_copies_what_comes_next_and_keeps_to_its_limit(server, tmp_path):
     source, copies = opened(server.url, tmp_path / "copies")
     sizes = source.ranges.file_signatures[:, 0]
@@ -251,3 +275,20 @@ def test_shards_are_copied_from_s3(folder, tmp_path, monkeypatch):
         put_object(bucket, "004.tar", (folder / "005.tar").read_bytes())
         with pytest.raises(ChangedFile):
             copies.copy(4)
+
+
+def test_an_image_of_a_bucket_that_is_replaced_is_noticed(tmp_path, monkeypatch):
+    """By the listing: no image is asked for."""
+    pytest.importorskip("moto", reason="a server of S3 for tests: pip install 'moto[server]'")
+    pytest.importorskip("s3fs", reason="fsspec reads S3 with s3fs: pip install 'dino-vit[remote]'")
+    (tmp_path / "none").mkdir()
+    with s3_bucket(tmp_path / "none") as bucket:
+        for name, value in s3_environ(bucket).items():
+            monkeypatch.setenv(name, value)
+        opened = []
+        for content in (b"image", b"image", b"later"):
+            put_object(bucket, "photos/a.png", content)
+            opened.append(open_source("s3://shards/photos"))
+        first, again, replaced = (source.stamp for source in opened)
+        assert first == again != replaced
+        assert opened[0].fingerprint == opened[2].fingerprint

@@ -6,16 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import read_tensors
-from dino_vit.data.sources.open import FolderSource
+from dino_vit.data.custom import CustomSource
+from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.embeddings import read_embeddings
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, extract_features
 from dino_vit.eval.frozen import cached_features
 from dino_vit.views.eval_transform import EvalTransform
-from tests.support.images import write_synthetic
+from tests.support.image_sets import write_folder, write_tar
+from tests.support.images import saved, write_synthetic
 from tests.support.processes import command_in_two, torchrun_environs
 from tests.support.runs import Command, command
 
@@ -77,12 +80,9 @@ def test_cached_features_are_used_until_anything_differs(tmp_path, computed):
     other = backbone()
     with torch.no_grad():
         other.norm.bias[0] += 1e-3
-    same_fingerprint = SyntheticSource(length=50)
-    same_fingerprint.read = SyntheticSource(length=50, seed=5).read
     for changes in (
         {"model": other},
         {"source": SyntheticSource(length=50, seed=1)},
-        {"source": same_fingerprint},
         {"transform": replace(TRANSFORM, fit="whole", size=(16, 12))},
         {"transform": replace(TRANSFORM, mean=(0.4,) * 3)},
         {"spec": FeatureSpec(blocks=2)},
@@ -106,19 +106,52 @@ def folder(tmp_path):
     return root
 
 
-def test_a_photo_that_is_replaced_in_place_is_noticed(tmp_path, folder, computed):
-    """By one of the same size at another time: names and sizes, the fingerprint, stay."""
-    path = folder / "odd" / "07.png"
-    source = FolderSource(folder)
-    first, _ = store_in(tmp_path / "cache", source)
-    data = bytearray(path.read_bytes())
-    os.utime(path, ns=(1, 1))
-    path.write_bytes(data)
-    assert FolderSource(folder).fingerprint == source.fingerprint
+@pytest.mark.parametrize("kind", ["folder", "list", "files", "tar", "npy"])
+def test_images_that_are_replaced_are_noticed_though_they_are_as_long_and_as_old(tmp_path, kind, computed):
+    """As `cp -p`, `rsync -t` and `tar -x` leave them; names, sizes and the times of folders stay."""
+    root, pixels = tmp_path / "set", np.random.default_rng(0).integers(0, 256, (200, 16, 16, 3), np.uint8)
+    specs = {"folder": root, "list": tmp_path / "set.txt", "files": root / "*.bmp"}
+    spec = specs.get(kind, tmp_path / f"set.{kind}")
+    (tmp_path / "set.txt").write_text("".join(f"set/{number:03}.bmp\n" for number in range(200)))
+    for _ in range(2):
+        files = {f"{n:03}.bmp": saved(Image.fromarray(image), "BMP") for n, image in enumerate(pixels)}
+        write_folder(root, files)
+        write_tar(tmp_path / "set.tar", files)
+        np.save(tmp_path / "set.npy", pixels)
+        for path in (root, *root.iterdir(), tmp_path / "set.tar", tmp_path / "set.npy"):
+            os.utime(path, (10**9, 10**9))
+        computed.clear()
+        store_in(tmp_path / "cache", open_source(str(spec)))
+        assert sum(computed) == 200
+        pixels[77] = pixels[77, ::-1]  # none of the images that a look at a few reads
+
+
+class Code:
+    """Images of code, which change without a trace."""
+
+    shift = 0
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return np.full((16, 16, 3), index + self.shift * (index == 7), np.uint8)
+
+
+def test_features_of_an_object_are_kept_only_if_it_has_a_fingerprint(tmp_path, computed):
+    given = Code()
+    for given.shift in (0, 90):
+        values, _ = store_in(tmp_path, CustomSource(given))
+        expected = extract_features(
+            backbone(), CustomSource(given), range(30), transform=TRANSFORM, batch_size=4
+        )
+        assert np.array_equal(values, expected.values.numpy())
+        assert not list(tmp_path.rglob("*.safetensors"))
+    given.fingerprint = "mine, version 1"
     computed.clear()
-    again, _ = store_in(tmp_path / "cache", FolderSource(folder))
-    assert sum(computed) == 37
-    assert np.array_equal(first, again)
+    for _ in range(2):
+        store_in(tmp_path, CustomSource(given))
+    assert sum(computed) == 30
 
 
 def test_damaged_features_are_computed_again(tmp_path, computed):

@@ -1,7 +1,9 @@
+import os
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -9,11 +11,12 @@ from PIL import Image
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.labelled import SupervisedConfig, open_sets, open_subset
 from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
 from tests.support.backbones import backbone
+from tests.support.image_sets import image_file, write_tar
 from tests.support.images import write_classes
 
 
@@ -75,7 +78,7 @@ def test_sets_that_cannot_be_classified_are_refused(folder, tmp_path):
     (tmp_path / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "flat" / "x.png")
     with pytest.raises(ValueError, match="of one class, a; two or more are needed"):
-        sets_of(two, train=two, train_labels=str(same))
+        sets_of(folder("other", "ab"), train=two, train_labels=str(same))
     with pytest.raises(ValueError, match="are of one class"):
         sets_of(two, labels=str(same))
     with pytest.raises(ValueError, match=r"none of the 1 images of .*flat has a label; .* labels=FILE"):
@@ -92,7 +95,7 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
             Image.new("RGB", (16, 16), (100 * label,) * 3).save(tmp_path / str(label) / f"{number}.png")
     for label in range(3):
         (tmp_path / str(label) / "0.png").write_bytes(b"no image")
-    train, _ = sets_of(str(tmp_path), train=str(tmp_path))
+    train = open_subset(str(tmp_path), None)
     feed = SupervisedLoader(
         train,
         FrozenBackbone(
@@ -109,3 +112,51 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
         for images, targets in islice(batches, 3):
             brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
             torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
+
+
+SPELLINGS = {
+    "alike": "hard",
+    "by a dot": "./hard",
+    "with a slash": "hard/",
+    "whole": "{root}/hard",
+    "by a link": "link",
+    "as links": "links",
+    "as a list": "hard.txt",
+}
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_images_to_learn_from_are_no_images_to_judge_by_however_they_are_spelt(
+    folder, tmp_path, monkeypatch, kind
+):
+    monkeypatch.chdir(tmp_path)
+    folder("hard", "ab")
+    (tmp_path / "link").symlink_to("hard")
+    paths = sorted((tmp_path / "hard").rglob("*.png"))
+    for path in paths:
+        link = tmp_path / "links" / path.relative_to(tmp_path / "hard")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    (tmp_path / "hard.txt").write_text("".join(f"{path},{path.parent.name}\n" for path in paths))
+    with pytest.raises(ValueError, match=r"all 6 images of hard are in train=.* too"):
+        sets_of("hard", train=SPELLINGS[kind].format(root=tmp_path))
+
+
+def test_images_of_both_sets_are_counted(folder, tmp_path, caplog):
+    images, other = folder("images", "ab"), folder("other", "ab")
+    os.link(f"{images}/a/0.png", f"{other}/a/from-elsewhere.png")
+    sets_of(images, train=other)
+    assert f"1 of the 6 images of {images} are in train={other} too" in caplog.text
+
+
+def test_shards_and_arrays_are_compared_too(tmp_path, caplog):
+    for number, name in enumerate("ab"):
+        files = [f"{label}/{name}{i}.png" for i in range(3) for label in "xy"]
+        write_tar(tmp_path / f"{name}.tar", {file: image_file(number, file) for file in files})
+    two = {"train": np.zeros((4, 8, 8), np.uint8), "test": np.ones((4, 8, 8), np.uint8)}
+    np.savez(tmp_path / "a.npz", y=np.arange(4) % 2, **two)
+    with pytest.raises(ValueError, match=r"all 6 images of .*a\.tar are in"):
+        sets_of(str(tmp_path / "a.tar"), train=str(tmp_path / "*.tar"))
+    sets_of(str(tmp_path / "*.tar"), train=str(tmp_path / "a.tar"))
+    assert "6 of the 12 images of" in caplog.text
+    sets_of(f"{tmp_path}/a.npz:test", train=f"{tmp_path}/a.npz:train")

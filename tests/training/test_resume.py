@@ -15,6 +15,7 @@ import pytest
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.training.metrics import START, Baseline, read_records
+from tests.support.images import write_synthetic
 from tests.support.runs import (
     Run,
     assert_same_end,
@@ -188,6 +189,20 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     assert {path: path.read_bytes() for path in (output / "checkpoints").iterdir()} == good
     run(output)
     assert_same_end(output, whole, 20)
+
+
+def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_same(tmp_path):
+    photos, output = tmp_path / "photos", tmp_path / "run"
+    settings = {"budget.steps": 5, **SHORT}
+    for number in range(64):
+        write_synthetic(photos / f"{number:02}.png", number, size=32)
+    trained(output, {"data.source": photos, **settings})
+    photos.rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", photos, copy_function=shutil.copyfile)
+    opened(output, {"data.source": photos, **settings})
+    write_synthetic(photos / "07.png", 7, size=40)  # the folder is as old as before
+    with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
+        opened(output, {"data.source": photos, **settings})
 
 
 def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):

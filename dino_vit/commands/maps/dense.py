@@ -30,6 +30,7 @@ from dino_vit.eval.accuracy import Interval, Measured, results_path, write_resul
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.labelled import refuse_same_images
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
 from dino_vit.models.positions import Grid
 
@@ -116,6 +117,7 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
             raise ValueError(f"{config.source} has one image with a mask, which leaves none to judge")
         return queries, range(0, len(queries), 2), queries, range(1, len(queries), 2)
     train = open_masks(config.train, config.train_masks, **values)
+    refuse_same_images(config.source, queries, config.train, train)
     if list(train.classes) != list(queries.classes):
         raise ValueError(f"{config.train} has other classes than {config.source}")
     return train, range(len(train)), queries, range(len(queries))

@@ -18,7 +18,7 @@ from torch import Tensor
 from dino_vit.core import log
 from dino_vit.core.text import brief, printable
 from dino_vit.data.labels import Labels, number_labels
-from dino_vit.data.sources.files import file_signatures, is_url
+from dino_vit.data.sources.files import file_signature, is_url
 
 FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say nothing here
 
@@ -57,9 +57,9 @@ class ArraySource:
     def name(self, index: int) -> str:
         return f"{range(len(self))[index]:09d}"
 
-    def signatures(self) -> NDArray[np.int64]:
-        """Return size and times of the file, which tell whether it was replaced."""
-        return file_signatures([self._path])
+    @property
+    def stamp(self) -> str:
+        return str(file_signature(self._path))
 
 
 def _fingerprint(images: NDArray[Any]) -> str:

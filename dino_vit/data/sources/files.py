@@ -23,6 +23,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 FileSignature = tuple[int, int, int]  # size, version and time of change
 
+FILE_SUFFIXES = (".tar", ".zip", ".parquet", ".txt", ".csv", ".tsv")  # of no folder
+DECODED = ("gzip", "deflate", "br", "zstd")  # by aiohttp, to any length
+PAGES = 10_000  # of a website: more are links that lead to each other
 OPEN_FILES = 128  # per process, well below the system's usual limit of 1024
 THREADS = 16  # they mostly wait for disks and networks
 RETRY_TIMEOUT_S = 180  # for which a remote range is requested again before the run ends
@@ -60,6 +63,10 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def is_http(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
 def plain(path: str) -> str:
     """Return a local path without `file://` and `~`; other URLs as they are."""
     if path.startswith("file://"):
@@ -87,6 +94,8 @@ def exists(path: str) -> bool:
 def is_folder(path: str) -> bool:
     if not is_url(path):
         return os.path.isdir(path)
+    if is_http(path) and path.lower().endswith(FILE_SUFFIXES):  # else it may be read whole, for links
+        return False
     system, inner = filesystem(path)
     return bool(system.isdir(inner))
 
@@ -205,7 +214,8 @@ def file_signature(path: str) -> FileSignature:
     try:
         if not is_url(path):
             status = os.stat(path)
-            return status.st_size, status.st_mtime_ns, status.st_mtime_ns
+            # `cp -p`, `rsync -t` and `tar -x` set the first time back; nothing sets back the second.
+            return status.st_size, status.st_mtime_ns, status.st_ctime_ns
         return remote_signature(remote_info(path))
     except OSError:
         return -1, -1, 0
@@ -218,14 +228,38 @@ def remote_info(url: str, *, fresh: bool = False) -> dict[str, Any]:
         if fresh:
             system.invalidate_cache()
         info = dict(system.info(inner))
-        version = next((info[key] for key in VERSIONS if info.get(key)), None)
-        return {**info, "version": version or system.ukey(inner)}
+        return {**info, "version": _version(info) or system.ukey(inner)}
 
     return remotely(url, ask)
 
 
 def remote_signature(info: dict[str, Any]) -> FileSignature:
-    return info.get("size") or 0, zlib.crc32(str(info["version"]).encode()), 0
+    version = info.get("version") or _version(info)  # in a listing as far as it has one
+    return info.get("size") or 0, zlib.crc32(str(version).encode()), 0
+
+
+def _version(info: dict[str, Any]) -> object:
+    return next((info[key] for key in VERSIONS if info.get(key)), None)
+
+
+def list_remote(root: str) -> dict[str, FileSignature]:
+    """Return the files below a folder, and their signatures as far as the listing has them."""
+    system, inner = filesystem(root)
+    system.invalidate_cache()
+    with progress(f"Listing {root}") as advance:
+        infos = _linked(system, inner) if is_http(root) else system.find(inner, detail=True)
+        advance(len(infos))
+    return {path.removeprefix(inner).lstrip("/"): remote_signature(info) for path, info in infos.items()}
+
+
+def _linked(system: Any, root: str) -> dict[str, Any]:
+    """Return the files that the pages of a website link to."""
+    infos: dict[str, Any] = {}
+    for number, (_, _, files) in enumerate(system.walk(root, detail=True)):
+        if number == PAGES:
+            raise ValueError(f"{root} links to more than {PAGES:,} pages; give a list of the images (.txt)")
+        infos |= {info["name"]: info for info in files.values()}
+    return infos
 
 
 class ByteRangeReader:
@@ -264,8 +298,22 @@ class ByteRangeReader:
 def request(url: str, start: int, size: int) -> bytes:
     """Return a range of a remote file; what fails is an OSError."""
 
+    async def check(answer: Any) -> None:
+        """Refuse what is more than was asked for, before it is read into memory."""
+        packed, length = answer.headers.get("Content-Encoding"), answer.content_length
+        if answer.ok and (packed in DECODED or length is None or length > size):
+            told = f"{packed} of " * (packed in DECODED) + (
+                "any length" if length is None else f"{length:,} bytes"
+            )
+            raise OSError(f"{url}: the server answers with {told}, where {size:,} bytes were asked for")
+
     def ask(system: Any, inner: str) -> Any:
-        limits = {"timeout": REQUEST_TIMEOUT_S} if getattr(system, "async_impl", False) else {}
+        limits: dict[str, Any] = (
+            {"timeout": REQUEST_TIMEOUT_S} if getattr(system, "async_impl", False) else {}
+        )
+        if is_http(url):
+            headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+            limits |= {"headers": headers, "raise_for_status": check}
         # By name: another argument comes first on S3.
         return system.cat_file(inner, start=start, end=start + size, **limits)
 

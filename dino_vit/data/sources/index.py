@@ -6,8 +6,8 @@ at random (Parquet) unpacks them into the same file:
 
     images, if unpacked | padding | items: an Arrow file | where the items start
 
-An index is that of a kind and a location (`open_index`), and current as long as the files or folders that it
-watches are the same, with the same signatures (`_is_current`).
+An index is that of a kind and a location, and current as long as the source has the same files, with the same
+sizes and times (`open_index`).
 """
 
 import fcntl
@@ -36,7 +36,7 @@ TRAILER = struct.Struct("<Q")
 ALIGNMENT = 64  # of the items in the file, so that their columns are mapped without a copy
 # A file written less than these ns before the index may be written again without a change of its time.
 SETTLED = 2_000_000_000
-VERSION = 3  # of what an index holds
+VERSION = 4  # of what an index holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,14 @@ class IndexContents:
     """What goes into an index: names and sizes make the fingerprint."""
 
     names: Sequence[bytes]
-    sizes: ArrayLike
+    sizes: ArrayLike | None = None  # None: the items are the files
     labels: Labels | None = None  # None: the first-level folders of the names
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    watched: Sequence[str] = ()  # folders that tell of changes, where the source has no files to watch
     by_name: bool = True  # order the items by the bytes of their names
 
-    def items(self, **metadata: Any) -> pa.RecordBatch:
-        """Return the items in their final order."""
+    def items(self, of_files: NDArray[np.int64], **metadata: Any) -> pa.RecordBatch:
+        """Return the items in their final order; `of_files` are the sizes of the files."""
         order = list(range(len(self.names)))
         if self.by_name:
             order.sort(key=self.names.__getitem__)
@@ -60,7 +59,9 @@ class IndexContents:
         rows = np.array(order, dtype=np.int64)  # NumPy would convert a list at each use
         digest = hashlib.sha256(b"".join(names))
         digest.update(np.cumsum([len(name) for name in names], dtype=np.int64).tobytes())
-        digest.update(np.asarray(self.sizes, dtype=np.int64)[rows].tobytes())
+        digest.update(
+            np.asarray(of_files if self.sizes is None else self.sizes, dtype=np.int64)[rows].tobytes()
+        )
         if self.labels is None:
             numbers, classes = folder_labels(names)
         else:
@@ -96,6 +97,8 @@ def _to_arrow(values: NDArray[Any]) -> pa.Array:
 class Index:
     """The columns of the items, their metadata and unpacked images; pickled as the path of its file."""
 
+    file_signatures: NDArray[np.int64]  # only where the index was opened, not where it was unpickled
+
     def __init__(self, data: pa.Buffer, path: Path) -> None:
         self._path = path
         end = data.size - TRAILER.size
@@ -104,7 +107,6 @@ class Index:
         self.names = items["name"]
         self.columns = {name: np.from_dlpack(items[name]) for name in items.schema.names if name != "name"}
         self.metadata: dict[str, Any] = json.loads(items.schema.metadata[b"dino_vit"])
-        self.file_signatures = np.array(self.metadata["file_signatures"], dtype=np.int64).reshape(-1, 3)
         self.images = data[:start]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,9 +140,9 @@ class IndexedSource:
     def fingerprint(self) -> str:
         return str(self.index.metadata["fingerprint"])
 
-    def signatures(self) -> NDArray[np.int64]:
-        """Return size, version and time of the files that the images lie in."""
-        return self.index.file_signatures
+    @property
+    def stamp(self) -> str:
+        return str(self.index.metadata["stamp"])
 
 
 def cache_folder() -> Path:
@@ -151,36 +153,50 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino-vit"
 
 
-def open_index(kind: str, spec: str, build: Build, files: Sequence[str] | None = None) -> Index:
+def open_index(
+    kind: str, spec: str, build: Build, files: Sequence[str], signatures: NDArray[np.int64] | None = None
+) -> Index:
     """Return the index of a source. The first process that asks builds it, and the others wait.
 
-    `build` gets a function that writes images. `files` are those that the source has now; without them the
-    index watches the folders that `build` tells, and is built each time if there are none.
+    `build` gets a function that writes images. `files` are those that the source has now. Without their
+    `signatures` each is looked at.
     """
+    began = time.time_ns()  # before anything is read, so that a change meanwhile is noticed next time
+    with indexing(spec):
+        signatures = file_signatures(files) if signatures is None else signatures
+    stamp = hashlib.sha256(os.fsencode("\0".join(files)) + signatures.tobytes()).hexdigest()
     location = spec if is_url(spec) else os.path.abspath(spec)
     key = hashlib.sha256(os.fsencode(f"{kind}\0{location}\0{VERSION}")).hexdigest()[:24]
     path = cache_folder() / f"{kind}-{key}.arrow"
-    index = _load(path)
-    if index is not None and _is_current(index, files):
-        return index
-    with _lock(path, spec):
+    newest = signatures[:, 2].max(initial=0)
+
+    def load_current() -> Index | None:
         index = _load(path)
-        if index is None or not _is_current(index, files):
-            with replacing(path) as partial_path, partial_path.open("wb") as file:
-                _write(file, spec, build, files)
-            index = _load(path)
+        if not index or not files or index.metadata["stamp"] != stamp:
+            return None
+        return index if newest < index.metadata["began"] - SETTLED else None
+
+    index = load_current()
+    if index is None:
+        with _lock(path, spec):
+            index = load_current()
+            if index is None:
+                with replacing(path) as partial_path, partial_path.open("wb") as file, indexing(spec):
+                    _write(file, build(file.write).items(signatures[:, 0], began=began, stamp=stamp))
+                index = _load(path)
     if index is None:
         raise StorageError(f"{path} cannot be read back")
+    index.file_signatures = signatures
     return index
 
 
-def _is_current(index: Index, files: Sequence[str] | None) -> bool:
-    """Tell whether nothing that an index watches has changed since it was built."""
-    watched = index.metadata["watched"]
-    if not watched or (files is not None and list(files) != watched):
-        return False
-    settled = index.file_signatures[:, 2].max() < index.metadata["began"] - SETTLED
-    return bool(settled and np.array_equal(index.file_signatures, file_signatures(watched)))
+@contextmanager
+def indexing(spec: str) -> Iterator[None]:
+    """Say what cannot be indexed."""
+    try:
+        yield
+    except OSError as error:  # of the source, or of a full disk
+        raise ValueError(f"{spec} cannot be indexed: {brief(error, 300)}") from error
 
 
 def _load(path: Path) -> Index | None:
@@ -202,16 +218,7 @@ def _reopen(path: Path, began: int) -> Index:
     return index
 
 
-def _write(file: BinaryIO, spec: str, build: Build, files: Sequence[str] | None) -> None:
-    # Before anything is read, so that a change meanwhile is noticed next time.
-    began, signatures = time.time_ns(), file_signatures(files or [])
-    try:
-        contents = build(file.write)
-    except OSError as error:  # of the source, or of a full disk
-        raise ValueError(f"{spec} cannot be indexed: {brief(error, 300)}") from error
-    if files is None:
-        files, signatures = contents.watched, file_signatures(contents.watched)
-    items = contents.items(began=began, watched=list(files), file_signatures=signatures.tolist())
+def _write(file: BinaryIO, items: pa.RecordBatch) -> None:
     file.write(bytes(-file.tell() % ALIGNMENT))
     start = file.tell()
     with pa.ipc.new_file(file, items.schema) as writer:

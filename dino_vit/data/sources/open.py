@@ -33,14 +33,14 @@ from dino_vit.data.labels import HELD_OUT, TRAIN, join_labels, number_labels, re
 from dino_vit.data.sources.files import (
     exists,
     file_signatures,
-    filesystem,
     is_folder,
     is_url,
+    list_remote,
     plain,
     read_file,
     remotely,
 )
-from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
+from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, is_image, suffix_of
 
 __all__ = ["FolderSource", "Source", "open_source"]
@@ -209,10 +209,6 @@ class PathSource(IndexedSource):
     def read(self, index: int) -> bytes:
         return read_file(self.path(index))
 
-    def signatures(self) -> NDArray[np.int64]:
-        """Return those of the local files as they are now; a server is not asked for each of its files."""
-        return file_signatures([path for path in map(self.path, range(len(self))) if not is_url(path)])
-
 
 class FolderSource(PathSource):
     """All images below a folder, labelled by its first-level folders.
@@ -221,34 +217,37 @@ class FolderSource(PathSource):
     """
 
     def __init__(self, root: str | Path) -> None:
-        root = plain(os.fspath(root))
+        self.root = root = plain(os.fspath(root))
         if not is_folder(root):
             raise ValueError(f"{root} is not a folder. Give a folder with images in it, at any depth.")
-        self.root = root
-        super().__init__(open_index("folder", root, self._build))
-
-    def _build(self, _: WriteImages) -> IndexContents:
-        sizes: dict[str, int] = {}
-        folders: list[str] = []  # nothing to watch: a remote folder is listed again each time
-        if is_url(self.root):
-            sizes = _list_remote(self.root)
-            files = list(sizes)
-        else:
-            files, folders = _list_local(self.root)
-        names = [name for name in files if is_image(name)]
-        others = [name for name in files if not is_image(name) and not os.path.basename(name).startswith(".")]
-        containers = [name for name in others if suffix_of(name) in CONTAINERS]
-        if not names:
-            raise NoImages(self.root, others, containers)
-        if containers:
-            text = "%s is read as a folder of images, without the %s in it, such as %s"
-            log.warning(text, self.root, plural(len(containers), "archive"), printable(containers[0]))
-        paths = [os.path.join(self.root, name) for name in names]
-        return IndexContents(
-            names=[os.fsencode(name) for name in names],
-            sizes=[sizes[name] for name in names] if sizes else file_signatures(paths)[:, 0],
-            watched=folders,
+        with indexing(root):
+            remote = list_remote(root) if is_url(root) else {}
+            names = _images_among(root, list(remote) if is_url(root) else _list_local(root))
+        files = [os.path.join(root, name) for name in names]
+        signatures = np.array([remote[name] for name in names]) if remote else None
+        super().__init__(
+            open_index(
+                "folder",
+                root,
+                lambda _: IndexContents(names=list(map(os.fsencode, names))),
+                files,
+                signatures,
+            )
         )
+
+
+def _images_among(root: str, files: Sequence[str]) -> list[str]:
+    """Return the images of a folder; raise an error without any, and warn of archives beside them."""
+    names = [name for name in files if is_image(name)]
+    others = [name for name in files if not is_image(name)] if len(names) < len(files) else []
+    others = [name for name in others if not os.path.basename(name).startswith(".")]
+    containers = [name for name in others if suffix_of(name) in CONTAINERS]
+    if not names:
+        raise NoImages(root, others, containers)
+    if containers:
+        text = "%s is read as a folder of images, without the %s in it, such as %s"
+        log.warning(text, root, plural(len(containers), "archive"), printable(containers[0]))
+    return names
 
 
 class ListSource(PathSource):
@@ -256,18 +255,22 @@ class ListSource(PathSource):
 
     def __init__(self, path: str) -> None:
         self.root, self._path = os.path.dirname(path), path
-        super().__init__(open_index("list", path, self._build, [path]))
-
-    def _build(self, _: WriteImages) -> IndexContents:
-        entries = list(read_entries(self._path, read_file(self._path)))
+        with indexing(path):
+            entries = list(read_entries(path, read_file(path)))
         if not entries:
-            raise ValueError(f"{self._path} lists no images. Write one path per line.")
+            raise ValueError(f"{path} lists no images. Write one path per line.")
         entries.sort(key=lambda entry: os.fsencode(entry.name))
-        return IndexContents(
-            names=[os.fsencode(entry.name) for entry in entries],
-            sizes=self._sizes([_join(self.root, entry.name) for entry in entries]),
-            labels=number_labels([entry.label for entry in entries]),
-        )
+        paths = [_join(self.root, entry.name) for entry in entries]
+
+        def build(_: WriteImages) -> IndexContents:
+            return IndexContents(
+                names=[os.fsencode(entry.name) for entry in entries],
+                sizes=self._sizes(paths),
+                labels=number_labels([entry.label for entry in entries]),
+            )
+
+        local = [path for path in paths if not is_url(path)]  # to ask for the others would take too long
+        super().__init__(open_index("list", path, build, [path, *local]))
 
     def _sizes(self, paths: Sequence[str]) -> NDArray[np.int64]:
         """Return the sizes of local files, and 0 for remote ones, which would take too long to ask for."""
@@ -292,23 +295,21 @@ class FilesSource(PathSource):
     def __init__(self, spec: str, files: Sequence[str]) -> None:
         remote = any(map(is_url, files))
         self.root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
-        super().__init__(open_index("files", spec, lambda _: self._contents(files), files))
-
-    def _contents(self, files: Sequence[str]) -> IndexContents:
         names = [os.path.relpath(path, self.root) if self.root else path for path in files]
-        return IndexContents(names=[os.fsencode(name) for name in names], sizes=file_signatures(files)[:, 0])
+        super().__init__(
+            open_index("files", spec, lambda _: IndexContents(names=list(map(os.fsencode, names))), files)
+        )
 
 
 def _join(root: str, name: str) -> str:
     return name if is_url(name) else os.path.join(root, name)
 
 
-def _list_local(root: str) -> tuple[list[str], list[str]]:
-    """Return the files below a folder by their paths in it, and the paths of all folders."""
-    files, paths = [], []
+def _list_local(root: str) -> list[str]:
+    """Return the files below a folder by their paths in it."""
+    files = []
     with progress(f"Listing {root}") as advance:
         for path, folders, names in os.walk(root, onerror=_fail, followlinks=True):
-            paths.append(path)
             folders[:] = [
                 name for name in folders if name[0] != "." and not _leads_back(os.path.join(path, name))
             ]
@@ -316,7 +317,7 @@ def _list_local(root: str) -> tuple[list[str], list[str]]:
             shown = [name for name in names if name[0] != "."]
             files += shown if folder == os.curdir else [f"{folder}/{name}" for name in shown]
             advance(len(shown))
-    return files, paths
+    return files
 
 
 def _fail(error: OSError) -> None:
@@ -329,12 +330,3 @@ def _leads_back(link: str) -> bool:
         return False
     target, folder = os.path.realpath(link), os.path.realpath(os.path.dirname(link))
     return os.path.commonpath([target, folder]) == target
-
-
-def _list_remote(root: str) -> dict[str, int]:
-    """Return the files below a folder and their sizes."""
-    system, inner = filesystem(root)
-    with progress(f"Listing {root}") as advance:
-        infos = system.find(inner, detail=True)
-        advance(len(infos))
-    return {path.removeprefix(inner).lstrip("/"): info.get("size") or 0 for path, info in infos.items()}

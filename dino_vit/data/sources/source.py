@@ -37,7 +37,10 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that differs for sources whose indices mean different images."""
+        """Return a text that differs for sources whose indices mean different images, by names and sizes.
+
+        A source that is copied elsewhere keeps it; what changes with each file is a `stamp` (`stamp_of`).
+        """
 
 
 class Subset:
@@ -68,15 +71,14 @@ class Subset:
         return f"{self.source.fingerprint}-{len(self)}-{digest[:16]}"
 
 
-def signatures_of(source: Source) -> NDArray[np.int64]:
-    """Return size, version and time of each file behind a source, which change when one is replaced.
+def stamp_of(source: Source) -> str | None:
+    """Return a digest of the size, version and times of each file of a source, as it was opened.
 
-    Generated images, objects of Python code and the files of a remote folder have none.
+    Where the fingerprint alone identifies the images, it is empty. None: nothing tells whether they changed.
     """
     while isinstance(source, Subset):
         source = source.source
-    signatures = getattr(source, "signatures", None)
-    return signatures() if signatures else np.empty((0, 3), dtype=np.int64)
+    return getattr(source, "stamp", "")
 
 
 def suffix_of(name: str) -> str:

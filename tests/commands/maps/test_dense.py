@@ -23,6 +23,7 @@ from dino_vit.eval.accuracy import Measured
 from dino_vit.eval.features import FeatureSpec, extract_features
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
+from tests.support.images import write_synthetic
 from tests.support.processes import command_in_two
 from tests.support.runs import command_here
 
@@ -244,3 +245,15 @@ def test_the_linear_layer_learns_what_is_linear(in_order):
     features = F.one_hot(classes, 8).float() + 0.1 * torch.randn(600, 8, generator=generator)
     head = linear_layer(Bank(features, classes, torch.arange(3)))
     assert (head.scores(features)[:, 0].argmax(1) == classes).float().mean() > 0.99
+
+
+def test_images_to_learn_from_are_no_images_to_judge_by(tmp_path, weights, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        write_synthetic(tmp_path / "images" / f"{number}.png", number, size=16)
+        mask = np.repeat(np.arange(2, dtype=np.uint8), 128).reshape(16, 16)
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(tmp_path / "masks" / f"{number}.png")
+    settings = [f"weights={weights}", "train=./images", "train_masks=masks"]
+    said = command_here("dense", "images", *settings, code=2)
+    assert "all 3 images of images are in train=./images too" in said

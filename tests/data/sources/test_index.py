@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import dino_vit.data.sources.open
+import dino_vit.data.sources.index
 from dino_vit.data.labels import number_labels
 from dino_vit.data.sources.index import IndexContents, open_index
 from dino_vit.data.sources.open import FolderSource, open_source
@@ -16,36 +16,35 @@ from tests.support.image_sets import FILES, ORDER, write_folder, write_parquet, 
 def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DINO_VIT_CACHE", str(folder))
+    monkeypatch.setattr(dino_vit.data.sources.index, "SETTLED", 200_000_000)
     return folder
 
 
 @pytest.fixture
 def built(monkeypatch):
-    """Counts how often a folder is listed."""
+    """Counts how often an index is written."""
     times = []
-    listing = dino_vit.data.sources.open._list_local
+    write = dino_vit.data.sources.index._write
     monkeypatch.setattr(
-        dino_vit.data.sources.open, "_list_local", lambda root: times.append(root) or listing(root)
+        dino_vit.data.sources.index, "_write", lambda file, items: times.append(0) or write(file, items)
     )
     return times
 
 
-def age(root, seconds=60):
-    """Make all that is there look as if it had been written a while ago."""
-    for path in [root, *root.rglob("*")]:
-        os.utime(path, (time.time() - seconds,) * 2)
+def age():
+    """Let what is there be older than SETTLED: no call sets back when a file was changed."""
+    time.sleep(0.3)
 
 
 def test_an_index_is_built_once_and_again_when_the_folder_changes(tmp_path, built):
     write_folder(tmp_path)
-    age(tmp_path)
+    age()
     for _ in range(3):
         assert len(FolderSource(tmp_path)) == 5
     assert len(built) == 1
     (tmp_path / "dog" / "deep" / "2.png").write_bytes(b"new")
     assert FolderSource(tmp_path).read(4) == b"new"
     assert len(built) == 2
-    age(tmp_path)
     before = FolderSource(tmp_path).fingerprint
     (tmp_path / "dog" / "deep" / "2.png").unlink()
     assert len(FolderSource(tmp_path)) == 5
@@ -53,20 +52,38 @@ def test_an_index_is_built_once_and_again_when_the_folder_changes(tmp_path, buil
 
 
 def test_what_was_just_written_is_looked_at_again(tmp_path, built):
-    """A change within the clock's resolution leaves the time of a folder as it was."""
+    """A change within the clock's resolution leaves the time of a file as it was."""
     write_folder(tmp_path)
-    status = (tmp_path / "cat").stat()
-    assert len(FolderSource(tmp_path)) == 5
-    (tmp_path / "cat" / "new.png").write_bytes(b"new")
-    os.utime(tmp_path / "cat", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert len(FolderSource(tmp_path)) == 6
+    for number in (1, 2):
+        FolderSource(tmp_path)
+        assert len(built) == number
+
+
+@pytest.mark.parametrize("kind", ["folder", "list", "pattern"])
+def test_an_image_that_is_overwritten_is_another_image(tmp_path, kind, built):
+    """The times of its folder and of the list stay, and so may its own: as of `cp -p`."""
+    root = write_folder(tmp_path / "set", {f"{number}.png": b"image" for number in range(4)})
+    (root / "list.txt").write_text("".join(f"{number}.png\n" for number in range(4)))
+    spec = str({"folder": root, "list": root / "list.txt", "pattern": root / "*.png"}[kind])
+    age()
+    before = open_source(spec)
+    for content, same_name_and_size in ((b"later", True), (b"larger", False)):
+        (root / "2.png").write_bytes(content)
+        os.utime(root / "2.png", (10**9, 10**9))
+        age()
+        built.clear()
+        after, again = open_source(spec), open_source(spec)
+        assert len(built) == 1
+        assert after.stamp == again.stamp != before.stamp
+        assert (after.fingerprint == before.fingerprint) == same_name_and_size
+        before = after
 
 
 @pytest.mark.parametrize("write", [write_tar, write_parquet])
 def test_files_are_indexed_again_when_they_change(tmp_path, write):
     path = tmp_path / f"a.{write.__name__.removeprefix('write_')}"
     write(path)
-    age(tmp_path)
+    age()
     before = open_source(str(path))
     assert open_source(str(path)).index.metadata == before.index.metadata
     write(path, dict(list(FILES.items())[:3]))
@@ -77,7 +94,7 @@ def test_files_are_indexed_again_when_they_change(tmp_path, write):
 
 def test_truncated_indices_are_built_anew(tmp_path, cache, caplog):
     write_folder(tmp_path)
-    age(tmp_path)
+    age()
     FolderSource(tmp_path)
     (path,) = cache.glob("*.arrow")
     whole = path.read_bytes()
@@ -126,9 +143,9 @@ def open_slowly(folder):
         (folder / f"building-{os.getpid()}").touch()
         until((folder / "go").exists)
         labels = number_labels([None])
-        return IndexContents(names=[b"a"], sizes=[1], labels=labels, watched=[str(folder / "missing")])
+        return IndexContents(names=[b"a"], sizes=[1], labels=labels)
 
-    assert open_index("test", str(folder), build).names.to_pylist() == [b"a"]
+    assert open_index("test", str(folder), build, [str(folder / "missing")]).names.to_pylist() == [b"a"]
 
 
 def builders(folder):

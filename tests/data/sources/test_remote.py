@@ -1,0 +1,78 @@
+"""Servers that answer without end."""
+
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from dino_vit.data.sources import files
+from dino_vit.data.sources.files import is_folder, list_remote, request
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Pages that link to two others, and a file without a type or an end, whatever range is asked for."""
+
+    sent = 0
+    pages = 0
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        Endless.pages += 1
+        name = self.path.rstrip("/")
+        self.send_response(200)
+        if name.endswith((".tar", ".gz", ".unknown")):
+            if name.endswith(".gz"):
+                self.send_header("Content-Encoding", "gzip")
+            if not name.endswith(".unknown"):
+                self.send_header("Content-Length", str(100 if name.endswith(".gz") else 10**12))
+            self.end_headers()
+            with suppress(OSError):
+                while self.command == "GET" and Endless.sent < 2**28:
+                    Endless.sent += self.wfile.write(bytes(2**20))
+            self.close_connection = True
+            return
+        page = "".join(
+            f'<a href="{name}/{number}/">x</a>' for number in range(2 * (Endless.pages < 200))
+        ).encode()
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def endless():
+    Endless.sent = Endless.pages = 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        server.daemon_threads = True
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("tar", "1,000,000,000,000 bytes"), ("gz", "gzip of 100 bytes"), ("unknown", "any length")],
+)
+def test_a_server_that_answers_with_more_than_was_asked_for_is_cut_off(endless, name, told):
+    with pytest.raises(OSError, match=f"the server answers with {told}, where 100 bytes were asked for"):
+        request(f"{endless}/a.{name}", 0, 100)
+    assert Endless.sent < 2**25
+
+
+def test_a_shard_without_a_type_is_not_taken_for_a_page(endless):
+    assert not is_folder(f"{endless}/a.tar")
+    assert Endless.sent == 0
+
+
+def test_pages_whose_links_never_end_are_a_sentence(endless, monkeypatch):
+    monkeypatch.setattr(files, "PAGES", 30)
+    with pytest.raises(ValueError, match=r"links to more than 30 pages; give a list of the images"):
+        list_remote(f"{endless}/photos")
+    assert Endless.pages < 100
