@@ -109,10 +109,10 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     for micro in range(config.optim.accumulate):
         batch = state.interval.wait(batches)
         state.unreadable.count(batch)
-        # Stochastic depth is a function of (seed, step, rank, micro-batch), so that a resumed run draws the
-        # same. Seeded when the images are there: code of the user's own that reads them may draw, too.
-        keys = state.step, state.accelerator.process_index, micro
-        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, *keys))
+        # Stochastic depth is a function of (seed, step, part of the batch), so that a resumed run draws
+        # the same. Seeded when the images are there: code of the user's own that reads them may draw, too.
+        part = state.accelerator.process_index + state.accelerator.num_processes * micro
+        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, state.step, part))
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`
