@@ -28,7 +28,7 @@ from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, in_batches,
 from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
 
-_VERSION = 3  # of the files
+_VERSION = 4  # of the files, and of how images are prepared
 
 
 class BackboneConfig(Settings):

@@ -30,7 +30,7 @@ SCENES = SceneSource(length=12, size=16)
 
 
 def arguments(weights, output, *more):
-    settings = [f"weights={weights}", f"output={output}", "precision=no", "k=3", *more]
+    settings = [f"weights={weights}", f"output={output}", "precision=no", "fit=whole", "k=3", *more]
     return ["dense", "synthetic:scenes:12:16", *settings]
 
 
@@ -41,7 +41,7 @@ def patches_of(weights, index):
         model,
         SCENES,
         [index],
-        transform=eval_transform_of(model),
+        transform=eval_transform_of(model, fit="whole"),
         batch_size=1,
         spec=FeatureSpec(tokens="patches"),
     )
@@ -105,7 +105,7 @@ def folders(tmp_path):
 
 def of_folders(folders, weights, *more, code=0):
     output = folders / "dense.json"
-    settings = [f"weights={weights}", f"output={output}", "precision=no", "k=3", *more]
+    settings = [f"weights={weights}", f"output={output}", "precision=no", "fit=whole", "k=3", *more]
     said = command_here("dense", folders / "photos", *settings, code=code)
     return said, json.loads(output.read_text()) if output.exists() else None
 
