@@ -73,10 +73,11 @@ def eval_transform_of(model: Backbone, *, size: Size | None = None, fit: Fit = "
             raise ValueError(f"the weights contain no mean and std for images with {model.channels} channels")
         log.info("the weights contain no mean and std; using those of ImageNet")
         mean, std = IMAGENET_NORMALISATION
-    model.grid_of(*(size or model.image_size))  # raises if the size does not fit the patches
+    size = size or (origin and origin.size) or model.image_size
+    model.grid_of(*size)  # raises if the size does not fit the patches
     bits, range_ = (origin.bits or 8, origin.range) if origin is not None else (8, None)
     return EvalTransform(
-        size=size or model.image_size,
+        size=size,
         mean=tuple(mean),
         std=tuple(std),
         fit=fit,

@@ -166,7 +166,8 @@ def show(name: str, value: Any) -> str:
 
 def processor_config(model: Backbone) -> dict[str, Any] | None:
     """Return how transformers prepares 8-bit photos, or None where it cannot do it as we do."""
-    origin, (height, width), channels = model.provenance, model.image_size, model.channels
+    origin, channels = model.provenance, model.channels
+    height, width = (origin and origin.size) or model.image_size
     mean, std = (origin.mean, origin.std) if origin is not None else (None, None)
     if (mean is None or std is None) and channels == 3:
         mean, std = IMAGENET_NORMALISATION
