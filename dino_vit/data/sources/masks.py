@@ -100,13 +100,20 @@ def open_masks(
         text = "%s of %s have no mask in %s and are left out"
         log.info(text, plural(len(source) - len(with_mask), "image"), spec, masks or beside)
     of_images = [masks_by_stem[_stem(source.name(index))] for index in with_mask]
-    classes = read_file(plain(class_names)).decode().rstrip().splitlines() if class_names else None
     return FilesWithMasks(
         Subset(source, with_mask),
         Subset(folder, of_images),
-        classes=classes and [name.strip() for name in classes],
+        classes=_read_names(class_names) if class_names else None,
         ignore_value=ignore_value,
     )
+
+
+def _read_names(path: str) -> list[str]:
+    names = [name.strip() for name in read_file(plain(path)).decode().rstrip().splitlines()]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        lines = ", ".join(str(line) for line, name in enumerate(names, 1) if name == repeated)
+        raise ValueError(f"{path} has the class {repeated!r} on lines {lines}; each needs its own name")
+    return names
 
 
 def _stem(name: str) -> str:

@@ -244,3 +244,9 @@ def test_the_linear_layer_learns_what_is_linear(in_order):
     features = F.one_hot(classes, 8).float() + 0.1 * torch.randn(600, 8, generator=generator)
     head = linear_layer(Bank(features, classes, torch.arange(3)))
     assert (head.scores(features)[:, 0].argmax(1) == classes).float().mean() > 0.99
+
+
+def test_a_class_name_that_is_given_twice_is_refused(folders, weights):
+    (folders / "names.txt").write_text("road\nsky\nroad\n")
+    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
+    assert "names.txt has the class 'road' on lines 1, 3; each needs its own name" in said
