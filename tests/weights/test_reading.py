@@ -5,11 +5,13 @@ import io
 import json
 import os
 import pickle
+import re
 
 import pytest
 import torch
 
 from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
 
@@ -208,3 +210,17 @@ def test_images_have_the_size_of_the_processor_and_positions_their_own(tmp_path,
         export_backbone(model, tmp_path / "again", "huggingface")
         stated = json.loads((tmp_path / "again" / "preprocessor_config.json").read_text())
         assert stated["crop_size"] == {"height": size[0], "width": size[1]}
+
+
+def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
+    """Of a width that several networks have, no tensor shows the number of heads."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(backbone(width=40, heads=2).state_dict(), "FILE")
+    evaluate = ["knn", "synthetic:20:32", "k=[1]"]
+    assert main([*evaluate, "weights=FILE"]) == 2
+    said = capsys.readouterr().err
+    assert "no tensor shows the number of heads" in said
+    assert "heads=N" not in said.replace("load_backbone takes heads=N", "")
+    advised = re.search(r"`dino-vit (export [^`]*)`", said)[1].split()
+    assert main([*advised[:-1], "2"]) == 0
+    assert main([*evaluate, "weights=NEW.pth"]) == 0
