@@ -225,3 +225,29 @@ def test_weights_of_a_name_keep_it(weights):
     config = EmbedConfig(source="synthetic:1", weights="hf:owner/name")
     metadata = provenance(np.zeros((1, 1)), SyntheticSource(length=1), frozen, config)
     assert metadata["weights"]["path"] == "hf:owner/name"
+
+
+def test_features_beyond_float16_are_refused(tmp_path, capsys):
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)
+    with torch.no_grad():
+        model.norm.weight.fill_(1e5)
+    save_backbone(model, tmp_path / "w.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    output = tmp_path / "e.parquet"
+    given = ["embed", "synthetic:4:16", f"weights={tmp_path / 'w.safetensors'}", f"output={output}"]
+    assert main([*given, "dtype=float16"]) == 2
+    assert "which is beyond float16; use dtype=float32" in capsys.readouterr().err
+    assert not output.exists()
+    assert main(given) == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("embed synthetic:40:16", "knn synthetic:40:16", "linear synthetic:40:16"),
+        *("dense synthetic:scenes:12:16", "attention synthetic:2:16"),
+    ],
+)
+def test_features_that_are_not_finite_are_refused(tmp_path, overflowing, capsys, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), f"weights={overflowing}"]) == 2
+    assert "overflows.safetensors gives features that are NaN or infinite" in capsys.readouterr().err
