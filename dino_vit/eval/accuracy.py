@@ -17,6 +17,7 @@ from torch.distributions import Binomial
 
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import write_bytes
+from dino_vit.core.text import public
 
 RESAMPLES = 1000  # of the images
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
@@ -277,6 +278,6 @@ def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
 
 
 def plain(results: Mapping[str, object]) -> dict[str, Any]:
-    """Return results as JSON holds them."""
-    content: dict[str, Any] = json.loads(json.dumps(results, default=asdict))
+    """Return results as JSON holds them, without what is not public."""
+    content: dict[str, Any] = json.loads(public(json.dumps(results, default=asdict)))
     return content

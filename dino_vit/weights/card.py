@@ -317,8 +317,7 @@ def _pretraining(model: Backbone) -> PretrainConfig | None:
 
 
 def _public(value: object) -> object:
-    """Return a setting; of a path outside of the project its last name only."""
-    if not isinstance(value, str):
+    """Return a setting; of a path of this machine its last name only."""
+    if not isinstance(value, str) or "://" in value or value.startswith("hf:"):
         return value
-    outside = Path(value).is_absolute() or value.startswith(("~", ".."))
-    return printable(Path(value).name if outside else value)
+    return printable(Path(value).name or value)

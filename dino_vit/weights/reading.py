@@ -21,7 +21,7 @@ from torch import Tensor
 from dino_vit.core import Size
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
-from dino_vit.core.text import brief, plural
+from dino_vit.core.text import brief, plural, public
 from dino_vit.models.backbone import Backbone
 
 FORMAT_VERSION = 1  # of the metadata in our own files
@@ -304,4 +304,4 @@ def save_backbone(
         "version": FORMAT_VERSION,
         "architecture": model.architecture,
     }
-    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))
+    write_tensors(path, model.state_dict(), public(json.dumps(metadata, sort_keys=True)))

@@ -134,6 +134,19 @@ def test_the_hub_reads_what_it_is_and_a_stranger_where_it_comes_from(tmp_path):
     assert changed.count("\n") == 7  # with all of init, which is no default
 
 
+def test_no_password_and_no_path_leaves_with_the_weights(tmp_path):
+    for source, shown in (
+        ("https://me:secret@host/photos.tar?token=secret", "`https://host/photos.tar`"),
+        ("secret/photos", "`photos`"),
+    ):
+        model = trained(config=load(PretrainConfig, None, {"data.source": source}))
+        export_backbone(model, "out", "huggingface", card=model_card(model), overwrite=True)
+        if "://" in source:
+            assert b"secret" not in (tmp_path / "mine.safetensors").read_bytes()
+        assert shown in (tmp_path / "out" / "README.md").read_text()
+        assert not [path for path in (tmp_path / "out").iterdir() if b"secret" in path.read_bytes()]
+
+
 def test_the_lines_of_the_card_open_the_folder_wherever_it_is(tmp_path, monkeypatch):
     model = trained(config={})
     export_backbone(model, tmp_path / "far" / "vit", "huggingface")

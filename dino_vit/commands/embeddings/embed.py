@@ -10,6 +10,7 @@ from dino_vit import __version__
 from dino_vit.commands import Result
 from dino_vit.config.settings import Few, setting
 from dino_vit.core.distributed import is_main_process, wait_for_all
+from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
@@ -100,7 +101,7 @@ def provenance(
             "step": weights["step"],
         },
         "source": {
-            "spec": str(path.absolute()) if path.exists() else config.source,
+            "spec": str(path.absolute()) if path.exists() else public(config.source),
             "fingerprint": source.fingerprint,
             "images": len(source),
             "unreadable": len(source) - len(values),
