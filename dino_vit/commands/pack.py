@@ -24,7 +24,6 @@ from einops import rearrange
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
@@ -40,6 +39,7 @@ from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 from dino_vit.eval.features import in_batches
+from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
@@ -165,7 +165,7 @@ def _read(source: Source, index: int, *, size: int | None, labelled: bool) -> _I
     # Values of more than 8 bits, alpha and further channels stay as they are: no lossy file holds them.
     reduced = smaller != (height, width) and image.dtype == torch.uint8 and len(image) in (1, 3)
     if reduced:
-        image = F.interpolate(image[None], size=smaller, mode="bicubic", antialias=True)[0]
+        image = resize(image, smaller)
     data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
     return _Item(_member_name(name, data, labelled), data, source.label(index), reduced)
 

@@ -111,5 +111,7 @@ def resize(image: Tensor, size: Size) -> Tensor:
     """Resize (bicubic, antialias) an image (C, H, W) to (C, *size), ignoring its aspect ratio."""
     if image.shape[1:] == size:
         return image
+    if tuple(size) == (1, 1) and image.dtype == torch.uint8:  # which torch cannot do
+        return (255 * resize(image / 255, size)).round_().to(torch.uint8)
     resized = F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
     return resized.clamp_(0, 1) if resized.is_floating_point() else resized  # bicubic overshoots

@@ -201,3 +201,9 @@ def test_webdataset_reads_labels_as_numbers_of_a_table(tmp_path):
     assert all(len(sample) == 2 for sample in samples.values())
     found = sorted(classes[int(sample["cls"])] for sample in samples.values())
     assert found == sorted(source.classes[source.label(index)] for index in range(5))
+
+
+def test_images_may_be_reduced_to_one_pixel(photos, tmp_path):
+    Image.new("RGB", (9, 9), (40, 80, 120)).save(photos / "cat" / "square.png")
+    packed = pack(open_source(str(photos)), tmp_path / "out", shard_bytes=10**6, size=1)
+    assert packed.reduced == packed.images == 6

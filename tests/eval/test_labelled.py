@@ -1,7 +1,9 @@
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -9,7 +11,7 @@ from PIL import Image
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
@@ -109,3 +111,18 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
         for images, targets in islice(batches, 3):
             brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
             torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
+
+
+def test_a_fifth_of_few_images_leaves_two_classes_to_learn_from(folder, tmp_path):
+    images = Path(folder("images", "ab"))
+    for path in sorted(images.rglob("*.png"))[1:5]:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"all labelled images of the rest of .* are of one class"):
+        sets_of(str(images))
+
+
+def test_one_image_cannot_be_held_out():
+    target = torch.zeros(1, dtype=torch.long)
+    one = LabelledFeatures(torch.zeros(1, 3), target, np.zeros(1, np.int64), ("a",))
+    with pytest.raises(ValueError, match="one image to train on, and none to choose the best head by"):
+        hold_out(one, 0)

@@ -8,7 +8,7 @@ from torchvision.transforms.v2 import functional as tv
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.models.backbone import Provenance
-from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize_and_center_crop
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize, resize_and_center_crop
 from tests.support.backbones import backbone
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -70,3 +70,9 @@ def test_deep_images_keep_their_bits_and_their_scale():
     assert 0 <= read.min() <= read.max() <= 1
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
     assert torch.allclose(transform.normaliser(torch.device("cpu"))(read), (read - mean) / std)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 16, 1), (1, 9, 30), (4, 2, 2)])
+def test_an_image_may_become_one_pixel(shape):
+    image = torch.full(shape, 200, dtype=torch.uint8)
+    assert torch.equal(resize(image, (1, 1)), image[:, :1, :1])

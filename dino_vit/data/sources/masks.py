@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from dino_vit.core import log
@@ -54,6 +54,8 @@ class FilesWithMasks(Subset):
         name = self._masks.name(index)
         try:
             values, size = _read_indexed(self._masks.read(index)), _size(self.read(index))
+        except UnidentifiedImageError as error:  # whose text is the address of an object
+            raise UnreadableImage(name, "the mask cannot be read: it is not an image") from error
         except Exception as error:  # Pillow raises anything on damaged files
             raise UnreadableImage(name, f"the mask cannot be read: {error}") from error
         if size is not None and values.shape != size:

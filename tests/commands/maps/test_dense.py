@@ -250,3 +250,10 @@ def test_a_class_name_that_is_given_twice_is_refused(folders, weights):
     (folders / "names.txt").write_text("road\nsky\nroad\n")
     said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
     assert "names.txt has the class 'road' on lines 1, 3; each needs its own name" in said
+
+
+def test_a_mask_that_is_no_image_is_named(folders, weights):
+    (folders / "masks" / "sub" / "01.png").write_bytes(b"nothing of the kind")
+    said, _ = of_folders(folders, weights)
+    assert "left out: sub/01.png: the mask cannot be read: it is not an image" in said
+    assert "0x" not in said
