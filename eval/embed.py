@@ -3,7 +3,7 @@
     python eval/embed.py photos weights=runs/pretrain output=photos.parquet
     accelerate launch --config_file launch/accelerate_configs/multi_gpu.yaml eval/embed.py photos weights=...
 
-Images are resized to 256/224 of the backbone's size (bicubic) and cropped, and normalised as its weights say.
+Images are resized to about 256/224 of the backbone's size (bicubic), cropped and normalised.
 The file is the same for any number of processes, also after a kill. Expected: what `backbone(images)` returns
 for each image; nearest neighbours (`dino-vit search`) are alike in content, those of pixels in colour.
 """

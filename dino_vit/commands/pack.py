@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,21 +24,22 @@ from einops import rearrange
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.storage import replacing, sync, write_bytes
-from dino_vit.core.text import plural, progress
+from dino_vit.core.text import plural, printable, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_item
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS
+from dino_vit.data.sources.archives import CLASS_NAMES
 from dino_vit.data.sources.index import IndexedSource
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source
 from dino_vit.eval.features import in_batches
+from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
@@ -71,7 +72,7 @@ class PackResult(Result):
 class _Item(NamedTuple):
     name: str
     data: bytes
-    label: str | None
+    label: int | None
     reduced: bool
 
 
@@ -111,14 +112,15 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
     Images are reduced to a shorter side of `size` pixels.
     """
     shards, unreadable, sums, images, reduced = list[Path](), list[UnreadableImage](), "", 0, 0
-    items = _readable_items(source, unreadable, size)
+    labelled = any(source.label(index) is not None for index in range(len(source)))
+    items = _readable_items(source, unreadable, size, labelled)
     item = next(items, None)
     while item is not None:
-        path = folder / f"{len(shards):06}.tar"
+        path, keys = folder / f"{len(shards):06}.tar", set[str]()
         with replacing(path) as temporary:
             with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as shard:
                 while item is not None and shard.offset < shard_bytes:
-                    _add(shard, item)
+                    _add(shard, item._replace(name=_set_apart(item.name, keys)) if labelled else item)
                     images, reduced = images + 1, reduced + item.reduced
                     item = next(items, None)
             with temporary.open("rb") as written:
@@ -126,13 +128,19 @@ def pack(source: Source, folder: Path, *, shard_bytes: int, size: int | None = N
         shards.append(path)
     if not shards:
         raise ValueError(f"none of {len(source):,} images can be read, the first is {unreadable[0]}")
+    if labelled:
+        names = "".join(f"{printable(name)}\n" for name in source.classes).encode()
+        write_bytes(folder / CLASS_NAMES, names)
+        sums += f"{hashlib.sha256(names).hexdigest()}  {CLASS_NAMES}\n"
     write_bytes(folder / SUMS, sums.encode())
     return PackResult(shards=shards, images=images, unreadable=unreadable, reduced=reduced)
 
 
-def _readable_items(source: Source, unreadable: list[UnreadableImage], size: int | None) -> Iterator[_Item]:
+def _readable_items(
+    source: Source, unreadable: list[UnreadableImage], size: int | None, labelled: bool
+) -> Iterator[_Item]:
     """Yield the readable items in order, prefetched by threads, and add the others to `unreadable`."""
-    read = partial(_read, source, size=size)
+    read = partial(_read, source, size=size, labelled=labelled)
     with progress("Packing", len(source)) as advance, ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         blocks = in_batches(range(len(source)), _BLOCK)
         for item in chain.from_iterable(pool.map(read, block) for block in blocks):
@@ -143,9 +151,9 @@ def _readable_items(source: Source, unreadable: list[UnreadableImage], size: int
                 yield item
 
 
-def _read(source: Source, index: int, *, size: int | None) -> _Item | UnreadableImage:
+def _read(source: Source, index: int, *, size: int | None, labelled: bool) -> _Item | UnreadableImage:
     """Read an item, as it is or reduced, with its label."""
-    inner, label = source.source if isinstance(source, LabelledSource) else source, source.label(index)
+    inner = source.source if isinstance(source, LabelledSource) else source
     name = os.fsdecode(inner.raw_name(index)) if isinstance(inner, IndexedSource) else inner.name(index)
     try:
         item = read_item(source, index)
@@ -157,10 +165,9 @@ def _read(source: Source, index: int, *, size: int | None) -> _Item | Unreadable
     # Values of more than 8 bits, alpha and further channels stay as they are: no lossy file holds them.
     reduced = smaller != (height, width) and image.dtype == torch.uint8 and len(image) in (1, 3)
     if reduced:
-        image = F.interpolate(image[None], size=smaller, mode="bicubic", antialias=True)[0]
+        image = resize(image, smaller)
     data = _encode(image, item) if reduced or isinstance(item, Tensor) else item
-    class_name = None if label is None else source.classes[label]
-    return _Item(_member_name(name, data, label is not None), data, class_name, reduced)
+    return _Item(_member_name(name, data, labelled), data, source.label(index), reduced)
 
 
 def _encode(image: Tensor, item: bytes | Tensor) -> bytes:
@@ -181,7 +188,7 @@ def _encode(image: Tensor, item: bytes | Tensor) -> bytes:
 def _member_name(name: str, data: bytes, labelled: bool) -> str:
     """Return a relative name with the suffix of its format, which is safe to unpack.
 
-    WebDataset matches images and labels by what comes before the first dot, so a labelled name has no other.
+    WebDataset matches images and labels by what is before the first dot, so names with labels have no other.
     """
     parts = [part for part in name.replace("://", "/").split("/") if part not in ("", ".", "..")]
     stem, suffix = os.path.splitext(parts[-1] if parts else "image")
@@ -193,11 +200,20 @@ def _member_name(name: str, data: bytes, labelled: bool) -> str:
     return "/".join([*parts[:-1], stem + suffix])
 
 
+def _set_apart(name: str, keys: set[str]) -> str:
+    """Return a name that differs before its suffix from those of other images of a shard."""
+    stem, suffix = os.path.splitext(name)
+    numbered = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    key = next(key for key in numbered if key not in keys)
+    keys.add(key)
+    return key + suffix
+
+
 def _add(shard: tarfile.TarFile, item: _Item) -> None:
     """Add an image and its label, without owner and time, so that equal images make equal shards."""
     members = [(item.name, item.data)]
     if item.label is not None:
-        members.append((f"{os.path.splitext(item.name)[0]}.cls", item.label.encode(errors="surrogateescape")))
+        members.append((f"{os.path.splitext(item.name)[0]}.cls", str(item.label).encode()))
     for name, data in members:
         info = tarfile.TarInfo(name)
         info.size = len(data)

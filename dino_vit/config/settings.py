@@ -31,7 +31,7 @@ Few = Annotated[int, Field(ge=1, le=1000), BeforeValidator(whole)]  # blocks, vi
 FewOrZero = Annotated[int, Field(ge=0, le=1000), BeforeValidator(whole)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)]
 Number = Annotated[float, Field(ge=-1e38, le=1e38)]  # what float32 holds
-Positive = Annotated[float, Field(gt=0, le=1e9)]
+Positive = Annotated[float, Field(ge=1e-12, le=1e9)]  # float32 holds what follows from it
 NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]

@@ -22,6 +22,8 @@ PATIENCE = 2.0  # seconds; shorter work shows no progress
 LINE_EVERY = 20.0  # seconds, without a terminal
 # Control characters, what ends a line or turns its direction, and what UTF-8 cannot encode.
 _UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# The user and password of a URL, and a query, which may have a token.
+_SECRETS = re.compile(r"(\w://)[^/\s'\"]*@"), re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
 _BYTES = range(0xDC80, 0xDD00)  # bytes of a name that are not UTF-8, as Python decodes them
 
 
@@ -35,6 +37,13 @@ def _escape(found: re.Match[str]) -> str:
     return rf"\x{code - 0xDC00:02x}" if code in _BYTES else found[0].encode("unicode_escape").decode()
 
 
+def public(text: str) -> str:
+    """Return text, which may be JSON, without the user, password and query of URLs."""
+    for secret in _SECRETS:
+        text = secret.sub(r"\1", text)
+    return text
+
+
 def brief(text: object, length: int = 60) -> str:
     """Return the beginning of `printable` text, for a message."""
     line = printable(str(text)[: length + 1])
@@ -42,8 +51,8 @@ def brief(text: object, length: int = 60) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Escape text as `printable` does, but keep its line breaks."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Escape text as `printable` does, but keep its line breaks; leave out what is not `public`."""
+    return "\n".join(map(printable, public(text).split("\n")))
 
 
 class PrintableFormatter(logging.Formatter):
@@ -83,7 +92,7 @@ class Advance:
     """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total = printable(title), total
+        self.title, self.total = printable(public(title)), total
         self.done, self.note = 0, ""
         self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.

@@ -50,6 +50,12 @@ class Labels(NamedTuple):
 def number_labels(values: Sequence[object]) -> Labels:
     """Number the distinct labels from 0: in numeric order if all are numbers, else sorted as text."""
     texts = [None if value in (None, "", b"") else _text(value) for value in values]
+    if nans := [number for number, value in enumerate(values) if str(value).lower() == "nan"]:
+        log.warning(
+            "%s 'nan' for a label, which counts as none", plural(len(nans), "image has", "images have")
+        )
+        for number in nans:
+            texts[number] = None
     classes = sorted({text for text in texts if text is not None}, key=os.fsencode)
     numeric = [_number(text) for text in classes]
     if None not in numeric:  # so that 10 comes after 9
@@ -269,9 +275,18 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
 def parse_json(text: str | bytes, name: str) -> object:
     """Return what a text in JSON means; raise ValueError with its name if it is invalid."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON, in which the last of equal keys would win."""
+    content = dict(pairs)
+    for key, value in pairs:
+        if content[key] is not value and content[key] != value:
+            raise ValueError(f"the key {brief(key)} has two values")
+    return content
 
 
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
@@ -287,7 +302,7 @@ def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
         entries = read_entries(path, data, columns)
     for name, value in entries:
         name, value = printable(name), printable(value) if isinstance(value, str) else value
-        if table.setdefault(name, value) != value:
+        if (known := table.setdefault(name, value)) is not value and known != value:  # NaN is not itself
             raise ValueError(
                 f"{path} has two values for '{name:.200}': {table[name]!r:.200} and {value!r:.200}."
             )

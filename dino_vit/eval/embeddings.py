@@ -50,6 +50,9 @@ def check_suffix(path: Path) -> None:
 
 def write_embeddings(path: Path, embeddings: Embeddings, *, dtype: str) -> None:
     """Write an embedding file."""
+    highest = max(float(embeddings.values.max()), -float(embeddings.values.min()))
+    if highest > float(np.finfo(dtype).max):
+        raise ValueError(f"embeddings reach {highest:,.0f}, which is beyond {dtype}; use dtype=float32")
     width = int(np.prod(embeddings.values.shape[1:]))
     flat = pa.array(embeddings.values.astype(dtype, copy=False).ravel())
     columns = {

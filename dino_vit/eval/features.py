@@ -1,6 +1,7 @@
 """Features of images: read, prepared and sent through a frozen backbone in the order asked for."""
 
 import json
+import math
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -182,6 +183,15 @@ def _concatenate(parts: Sequence[Features]) -> Features:
         torch.cat([part.indices for part in parts]),
         tuple(image for part in parts for image in part.unreadable),
     )
+
+
+def check_finite(values: Tensor, model: Backbone) -> None:
+    """Raise if features are NaN or infinite, as every figure of them would be nonsense."""
+    # The sum is finite only if all are, and takes no memory.
+    if not math.isfinite(float(values.sum(dtype=torch.float64))):
+        source = model.provenance.source if model.provenance else "the backbone"
+        text = "gives features that are NaN or infinite, though the weights are finite"
+        raise ValueError(f"{source} {text}; try precision=no, or use other weights")
 
 
 @contextmanager

@@ -32,11 +32,11 @@ from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import Source, stamp_of
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, in_batches, read_batches
+from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, check_finite, in_batches, read_batches
 from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
 
-_VERSION = 4  # of the files
+_VERSION = 4  # of the files, and of how images are prepared
 
 
 class BackboneConfig(Settings):
@@ -124,6 +124,7 @@ def cached_features(
     if unreadable := _left_out(chosen, tensors):
         text = "%d of %d images cannot be read and are left out, the first is %s"
         log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
+    check_finite(tensors["values"], frozen.model)
     return tensors["values"].numpy(), tensors["indices"].numpy()
 
 

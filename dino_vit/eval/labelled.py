@@ -166,7 +166,9 @@ def open_sets(config: SupervisedConfig) -> tuple[LabelledSubset, LabelledSubset]
     order = np.argsort(random_bits(config.seed, RngPurpose.EVALUATION, val.indices), kind="stable")
     chosen = np.zeros(len(val), dtype=bool)
     chosen[order[: max(1, len(val) // _VAL_SHARE)]] = True
-    return val.part(~chosen, f"the rest of {val.name}"), val.part(chosen, f"a fifth of {val.name}")
+    train = val.part(~chosen, f"the rest of {val.name}")
+    train.require_two_classes()
+    return train, val.part(chosen, f"a fifth of {val.name}")
 
 
 def open_subset(spec: str, labels: str | None) -> LabelledSubset:
@@ -226,4 +228,6 @@ def hold_out(train: LabelledFeatures, seed: int) -> tuple[LabelledFeatures, Labe
     """Split off a tenth for model selection by the seed; return the rest and the held-out part."""
     order = np.argsort(random_bits(seed, RngPurpose.EVALUATION, np.arange(len(train))), kind="stable")
     held_out = max(1, len(order) // _HELD_OUT_SHARE)
+    if len(order) == held_out:
+        raise ValueError("there is one image to train on, and none to choose the best head by: give more")
     return train[order[held_out:]], train[order[:held_out]]

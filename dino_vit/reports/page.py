@@ -9,7 +9,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from dino_vit.core.text import printable
+from dino_vit.core.text import printable, public
 from dino_vit.reports.pictures import Pictures
 from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
 from dino_vit.training.verdict import LEARNING
@@ -72,7 +72,7 @@ def fill(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         # Markup is our own; all other text may come from names of files.
-        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+        finalize=lambda value: value if isinstance(value, Markup) else printable(public(str(value))),
         loader=PackageLoader("dino_vit.reports", "assets"),
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # in the order given

@@ -18,7 +18,7 @@ from dino_vit.config.settings import values
 from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
-from dino_vit.core.text import plural, printable
+from dino_vit.core.text import plural, printable, public
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
@@ -67,7 +67,10 @@ class Reporter:
             if self.state.step:
                 self.baseline = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
         # Trackers take numbers and text only.
-        plain = {key: v if isinstance(v, int | float) else printable(v) for key, v in values(config).items()}
+        plain = {
+            key: v if isinstance(v, int | float) else printable(public(str(v)))
+            for key, v in values(config).items()
+        }
         accelerator.init_trackers("logs", config=plain)
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
-from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, unit_scale
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, resized_side, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 
@@ -73,10 +73,11 @@ def eval_transform_of(model: Backbone, *, size: Size | None = None, fit: Fit = "
             raise ValueError(f"the weights contain no mean and std for images with {model.channels} channels")
         log.info("the weights contain no mean and std; using those of ImageNet")
         mean, std = IMAGENET_NORMALISATION
-    model.grid_of(*(size or model.image_size))  # raises if the size does not fit the patches
+    size = size or (origin and origin.size) or model.image_size
+    model.grid_of(*size)  # raises if the size does not fit the patches
     bits, range_ = (origin.bits or 8, origin.range) if origin is not None else (8, None)
     return EvalTransform(
-        size=size or model.image_size,
+        size=size,
         mean=tuple(mean),
         std=tuple(std),
         fit=fit,
@@ -87,8 +88,7 @@ def eval_transform_of(model: Backbone, *, size: Size | None = None, fit: Fit = "
 def resize_and_center_crop(image: Tensor, size: Size) -> Tensor:
     """Resize (bicubic, antialias) and centre-crop an image (C, H, W) to (C, *size).
 
-    As published, the limiting side is resized to 256/224 of the crop first. An image that is not larger than
-    the crop keeps its border: its limiting side is resized to the crop itself.
+    As published, the limiting side of every image is resized to about 256/224 of the crop first.
     """
     (_, height, width), (h, w) = image.shape, size
     resized, top, left = _placement(height, width, size)
@@ -99,10 +99,10 @@ def _placement(height: int, width: int, size: Size) -> tuple[Size, int, int]:
     """Return the size that an image is resized to, and the top left corner of the crop."""
     h, w = size
     if height * w <= width * h:
-        target = round(h * 256 / 224) if height > h else h
+        target = resized_side(h)
         resized = target, target * width // height
     else:
-        target = round(w * 256 / 224) if width > w else w
+        target = resized_side(w)
         resized = target * height // width, target
     return resized, round((resized[0] - h) / 2), round((resized[1] - w) / 2)
 
@@ -111,5 +111,7 @@ def resize(image: Tensor, size: Size) -> Tensor:
     """Resize (bicubic, antialias) an image (C, H, W) to (C, *size), ignoring its aspect ratio."""
     if image.shape[1:] == size:
         return image
+    if tuple(size) == (1, 1) and image.dtype == torch.uint8:  # which torch cannot do
+        return (255 * resize(image / 255, size)).round_().to(torch.uint8)
     resized = F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
     return resized.clamp_(0, 1) if resized.is_floating_point() else resized  # bicubic overshoots

@@ -11,7 +11,7 @@ from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, result_changes
 from dino_vit.core.text import printable, printable_lines
-from dino_vit.data.images.pixels import IMAGENET_NORMALISATION
+from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, resized_side
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
@@ -22,7 +22,6 @@ STRUCTURE = (
     *("depth", "heads", "registers", "mlp", "mlp_ratio", "layer_scale"),
     *("stem", "norm_eps", "positions", "position_mode"),
 )
-CROP = 224 / 256  # share of the resized shorter side
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 
 _USAGE = {
@@ -167,7 +166,8 @@ def show(name: str, value: Any) -> str:
 
 def processor_config(model: Backbone) -> dict[str, Any] | None:
     """Return how transformers prepares 8-bit photos, or None where it cannot do it as we do."""
-    origin, (height, width), channels = model.provenance, model.image_size, model.channels
+    origin, channels = model.provenance, model.channels
+    height, width = (origin and origin.size) or model.image_size
     mean, std = (origin.mean, origin.std) if origin is not None else (None, None)
     if (mean is None or std is None) and channels == 3:
         mean, std = IMAGENET_NORMALISATION
@@ -177,7 +177,7 @@ def processor_config(model: Backbone) -> dict[str, Any] | None:
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": channels == 3,
-        "size": {"shortest_edge": round(height / CROP)},
+        "size": {"shortest_edge": resized_side(height)},
         "resample": 3,
         "crop_size": {"height": height, "width": width},
         "image_mean": mean,
@@ -259,7 +259,9 @@ def usage(model: Backbone, path: PurePath, format: str) -> str:
     """Return lines of Python that open an export and compute the CLS features of images."""
     origin = model.provenance
     shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
-    images = f"images = ...  # ({shape}), float32, normalised as in the training"
+    height, width = model.image_size
+    resized = f"shorter side resized to {resized_side(height)} (bicubic), centre crop, " * (height == width)
+    images = f"images = ...  # ({shape}), float32, {resized}normalised as in the training"
     if origin and origin.mean:
         images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
     if format == "huggingface" and processor_config(model):
@@ -315,8 +317,7 @@ def _pretraining(model: Backbone) -> PretrainConfig | None:
 
 
 def _public(value: object) -> object:
-    """Return a setting; of a path outside of the project its last name only."""
-    if not isinstance(value, str):
+    """Return a setting; of a path of this machine its last name only."""
+    if not isinstance(value, str) or "://" in value or value.startswith("hf:"):
         return value
-    outside = Path(value).is_absolute() or value.startswith(("~", ".."))
-    return printable(Path(value).name if outside else value)
+    return printable(Path(value).name or value)

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from itertools import islice
@@ -109,7 +110,10 @@ def load_backbone(
     else:
         layout = recognise(raw, format)
         model, notes = _load_transformer(raw, layout, trained_size, overrides)
-    origin = model.provenance = _provenance(raw, layout, model)
+    origin = _provenance(raw, layout, model)
+    if "image_size" in overrides:
+        origin = replace(origin, size=None)
+    model.provenance = origin
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
         facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
@@ -191,7 +195,8 @@ def _adapt(
 def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
     mean, std = layout.normalisation or (None, None)
     facts = raw.metadata or {"mean": mean, "std": std, **raw.facts}
-    mean, std, range = (tuple(facts[key]) if facts.get(key) else None for key in ("mean", "std", "range"))
+    names = ("mean", "std", "range", "size")
+    mean, std, range, size = (tuple(facts[name]) if facts.get(name) else None for name in names)
     if mean is not None and len(mean) != model.channels:
         mean = std = None  # the statistics are those of other channels
     return Provenance(
@@ -202,6 +207,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Prove
         std=std,
         bits=facts.get("bits"),  # missing in files from when there was only one depth
         range=range,
+        size=size,
         network=raw.network or facts.get("network"),
         step=facts.get("step"),
         config=facts.get("config") or {},

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dino_vit.core import Size
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
-from dino_vit.core.text import brief, plural
+from dino_vit.core.text import brief, plural, public
 from dino_vit.models.backbone import Backbone
 
 FORMAT_VERSION = 1  # of the metadata in our own files
@@ -171,12 +172,21 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "format": "timm" if "architecture" in config else None,
         "heads": config.get("num_attention_heads") or arguments.get("num_heads"),
         "image_size": config.get("image_size") or size,
+        "size": _processor_size(config),
         "channels": channels,
         "mean": config.get("image_mean") or timm.get("mean"),
         "std": config.get("image_std") or timm.get("std"),
         "norm_eps": config.get("layer_norm_eps"),
     }
     return _with_tuples({name: value for name, value in facts.items() if value is not None})
+
+
+def _processor_size(config: Mapping[str, Any]) -> Size | None:
+    """Return the size that a Hugging Face processor gives images; DINOv2's positions are for another."""
+    crop = config.get("crop_size") if config.get("do_center_crop", True) else None
+    size = crop or config.get("size")
+    height, width = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
 def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,5 +298,10 @@ def save_backbone(
     for name in ("mean", "std"):
         if (values := metadata[name]) is not None and len(values) != model.channels:
             raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
-    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
-    write_tensors(path, model.state_dict(), json.dumps(metadata, sort_keys=True))
+    metadata |= {
+        "size": known.get("size"),
+        "kind": "backbone",
+        "version": FORMAT_VERSION,
+        "architecture": model.architecture,
+    }
+    write_tensors(path, model.state_dict(), public(json.dumps(metadata, sort_keys=True)))

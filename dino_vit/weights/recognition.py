@@ -197,7 +197,7 @@ def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping
     heads = overrides.get("heads") or raw.facts.get("heads") or usual.get(width)
     if heads is None:
         raise WeightsError(
-            f"{raw.source}: no tensor shows the number of heads (width {width}); give heads=N. "
-            "`dino-vit export FILE NEW.pth --format reference --heads N` writes it into a file"
+            f"{raw.source}: no tensor shows the number of heads (width {width}). `dino-vit export FILE "
+            "NEW.pth --format reference --heads N` writes it into a file; load_backbone takes heads=N"
         )
     return int(heads)

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from dino_vit import VisionTransformer, save_backbone
 from tests.support.runs import run
@@ -18,3 +19,13 @@ def trained(tmp_path_factory):
     output = tmp_path_factory.mktemp("trained") / "run"
     run(output, {"budget.steps": 5, "optim.warmup_epochs": 0})
     return output
+
+
+@pytest.fixture
+def overflowing(tmp_path):
+    """A file with a backbone whose weights are finite, and whose features and attention are not."""
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.fill_(1e30)
+    save_backbone(model, tmp_path / "overflows.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    return tmp_path / "overflows.safetensors"

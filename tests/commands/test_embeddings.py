@@ -1,5 +1,6 @@
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,10 +11,11 @@ from PIL import Image
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.embeddings.duplicates import find_duplicates, unite
+from dino_vit.commands.embeddings.embed import EmbedConfig, provenance
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.embeddings import read_embeddings
-from dino_vit.eval.features import FeatureSpec, extract_features
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, extract_features
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.images import write_synthetic
 
@@ -214,3 +216,38 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, cap
         assert main(list(map(str, argv))) == 2, argv
         assert message in capsys.readouterr().err, argv
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_weights_of_a_name_keep_it(weights):
+    model = load_backbone(weights)
+    model.provenance = replace(model.provenance, source="hf:owner/name")
+    frozen = FrozenBackbone(model=model, transform=eval_transform_of(model))
+    config = EmbedConfig(source="synthetic:1", weights="hf:owner/name")
+    metadata = provenance(np.zeros((1, 1)), SyntheticSource(length=1), frozen, config)
+    assert metadata["weights"]["path"] == "hf:owner/name"
+
+
+def test_features_beyond_float16_are_refused(tmp_path, capsys):
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)
+    with torch.no_grad():
+        model.norm.weight.fill_(1e5)
+    save_backbone(model, tmp_path / "w.safetensors", mean=(0.5,) * 3, std=(0.5,) * 3)
+    output = tmp_path / "e.parquet"
+    given = ["embed", "synthetic:4:16", f"weights={tmp_path / 'w.safetensors'}", f"output={output}"]
+    assert main([*given, "dtype=float16"]) == 2
+    assert "which is beyond float16; use dtype=float32" in capsys.readouterr().err
+    assert not output.exists()
+    assert main(given) == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("embed synthetic:40:16", "knn synthetic:40:16", "linear synthetic:40:16"),
+        *("dense synthetic:scenes:12:16", "attention synthetic:2:16"),
+    ],
+)
+def test_features_that_are_not_finite_are_refused(tmp_path, overflowing, capsys, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), f"weights={overflowing}"]) == 2
+    assert "overflows.safetensors gives features that are NaN or infinite" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def test_shards_hold_the_same_images_in_the_same_order(photos, tmp_path, capsys)
     packed = open_source(str(tmp_path / "out"))
     assert images(packed) == images(open_source(str(photos)))
     assert packed.name(1) == "cat/a-b.jpg", "its label is found by what stands before the first dot"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"000000.tar", "SHA256SUMS"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"000000.tar", "SHA256SUMS", "classes.txt"}
 
 
 def test_digests_are_what_sha256sum_takes(photos, tmp_path):
@@ -46,7 +46,7 @@ def test_digests_are_what_sha256sum_takes(photos, tmp_path):
     assert images(open_source(str(tmp_path / "out" / "*.tar"))) == images(source)
     check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
     done = subprocess.run(check, cwd=tmp_path / "out", capture_output=True, text=True, check=True)
-    assert done.stdout.count(": OK") == len(packed.shards)
+    assert done.stdout.count(": OK") == len(packed.shards) + 1, "and the names of the classes"
     again = pack(source, tmp_path / "again", shard_bytes=6000)
     for shard, other in zip(packed.shards, again.shards, strict=True):
         assert shard.read_bytes() == other.read_bytes(), "no time, no owner"
@@ -152,3 +152,58 @@ def test_arrays_are_reduced(tmp_path):
     arrays = pack(open_source("synthetic:3:32"), tmp_path / "arrays", shard_bytes=10**6, size=16)
     assert arrays.reduced == 3
     assert decode(open_source(str(tmp_path / "arrays")).read(0), "").shape == (3, 16, 16)
+
+
+def write_alike(tmp_path):
+    """Images whose names differ only in what WebDataset does not tell apart, each with a label of its own."""
+    names = {
+        "x/photo.jpg": "cat",
+        "x/photo.png": "dog",
+        "x/a.b.jpg": "élan",
+        "x/a-b.jpg": "dog",
+        "x/A.png": "10",
+    }
+    for number, name in enumerate(names):
+        (tmp_path / "in" / "x").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (40 * number,) * 3).save(tmp_path / "in" / name)
+    (tmp_path / "labels.csv").write_text("".join(f"{name},{label}\n" for name, label in names.items()))
+    assert (
+        main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), f"labels={tmp_path / 'labels.csv'}"]) == 0
+    )
+    return open_source(str(tmp_path / "in"), tmp_path / "labels.csv")
+
+
+def test_names_that_webdataset_takes_for_one_are_set_apart(tmp_path):
+    source = write_alike(tmp_path)
+    packed = open_source(str(tmp_path / "out"))
+
+    def labelled(images):
+        return {
+            decode(images.read(i), "")[0, 4, 4].item() // 20: images.classes[images.label(i)]
+            for i in range(5)
+        }
+
+    assert labelled(packed) == labelled(source)
+
+
+def test_webdataset_reads_labels_as_numbers_of_a_table(tmp_path):
+    """As its own decoders do: of what has equal names up to the first dot, .cls is an integer."""
+    source, samples = write_alike(tmp_path), {}
+    with tarfile.open(tmp_path / "out" / "000000.tar") as shard:
+        for member in shard:
+            folder, _, name = member.name.rpartition("/")
+            key, _, extension = name.partition(".")
+            sample = samples.setdefault(f"{folder}/{key}", {})
+            assert extension not in sample
+            sample[extension] = shard.extractfile(member).read()
+    classes = (tmp_path / "out" / "classes.txt").read_text().splitlines()
+    assert len(samples) == 5
+    assert all(len(sample) == 2 for sample in samples.values())
+    found = sorted(classes[int(sample["cls"])] for sample in samples.values())
+    assert found == sorted(source.classes[source.label(index)] for index in range(5))
+
+
+def test_images_may_be_reduced_to_one_pixel(photos, tmp_path):
+    Image.new("RGB", (9, 9), (40, 80, 120)).save(photos / "cat" / "square.png")
+    packed = pack(open_source(str(photos)), tmp_path / "out", shard_bytes=10**6, size=1)
+    assert packed.reduced == packed.images == 6

@@ -116,3 +116,15 @@ def test_labels_by_names_of_any_bytes_are_found(photos, tmp_path):
     assert labelled.classes == [r"\xff0", r"\xff1"]
     assert [labelled.label(n) for n in range(len(source))] == [n % 2 for n in range(len(source))]
     assert Path(os.fsdecode(source.raw_name(0))).name != source.name(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("read https://me:p@ss@host:80/a.tar?token=secret#x in", "read https://host:80/a.tar in"),
+        ('{"a": "s3://key:secret@bucket/a?.tar", "b": 3}', '{"a": "s3://bucket/a?.tar", "b": 3}'),
+        ("mail me@host?, see a/b?c=d", "mail me@host?, see a/b?c=d"),
+    ],
+)
+def test_what_is_shown_of_a_url_has_no_password(given, shown):
+    assert text.public(given) == text.printable_lines(given) == shown

@@ -25,7 +25,7 @@ from tests.support.images import write_classes
         ([10, 9, None, 700], [1, 0, -1, 2], ["9", "10", "700"]),
         (["10", "9", "", "-1.5"], [2, 1, -1, 0], ["-1.5", "9", "10"]),
         (["10", "9", "x"], [0, 1, 2], ["10", "9", "x"]),
-        (["nan", "1"], [1, 0], ["1", "nan"]),
+        (["nan", "1"], [-1, 0], ["1"]),
         ([True, False], [1, 0], ["False", "True"]),
         ([b"cat", "ant"], [1, 0], ["ant", "cat"]),
         ([None, None], [-1, -1], []),
@@ -192,3 +192,20 @@ def test_a_split_without_labels_is_passed_over(folder, tmp_path):
     names = [source.name(index) for index in range(len(source))]
     labels.write_text("".join(f"{name},{number % 2}\n" for number, name in enumerate(names)))
     assert choose_splits(join_labels(source, labels))[1].name == "val"
+
+
+def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):
+    found = number_labels(["NaN", "x", float("nan"), "nan"])
+    assert (found.numbers.tolist(), found.classes) == ([-1, 0, -1, -1], ["x"])
+    assert "3 images have 'nan' for a label" in caplog.text
+    write_folder(tmp_path / "images")
+    (tmp_path / "labels.json").write_text('{"cat/a.b.png": NaN}')
+    assert open_source(str(tmp_path / "images"), tmp_path / "labels.json").classes == []
+    assert folder_labels([b"nan/1.png", b"x/1.png"]).classes == ["nan", "x"]
+
+
+def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):
+    write_folder(tmp_path / "images")
+    (tmp_path / "labels.json").write_text('{"cat/a.b.png": "cat", "cat/a.b.png": "dog"}')
+    with pytest.raises(ValueError, match=r"labels\.json.*cat/a\.b\.png has two values"):
+        open_source(str(tmp_path / "images"), tmp_path / "labels.json")

@@ -32,7 +32,7 @@ def test_features_are_the_class_tokens_in_the_order_asked_for():
     model.eval()
     for row, index in enumerate(indices[:5]):
         resized = tv.resize(
-            source.read(index), [37], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+            source.read(index), [36], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
         )
         image = tv.normalize(tv.center_crop(resized, [32, 32]) / 255, MEAN, STD)
         torch.testing.assert_close(features.values[row], model(image[None])[0], rtol=1e-4, atol=1e-5)
@@ -41,7 +41,9 @@ def test_features_are_the_class_tokens_in_the_order_asked_for():
 @pytest.mark.parametrize("registers", [0, 3])
 def test_features_are_the_tokens_that_the_spec_names(registers):
     source, model = SyntheticSource(length=4), backbone(depth=5, registers=registers)
-    images = torch.stack([TRANSFORM.normaliser(torch.device("cpu"))(source.read(i)) for i in range(4)])
+    images = torch.stack(
+        [TRANSFORM.normaliser(torch.device("cpu"))(TRANSFORM.read(source, i)) for i in range(4)]
+    )
     with eval_mode(model):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
@@ -141,6 +143,6 @@ def test_no_more_than_the_next_batch_is_read_ahead():
 def test_pixels_are_features_too():
     source = SyntheticSource(length=5)
     features = pixel_features(source, [4, 1], transform=TRANSFORM)
-    pixels = torch.stack([source.read(4), source.read(1)]) / 255
+    pixels = torch.stack([TRANSFORM.read(source, 4), TRANSFORM.read(source, 1)]) / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (TRANSFORM.mean, TRANSFORM.std))
     torch.testing.assert_close(features.values, ((pixels - mean) / std).flatten(1))

@@ -2,6 +2,7 @@ import os
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from PIL import Image
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.labelled import SupervisedConfig, open_sets, open_subset
+from dino_vit.eval.labelled import (
+    LabelledFeatures,
+    SupervisedConfig,
+    hold_out,
+    open_sets,
+    open_subset,
+)
 from dino_vit.eval.supervised import SupervisedLoader
 from dino_vit.views.eval_transform import EvalTransform
 from dino_vit.views.geometry import View, ViewAugment
@@ -160,3 +167,18 @@ def test_shards_and_arrays_are_compared_too(tmp_path, caplog):
     sets_of(str(tmp_path / "*.tar"), train=str(tmp_path / "a.tar"))
     assert "6 of the 12 images of" in caplog.text
     sets_of(f"{tmp_path}/a.npz:test", train=f"{tmp_path}/a.npz:train")
+
+
+def test_a_fifth_of_few_images_leaves_two_classes_to_learn_from(folder, tmp_path):
+    images = Path(folder("images", "ab"))
+    for path in sorted(images.rglob("*.png"))[1:5]:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"all labelled images of the rest of .* are of one class"):
+        sets_of(str(images))
+
+
+def test_one_image_cannot_be_held_out():
+    target = torch.zeros(1, dtype=torch.long)
+    one = LabelledFeatures(torch.zeros(1, 3), target, np.zeros(1, np.int64), ("a",))
+    with pytest.raises(ValueError, match="one image to train on, and none to choose the best head by"):
+        hold_out(one, 0)

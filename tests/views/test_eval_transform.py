@@ -8,7 +8,7 @@ from torchvision.transforms.v2 import functional as tv
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.models.backbone import Provenance
-from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize_and_center_crop
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize, resize_and_center_crop
 from tests.support.backbones import backbone
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -21,21 +21,14 @@ def picture(height, width):
     return (255 * smooth).to(torch.uint8)
 
 
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (256, 300), (225, 230), (1000, 226)])
-def test_fit_is_the_published_protocol_for_images_larger_than_the_crop(height, width):
+@pytest.mark.parametrize(
+    ("height", "width"), [(375, 500), (500, 333), (256, 300), (225, 230), (224, 1000), (90, 60)]
+)
+@pytest.mark.parametrize(("crop", "side"), [(224, 256), (96, 110), (48, 54), (32, 36)])
+def test_fit_is_the_published_protocol_for_images_of_any_size(height, width, crop, side):
     image = picture(height, width)
-    resized = tv.resize(image, [256], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    assert torch.equal(resize_and_center_crop(image, (224, 224)), tv.center_crop(resized, [224, 224]))
-
-
-def test_fit_keeps_the_border_of_images_no_larger_than_the_crop():
-    image = picture(32, 32)
-    assert torch.equal(resize_and_center_crop(image, (32, 32)), image)
-    wide = picture(32, 41)
-    assert torch.equal(
-        resize_and_center_crop(wide, (32, 32)), wide[:, :, 4:36]
-    )  # round(4.5) is 4, as in torchvision
-    assert resize_and_center_crop(picture(20, 28), (32, 32)).shape == (3, 32, 32)
+    resized = tv.resize(image, [side], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    assert torch.equal(resize_and_center_crop(image, (crop, crop)), tv.center_crop(resized, [crop, crop]))
 
 
 @pytest.mark.parametrize("size", [(16, 48), (48, 16), (30, 17)])
@@ -77,3 +70,9 @@ def test_deep_images_keep_their_bits_and_their_scale():
     assert 0 <= read.min() <= read.max() <= 1
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
     assert torch.allclose(transform.normaliser(torch.device("cpu"))(read), (read - mean) / std)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 16, 1), (1, 9, 30), (4, 2, 2)])
+def test_an_image_may_become_one_pixel(shape):
+    image = torch.full(shape, 200, dtype=torch.uint8)
+    assert torch.equal(resize(image, (1, 1)), image[:, :1, :1])

@@ -77,13 +77,21 @@ def test_the_lines_give_our_features(format, changes):
     torch.testing.assert_close(features(lines, images), model(images), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"channels": 1, "statistics": {"mean": (0.4,), "std": (0.1,)}}])
+@pytest.mark.parametrize(
+    "changes", [{"image_size": 48}, {"channels": 1, "statistics": {"mean": (0.4,), "std": (0.1,)}}]
+)
 def test_hugging_face_embeds_a_photo_as_we_do(changes):
     """None of the sizes is at three pixels of four off, where its centre crop is a pixel beside ours."""
     model, lines = exported("huggingface", **changes)
     turned = Image.Exif()
     turned[274] = 6
-    for size, exif in [((128, 128), None), ((61, 90), None), ((500, 48), None), ((100, 75), turned)]:
+    for size, exif in [
+        ((128, 128), None),
+        ((90, 60), None),
+        ((40, 30), None),
+        ((20, 20), None),
+        ((100, 75), turned),
+    ]:
         smooth("L" if changes else "RGB", size).save("photo.jpg", quality=95, exif=exif or Image.Exif())
         ours = model.embed("photo.jpg")
         assert (features(lines)[0] - ours).abs().max() < 1e-3 * ours.abs().max(), size
@@ -124,6 +132,19 @@ def test_the_hub_reads_what_it_is_and_a_stranger_where_it_comes_from(tmp_path):
         "init.weights": ("published.pth", str(tmp_path / "published.pth"))
     }
     assert changed.count("\n") == 7  # with all of init, which is no default
+
+
+def test_no_password_and_no_path_leaves_with_the_weights(tmp_path):
+    for source, shown in (
+        ("https://me:secret@host/photos.tar?token=secret", "`https://host/photos.tar`"),
+        ("secret/photos", "`photos`"),
+    ):
+        model = trained(config=load(PretrainConfig, None, {"data.source": source}))
+        export_backbone(model, "out", "huggingface", card=model_card(model), overwrite=True)
+        if "://" in source:
+            assert b"secret" not in (tmp_path / "mine.safetensors").read_bytes()
+        assert shown in (tmp_path / "out" / "README.md").read_text()
+        assert not [path for path in (tmp_path / "out").iterdir() if b"secret" in path.read_bytes()]
 
 
 def test_the_lines_of_the_card_open_the_folder_wherever_it_is(tmp_path, monkeypatch):

@@ -5,11 +5,13 @@ import io
 import json
 import os
 import pickle
+import re
 
 import pytest
 import torch
 
-from dino_vit import WeightsError, load_backbone, save_backbone
+from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
 
@@ -179,3 +181,46 @@ def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
     write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), json.dumps(metadata))
     with pytest.raises(WeightsError, match=message):
         load_backbone(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("processor", "size"),
+    [
+        ({"crop_size": {"height": 16, "width": 24}, "size": {"shortest_edge": 18}}, (16, 24)),
+        ({"crop_size": 16, "size": 18}, (16, 16)),
+        ({"crop_size": 16, "do_center_crop": False, "size": {"height": 24, "width": 24}}, (24, 24)),
+        ({"size": {"shortest_edge": 18}}, (32, 32)),
+    ],
+)
+def test_images_have_the_size_of_the_processor_and_positions_their_own(tmp_path, processor, size):
+    """As DINOv2 on the Hugging Face hub: its positions are for 518 pixels, its processor crops to 224."""
+    export_backbone(backbone(), tmp_path / "hub", "huggingface")
+    path = tmp_path / "hub" / "preprocessor_config.json"
+    stated = json.loads(path.read_text())
+    del stated["crop_size"]
+    path.write_text(json.dumps({**stated, **processor}))
+    model = load_backbone(tmp_path / "hub")
+    assert (model.image_size, model.transform.size) == ((32, 32), size)
+    save_backbone(model, tmp_path / "a.safetensors")
+    export_backbone(model, tmp_path / "a.pth", "timm")
+    for copy in ("a.safetensors", "a.pth"):
+        assert load_backbone(tmp_path / copy).transform.size == size
+    assert load_backbone(tmp_path / "hub", image_size=48).transform.size == (48, 48)
+    if size[0] == size[1]:
+        export_backbone(model, tmp_path / "again", "huggingface")
+        stated = json.loads((tmp_path / "again" / "preprocessor_config.json").read_text())
+        assert stated["crop_size"] == {"height": size[0], "width": size[1]}
+
+
+def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
+    """Of a width that several networks have, no tensor shows the number of heads."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(backbone(width=40, heads=2).state_dict(), "FILE")
+    evaluate = ["knn", "synthetic:20:32", "k=[1]"]
+    assert main([*evaluate, "weights=FILE"]) == 2
+    said = capsys.readouterr().err
+    assert "no tensor shows the number of heads" in said
+    assert "heads=N" not in said.replace("load_backbone takes heads=N", "")
+    advised = re.search(r"`dino-vit (export [^`]*)`", said)[1].split()
+    assert main([*advised[:-1], "2"]) == 0
+    assert main([*evaluate, "weights=NEW.pth"]) == 0

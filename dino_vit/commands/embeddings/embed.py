@@ -10,10 +10,12 @@ from dino_vit import __version__
 from dino_vit.commands import Result
 from dino_vit.config.settings import Few, setting
 from dino_vit.core.distributed import is_main_process, wait_for_all
+from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
 from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
+from dino_vit.weights.reading import is_name
 
 
 class EmbedConfig(CachedConfig):
@@ -87,18 +89,19 @@ def provenance(
 ) -> dict[str, Any]:
     """Return all that is needed to compute the features again."""
     path, weights = Path(config.source), backbone.describe_weights()
+    named = is_name(weights["source"])
     return {
         "format": 1,
         "dino_vit": __version__,
         "weights": {
-            "path": str(Path(weights["source"]).absolute()),
+            "path": weights["source"] if named else str(Path(weights["source"]).absolute()),
             "file_sha256": weights["sha256"],
             "sha256": backbone.weights_digest,
             "network": config.network,
             "step": weights["step"],
         },
         "source": {
-            "spec": str(path.absolute()) if path.exists() else config.source,
+            "spec": str(path.absolute()) if path.exists() else public(config.source),
             "fingerprint": source.fingerprint,
             "images": len(source),
             "unreadable": len(source) - len(values),

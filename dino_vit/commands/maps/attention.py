@@ -20,6 +20,7 @@ from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import spread
+from dino_vit.eval.features import check_finite
 from dino_vit.eval.maps import pictures
 from dino_vit.eval.maps.attention import (
     MASS,
@@ -111,9 +112,9 @@ def draw_sheets(
                 log.warning("skipped %s", error)
                 continue
             heads = cls_attention(model, padded, config.block)[0].cpu()
-            images[index] = ImageMaps(
-                source.name(index), picture, heads, patch_tokens(model, padded)[0].cpu()
-            )
+            tokens = patch_tokens(model, padded)[0].cpu()
+            check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)
+            images[index] = ImageMaps(source.name(index), picture, heads, tokens)
         if images:
             sheets.append(Path(config.output) / f"sheet-{start // SHEET_ROWS + 1}.png")
             maps |= draw_sheet(model, images, sheets[-1])
@@ -176,6 +177,7 @@ def draw_video(model: VisionTransformer, target: Path, config: AttentionConfig) 
         for frame in frames:
             picture, padded = prepare(model, frame, config)
             attention = cls_attention(model, padded, config.block)[0].mean(0).cpu()
+            check_finite(attention, model)
             write(pictures.side_by_side([picture, pictures.overlay(picture, attention, model.patch_size)]))
             written += 1
     return written

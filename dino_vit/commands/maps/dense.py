@@ -27,7 +27,7 @@ from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite, in_batches
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import refuse_same_images
@@ -150,6 +150,7 @@ def read_patches(
     batches = in_batches(indices, frozen.batch_size)
     with progress(title, len(indices)) as advance:
         for batch in frozen.features(source, batches, FeatureSpec(tokens="patches")):
+            check_finite(batch.values, model)
             read = in_threads(read_mask, batch.indices.tolist())
             failures = [mask for mask in read if isinstance(mask, UnreadableImage)]
             for failure in (*batch.unreadable, *failures):

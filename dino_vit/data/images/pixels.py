@@ -1,10 +1,13 @@
 """Convert images to the same channels, depth and scale."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from dino_vit.core import log
 
 MAX_PIXELS = 200_000_000
 NOT_FINITE = "it contains infinite or NaN values; replace them first"
@@ -19,7 +22,8 @@ class Pixels:
       conversion is an error.
     - Depth: `bits` 8 gives uint8, 16 gives float32 in [0, 1].
     - Scale: `range` holds the values that become 0 and 1; values beyond are clipped. The default is 0 and the
-      largest value of the type (1 for floating point); values beyond are an error.
+      largest value of the type (1 for floating point); values beyond are an error. Integers of 32 and
+      64 bits, which lists become, go to 255 or 65,535 if no value of the image is larger.
 
     An error is a ValueError, and makes an image unreadable.
     """
@@ -73,6 +77,9 @@ class Pixels:
         least, most = (float(value) for value in values.aminmax())
         if not -float("inf") < least <= most < float("inf"):
             raise ValueError(NOT_FINITE)
+        if self.range is None and image.dtype.itemsize > 2 and not has_unit_range and least >= 0:
+            high = next((white for white in (255.0, 65535.0) if most <= white), high)
+            _say_white(kind_of(image), high)
         if self.range is None and (least < low or most > high):
             raise ValueError(
                 f"its {kind_of(image)} values go from {least:g} to {most:g}, beyond {low:g} to {high:g}; set "
@@ -84,6 +91,11 @@ class Pixels:
 RGB = Pixels()
 
 
+@cache
+def _say_white(kind: str, white: float) -> None:
+    log.warning("images of %s with values up to %g are taken to have white at %g", kind, white, white)
+
+
 def kind_of(image: Tensor) -> str:
     """Return the name of an image's dtype."""
     return str(image.dtype).removeprefix("torch.")
@@ -92,6 +104,14 @@ def kind_of(image: Tensor) -> str:
 def unit_scale(images: Tensor) -> Tensor:
     """Return the output of `conform` as new float32 values in [0, 1]."""
     return images / 255 if images.dtype == torch.uint8 else images.to(torch.float32, copy=True)
+
+
+def resized_side(crop: int) -> int:
+    """Return the side to resize an image to before its centre is cropped: about 256 for 224, as published.
+
+    The same number of pixels is cut off at either end: libraries round halves differently.
+    """
+    return crop + 2 * round(crop / 14)
 
 
 def reduced_size(height: int, width: int, side: int) -> tuple[int, int]:

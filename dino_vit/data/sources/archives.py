@@ -15,10 +15,11 @@ import numpy as np
 from dino_vit.core.text import brief, printable, progress
 from dino_vit.data.labels import LABEL_COLUMNS, number_labels, parse_json
 from dino_vit.data.shards import ShardedSource
-from dino_vit.data.sources.files import in_threads, open_file
+from dino_vit.data.sources.files import exists, in_threads, open_file, read_file
 from dino_vit.data.sources.index import IndexContents, WriteImages, open_index
 from dino_vit.data.sources.source import is_image
 
+CLASS_NAMES = "classes.txt"  # beside shards whose labels are its lines, counted from 0
 LABEL_BYTES = 2**20  # a larger .cls or .json is not a label
 DECOMPRESS: dict[int, Callable[[bytes], bytes]] = {
     zipfile.ZIP_STORED: bytes,
@@ -63,6 +64,9 @@ class ArchiveSource(ShardedSource):
         list_images = ARCHIVES[self._suffix]
         with progress(f"Indexing {self._spec}") as advance:
             listed = in_threads(list_images, self._files, lambda members: advance(len(members)))
+        tables = [f"{archive.rpartition('/')[0] or '.'}/{CLASS_NAMES}" for archive in self._files]
+        classes = {path: read_file(path).decode().splitlines() for path in set(tables) if exists(path)}
+        listed = [_named(of, classes.get(path, [])) for of, path in zip(listed, tables, strict=True)]
         images = [image for members in listed for image in members]
         if not images:
             raise ValueError(f"{self._spec} contains no images.")
@@ -82,6 +86,15 @@ class ArchiveSource(ShardedSource):
             labels=None if labels.count(None) == len(labels) else number_labels(labels),
             columns={"file": file, **columns},
         )
+
+
+def _named(members: list[Member], classes: Sequence[str]) -> list[Member]:
+    """Return members with the names of their classes, if all labels are numbers of these."""
+    names: dict[object, str | None] = {str(number): name for number, name in enumerate(classes)}
+    names[None] = None
+    if not all(member.label in names for member in members):
+        return members
+    return [member._replace(label=names[member.label]) for member in members]
 
 
 def _unzip(data: bytes, method: int, crc: int) -> bytes:

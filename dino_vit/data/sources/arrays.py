@@ -26,19 +26,20 @@ FINGERPRINTED = 64  # images whose pixels go into the fingerprint, as sizes say 
 class ArraySource:
     """The images of one array; another array of the same length in a .npz holds their labels."""
 
-    def __init__(self, path: str, key: str | None = None) -> None:
+    def __init__(self, path: str, key: str | None = None, dtype: np.dtype[Any] | None = None) -> None:
         if is_url(path):
             raise ValueError(f"{path} is remote, but arrays are mapped into memory: copy it here first.")
         self._path, self._key = path, key
         arrays = _load(path)
         self._images = _choose(path, arrays, key)
         self._channels_last = _channels_last(path, self._images.shape)
+        self._dtype = dtype or _narrowest(path, self._images)
         self._labels = _labels(path, arrays, len(self))
         self.classes = [printable(name) for name in self._labels.classes]
         self.fingerprint = _fingerprint(self._images)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ArraySource, (self._path, self._key)  # NumPy would pickle the pixels
+        return ArraySource, (self._path, self._key, self._dtype)  # NumPy would pickle the pixels
 
     def __len__(self) -> int:
         return len(self._images)
@@ -49,7 +50,7 @@ class ArraySource:
             image = image[None]
         elif self._channels_last:
             image = np.moveaxis(image, -1, 0)
-        return torch.from_numpy(np.array(image, dtype=image.dtype.newbyteorder("="), order="C"))
+        return torch.from_numpy(np.array(image, dtype=self._dtype, order="C"))
 
     def label(self, index: int) -> int | None:
         return self._labels.of(index)
@@ -102,6 +103,21 @@ def _choose(path: str, arrays: Mapping[str, NDArray[Any]], key: str | None) -> N
         text = f"not {images.dtype} of shape {images.shape}"
         raise ValueError(f"{path}: images must be integers or floats, {text}")
     return images
+
+
+def _narrowest(path: str, images: NDArray[Any]) -> np.dtype[Any]:
+    """Return the type to read images as: integers of 32 and 64 bits, which lists become, by their values.
+
+    It is one for all images, so that a dark one stays dark.
+    """
+    native = images.dtype.newbyteorder("=")
+    if native.kind == "f" or native.itemsize <= 2 or images.min() < 0:
+        return native
+    highest = images.max()
+    dtype = next((np.dtype(name) for name in ("uint8", "uint16") if highest <= np.iinfo(name).max), native)
+    if dtype != native:
+        log.warning("%s: %s values up to %d are read as %s", path, native, highest, dtype)
+    return dtype
 
 
 def _channels_last(path: str, shape: tuple[int, ...]) -> bool:

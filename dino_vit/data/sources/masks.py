@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from dino_vit.core import log
@@ -54,6 +54,8 @@ class FilesWithMasks(Subset):
         name = self._masks.name(index)
         try:
             values, size = _read_indexed(self._masks.read(index)), _size(self.read(index))
+        except UnidentifiedImageError as error:  # whose text is the address of an object
+            raise UnreadableImage(name, "the mask cannot be read: it is not an image") from error
         except Exception as error:  # Pillow raises anything on damaged files
             raise UnreadableImage(name, f"the mask cannot be read: {error}") from error
         if size is not None and values.shape != size:
@@ -100,13 +102,20 @@ def open_masks(
         text = "%s of %s have no mask in %s and are left out"
         log.info(text, plural(len(source) - len(with_mask), "image"), spec, masks or beside)
     of_images = [masks_by_stem[_stem(source.name(index))] for index in with_mask]
-    classes = read_file(plain(class_names)).decode().rstrip().splitlines() if class_names else None
     return FilesWithMasks(
         Subset(source, with_mask),
         Subset(folder, of_images),
-        classes=classes and [name.strip() for name in classes],
+        classes=_read_names(class_names) if class_names else None,
         ignore_value=ignore_value,
     )
+
+
+def _read_names(path: str) -> list[str]:
+    names = [name.strip() for name in read_file(plain(path)).decode().rstrip().splitlines()]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        lines = ", ".join(str(line) for line, name in enumerate(names, 1) if name == repeated)
+        raise ValueError(f"{path} has the class {repeated!r} on lines {lines}; each needs its own name")
+    return names
 
 
 def _stem(name: str) -> str:

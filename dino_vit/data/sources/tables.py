@@ -197,6 +197,8 @@ def _load_dataset(spec: str) -> Any:
     except ImportError as error:
         raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
     name, _, split = spec.partition(":")
+    if not name:
+        raise ValueError(f"hf:{spec} names no data set: write hf:OWNER/NAME or hf:OWNER/NAME:SPLIT")
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # of the library, the network or the files

@@ -176,3 +176,16 @@ def test_a_regression_has_the_best_penalty(weights):
         (10, right[1]),
     ]
     assert found["best"]["top1"]["correct"] == max(right)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *("linear method=logistic logistic.cs=[1e-300]", "linear method=logistic logistic.cs=[1e300]"),
+        *("linear grid.rates=[1e300]", "knn temperature=1e-300"),
+    ],
+)
+def test_numbers_that_float32_does_not_hold_are_refused(weights, settings):
+    command, *more = settings.split()
+    said = command_here(command, "synthetic:20:16", f"weights={weights}", *more, code=2)
+    assert "must be" in said

@@ -127,3 +127,8 @@ def test_a_video_becomes_a_video(weights, tmp_path, capsys):
 def test_a_large_image_needs_little_memory():
     # 64 × 64 patches: the weights of a block, 2 × 4097² in float32, are 134 MiB; in both blocks twice that.
     assert peak_memory(build_attention, "cls_attention") < 134
+
+
+def test_an_image_may_become_one_pixel(weights, photos, tmp_path):
+    given = ["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", "longest=1"]
+    assert main(given) == 0

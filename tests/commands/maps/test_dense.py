@@ -31,7 +31,7 @@ SCENES = SceneSource(length=12, size=16)
 
 
 def arguments(weights, output, *more):
-    settings = [f"weights={weights}", f"output={output}", "precision=no", "k=3", *more]
+    settings = [f"weights={weights}", f"output={output}", "precision=no", "fit=whole", "k=3", *more]
     return ["dense", "synthetic:scenes:12:16", *settings]
 
 
@@ -42,7 +42,7 @@ def patches_of(weights, index):
         model,
         SCENES,
         [index],
-        transform=eval_transform_of(model),
+        transform=eval_transform_of(model, fit="whole"),
         batch_size=1,
         spec=FeatureSpec(tokens="patches"),
     )
@@ -106,7 +106,7 @@ def folders(tmp_path):
 
 def of_folders(folders, weights, *more, code=0):
     output = folders / "dense.json"
-    settings = [f"weights={weights}", f"output={output}", "precision=no", "k=3", *more]
+    settings = [f"weights={weights}", f"output={output}", "precision=no", "fit=whole", "k=3", *more]
     said = command_here("dense", folders / "photos", *settings, code=code)
     return said, json.loads(output.read_text()) if output.exists() else None
 
@@ -257,3 +257,16 @@ def test_images_to_learn_from_are_no_images_to_judge_by(tmp_path, weights, monke
     settings = [f"weights={weights}", "train=./images", "train_masks=masks"]
     said = command_here("dense", "images", *settings, code=2)
     assert "all 3 images of images are in train=./images too" in said
+
+
+def test_a_class_name_that_is_given_twice_is_refused(folders, weights):
+    (folders / "names.txt").write_text("road\nsky\nroad\n")
+    said, _ = of_folders(folders, weights, f"class_names={folders / 'names.txt'}", code=2)
+    assert "names.txt has the class 'road' on lines 1, 3; each needs its own name" in said
+
+
+def test_a_mask_that_is_no_image_is_named(folders, weights):
+    (folders / "masks" / "sub" / "01.png").write_bytes(b"nothing of the kind")
+    said, _ = of_folders(folders, weights)
+    assert "left out: sub/01.png: the mask cannot be read: it is not an image" in said
+    assert "0x" not in said

@@ -84,3 +84,11 @@ def test_unit_scale_takes_both_and_owns_what_it_gives():
     assert torch.equal(unit_scale(eight), deep)
     assert torch.equal(unit_scale(deep), deep)
     assert unit_scale(deep) is not deep
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("white", [255, 65535])
+def test_integers_as_lists_become_them_are_taken_by_their_values(dtype, white):
+    values = torch.from_numpy(np.array([0, white // 3, white], dtype=dtype)).reshape(1, 1, 3)
+    assert torch.equal(Pixels(channels=1).conform(values), image([0, 85, 255]))
+    assert torch.equal(GREY16.conform(values), image([0, 1 / 3, 1], torch.float32))

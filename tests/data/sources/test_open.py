@@ -244,3 +244,8 @@ def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'dino-vit\[hub\]'"):
         open_source("hf:owner/name")
+
+
+def test_a_data_set_of_the_hub_has_a_name():
+    with pytest.raises(ValueError, match="hf: names no data set: write hf:OWNER/NAME"):
+        open_source("hf:")
