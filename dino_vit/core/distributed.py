@@ -91,7 +91,8 @@ def all_gather_equal(tensor: Tensor) -> Tensor:
     if world_size() == 1:
         return tensor
     rows = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(rows, tensor.detach().contiguous())
+    group = _host_group() if tensor.is_cpu else None  # NCCL takes no tensors of the CPU
+    dist.all_gather(rows, tensor.detach().contiguous(), group=group)
     return torch.cat(rows)
 
 

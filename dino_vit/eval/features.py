@@ -87,7 +87,7 @@ class Features:
     """Features (n, ...) in float32, the indices of their images, and the images that could not be read."""
 
     values: Tensor
-    indices: Tensor  # int64 (n,)
+    indices: Tensor  # int64 (n,), on the CPU
     unreadable: tuple[UnreadableImage, ...]
 
 
@@ -129,7 +129,7 @@ class FrozenBackbone:
     def features(
         self, source: Source, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
     ) -> Generator[Features]:
-        """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
+        """Yield the features of each batch of indices, on the model's device."""
         normalise = self.transform.normaliser(self.device)
         pin = self.device.type == "cuda"
         for batch in read_batches(source, self.transform, batches, threads=self.threads, pin=pin):
@@ -140,8 +140,7 @@ class FrozenBackbone:
     def extract(self, source: Source, indices: Sequence[int], spec: FeatureSpec = CLS) -> Features:
         """Return the features of images in memory, on the model's device, in the order of the indices."""
         none = Features(self.empty(spec), torch.empty(0, dtype=torch.long), ())
-        features = _concatenate([none, *self.features(source, in_batches(indices, self.batch_size), spec)])
-        return replace(features, indices=features.indices.to(self.device))
+        return _concatenate([none, *self.features(source, in_batches(indices, self.batch_size), spec)])
 
     def compute(self, images: Tensor, spec: FeatureSpec) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""

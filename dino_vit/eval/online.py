@@ -148,14 +148,15 @@ class OnlineEvaluation:
 
     def _accuracy(self, features: Tensor, indices: Tensor) -> float:
         """Return the per cent of images that their neighbours classify correctly."""
-        labels = torch.tensor([self.source.label(i) for i in indices.tolist()], device=features.device)
-        votes = queries = torch.ones_like(labels, dtype=torch.bool)
+        labels = torch.tensor([self.source.label(i) for i in indices.tolist()])
+        votes = queries = torch.arange(len(indices))  # rows
         if self.bank is not None:
-            votes = torch.isin(indices.cpu(), self.bank).to(features.device)
-            queries = ~votes
-        k = min(NEIGHBOURS, int(votes.sum()) - (self.bank is None))
-        if k < 1 or not queries.any():  # most images became unreadable
+            in_bank = torch.isin(indices, self.bank)
+            votes, queries = votes[in_bank], queries[~in_bank]
+        k = min(NEIGHBOURS, len(votes) - (self.bank is None))
+        if k < 1 or not len(queries):  # most images became unreadable
             return math.nan
+        labels, votes, queries = (part.to(features.device) for part in (labels, votes, queries))
         offset = 0 if self.bank is None else None
         ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
         return 100 * float((ranked[k][:, 0] == labels[queries]).float().mean())

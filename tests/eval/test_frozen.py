@@ -1,12 +1,12 @@
 """Features on disk: the same whoever computes them, and computed again only when they must be."""
 
-import json
 import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from pyarrow.parquet import read_table
 
 from dino_vit import VisionTransformer, save_backbone
 from dino_vit.core.storage import read_tensors
@@ -172,7 +172,7 @@ def embed(tmp_path):
     settings = [f"weights={tmp_path / 'a.safetensors'}", "batch_size=4", "precision=no"]
 
     def arguments(name):
-        paths = [f"cache={tmp_path / name}", f"output={tmp_path / name}.npy"]
+        paths = [f"cache={tmp_path / name}", f"output={tmp_path / name}.parquet"]
         return ["embed", "synthetic:301:32", *settings, *paths]
 
     return arguments
@@ -186,8 +186,7 @@ def test_two_processes_write_what_one_does(tmp_path, embed):
     assert one.name == two.name
     for ours, theirs in zip(*(read_tensors(path)[0].values() for path in (one, two)), strict=True):
         assert torch.equal(ours, theirs)
-    metadata = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
-    assert metadata[0] == metadata[1]
+    assert read_table(tmp_path / "one.parquet").equals(read_table(tmp_path / "two.parquet"))
 
 
 def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
@@ -199,7 +198,7 @@ def test_an_error_in_one_process_is_said_and_ends_both(tmp_path, embed):
     assert waiting.wait() == 1
     assert "dino-vit embed: another process of this run has ended; see its error message" in waiting.said
     assert "Traceback" not in waiting.said + failing.said
-    assert not (tmp_path / "x.npy").exists()
+    assert not (tmp_path / "x.parquet").exists()
 
 
 def fail_at_the_third_batch():
