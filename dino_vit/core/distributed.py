@@ -167,6 +167,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that FSDP may have sharded; it shares the memory."""
+    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
+
+
 @torch.no_grad()
 def copy_full_tensor(target: Tensor, source: Tensor) -> None:
     """Copy a full tensor into one that FSDP may have sharded."""

@@ -69,9 +69,11 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
         assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
 
 
-def test_compiled_networks_are_not_shared(tmp_path):
-    said = run_in_two(tmp_path / "run", {**TWO, "run.compile": "true"}, code=2)[0]
-    assert "run.compile=true does not work with sharded weights" in said
+@pytest.mark.parametrize("setting", ["run.compile=true", "optim.name=sgd", "optim.name=lars"])
+def test_what_does_not_work_with_parts_of_the_weights_is_refused(tmp_path, setting):
+    key, value = setting.split("=")
+    said = run_in_two(tmp_path / "run", {**TWO, key: value}, code=2)[0]
+    assert f"{setting} does not work with sharded weights" in said
 
 
 def test_the_launcher_of_accelerate_may_ask_for_it_but_not_with_a_model_of_timm(tmp_path):
