@@ -50,6 +50,8 @@ CASES = {  # beside the recipes themselves, whose kernels are counted below
         "head.shared": "true",
         "optim.clip_mode": "none",
     },
+    # With 16 views of 8 passes, half of which are masked, some pass has none.
+    "no patches": {**PATCHES, "data.batch_size": 1, "optim.accumulate": 8, "loss.centering": "sinkhorn"},
     "resnet": {**RESNET, "optim.name": "lars", "optim.clip_mode": "global", "head.batch_norm": "true"},
     "imitation": {"teacher.weights": "wide.safetensors", "teacher.patch_weight": 0.5, "run.precision": "no"},
     "gram": {**PATCHES, "teacher.weights": "run", "gram.weights": "run", "gram.scale": 2},
