@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
@@ -139,6 +139,8 @@ class OnlineEvaluation:
             batch_size=self.batch_size,
             spec=spec,
             autocast=self.autocast,
+            # As many in every process: for each, all of them gather sharded weights.
+            passes=math.ceil(len(self.indices) / (world_size() * self.batch_size)),
         )
         if mine.unreadable and not self.warned:
             self.warned = True
