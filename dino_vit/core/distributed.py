@@ -91,7 +91,8 @@ def all_gather_equal(tensor: Tensor) -> Tensor:
     if world_size() == 1:
         return tensor
     rows = [torch.empty_like(tensor) for _ in range(world_size())]
-    dist.all_gather(rows, tensor.detach().contiguous())
+    group = _host_group() if tensor.is_cpu else None  # NCCL takes no tensors of the CPU
+    dist.all_gather(rows, tensor.detach().contiguous(), group=group)
     return torch.cat(rows)
 
 
@@ -164,6 +165,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of one that FSDP may have sharded; all processes must make the call."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that FSDP may have sharded; it shares the memory."""
+    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
 
 
 @torch.no_grad()

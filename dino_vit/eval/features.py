@@ -88,7 +88,7 @@ class Features:
     """Features (n, ...) in float32, the indices of their images, and the images that could not be read."""
 
     values: Tensor
-    indices: Tensor  # int64 (n,)
+    indices: Tensor  # int64 (n,), on the CPU
     unreadable: tuple[UnreadableImage, ...]
 
 
@@ -130,19 +130,27 @@ class FrozenBackbone:
     def features(
         self, source: Source, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS
     ) -> Generator[Features]:
-        """Yield the features of each batch of indices, on the model's device; the indices on the CPU."""
+        """Yield the features of each batch of indices, on the model's device.
+
+        A batch without readable images is a forward pass too, for which sharded weights are gathered.
+        """
         normalise = self.transform.normaliser(self.device)
         pin = self.device.type == "cuda"
         for batch in read_batches(source, self.transform, batches, threads=self.threads, pin=pin):
-            readable = len(batch.values) > 0
-            values = self.compute(normalise(batch.values), spec) if readable else self.empty(spec)
-            yield replace(batch, values=values)
+            images = batch.values if len(batch.values) else self.transform.empty(1).zero_()
+            yield replace(batch, values=self.compute(normalise(images), spec)[: len(batch.values)])
 
-    def extract(self, source: Source, indices: Sequence[int], spec: FeatureSpec = CLS) -> Features:
-        """Return the features of images in memory, on the model's device, in the order of the indices."""
+    def extract(
+        self, source: Source, indices: Sequence[int], spec: FeatureSpec = CLS, passes: int = 0
+    ) -> Features:
+        """Return the features of images in memory, on the model's device, in the order of the indices.
+
+        It takes at least `passes` forward passes.
+        """
         none = Features(self.empty(spec), torch.empty(0, dtype=torch.long), ())
-        features = _concatenate([none, *self.features(source, in_batches(indices, self.batch_size), spec)])
-        return replace(features, indices=features.indices.to(self.device))
+        batches = list(in_batches(indices, self.batch_size))
+        batches += [[]] * (passes - len(batches))
+        return _concatenate([none, *self.features(source, batches, spec)])
 
     def compute(self, images: Tensor, spec: FeatureSpec) -> Tensor:
         """Return the features of normalised images (B, C, H, W)."""
@@ -164,10 +172,11 @@ def extract_features(
     batch_size: int,
     spec: FeatureSpec = CLS,
     autocast: torch.dtype | None = None,
+    passes: int = 0,
 ) -> Features:
     """Return the features of images in memory, on the model's device, in the order of the indices."""
     frozen = FrozenBackbone(model=model, transform=transform, batch_size=batch_size, autocast=autocast)
-    return frozen.extract(source, indices, spec)
+    return frozen.extract(source, indices, spec, passes)
 
 
 def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:

@@ -171,7 +171,7 @@ def _compute(
         closing(frozen.features(source, batches[rank() :: processes], spec)) as features,
     ):
         for batch in features:
-            rows, of_rows = all_gather(batch.indices.to(frozen.device)), all_gather(batch.values)
+            rows, of_rows = all_gather(batch.indices), all_gather(batch.values)
             if is_main_process():
                 values[len(kept) : len(kept) + len(rows)] = of_rows.cpu()
             kept += rows.tolist()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core import log
-from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
@@ -139,6 +139,8 @@ class OnlineEvaluation:
             batch_size=self.batch_size,
             spec=spec,
             autocast=self.autocast,
+            # As many in every process: for each, all of them gather sharded weights.
+            passes=math.ceil(len(self.indices) / (world_size() * self.batch_size)),
         )
         if mine.unreadable and not self.warned:
             self.warned = True
@@ -148,14 +150,15 @@ class OnlineEvaluation:
 
     def _accuracy(self, features: Tensor, indices: Tensor) -> float:
         """Return the per cent of images that their neighbours classify correctly."""
-        labels = torch.tensor([self.source.label(i) for i in indices.tolist()], device=features.device)
-        votes = queries = torch.ones_like(labels, dtype=torch.bool)
+        labels = torch.tensor([self.source.label(i) for i in indices.tolist()])
+        votes = queries = torch.arange(len(indices))  # rows
         if self.bank is not None:
-            votes = torch.isin(indices.cpu(), self.bank).to(features.device)
-            queries = ~votes
-        k = min(NEIGHBOURS, int(votes.sum()) - (self.bank is None))
-        if k < 1 or not queries.any():  # most images became unreadable
+            in_bank = torch.isin(indices, self.bank)
+            votes, queries = votes[in_bank], queries[~in_bank]
+        k = min(NEIGHBOURS, len(votes) - (self.bank is None))
+        if k < 1 or not len(queries):  # most images became unreadable
             return math.nan
+        labels, votes, queries = (part.to(features.device) for part in (labels, votes, queries))
         offset = 0 if self.bank is None else None
         ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
         return 100 * float((ranked[k][:, 0] == labels[queries]).float().mean())

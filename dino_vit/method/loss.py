@@ -102,7 +102,7 @@ def patch_loss(
 
     def chunk_loss(rows: Index, logits: Tensor, grad_scale: float | None) -> Tensor:
         scores = teacher_logits.scores(rows, center, teacher_temperature)
-        block = len(logits) if logits.is_cuda else max(1, BLOCK_BYTES // (4 * logits.shape[1]))
+        block = max(1, len(logits) if logits.is_cuda else BLOCK_BYTES // (4 * logits.shape[1]))
         starts = range(0, max(1, len(logits)), block)
         blocks = [slice(start, start + block) for start in starts]
         weight = weights[rows, None]

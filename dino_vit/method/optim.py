@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dino_vit.core.distributed import all_reduce_mean, full_tensor
+from dino_vit.core.distributed import all_reduce_mean, full_tensor, local_tensor
 from dino_vit.models.backbone import Backbone
 
 # Where the fused kernels skip a step that is not finite; elsewhere the host waits to know it.
@@ -184,7 +184,8 @@ def clip_gradients(modules: Sequence[nn.Module], *, mode: str, max_norm: float) 
     if mode == "global":
         torch._foreach_mul_(gradients, factors)
     elif mode != "none":
-        _scale_each_(gradients, factors)
+        # The factors are no shards, and tensors of both kinds do not mix.
+        _scale_each_([local_tensor(gradient) for gradient in gradients], factors)
     return total
 
 

@@ -101,21 +101,22 @@ class AcrossProcesses(_BatchNorm):
     """What a BatchNorm of any number of dimensions adds to its class: the values of all processes count."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or world_size() == 1:
+        if not self.training or (world_size() == 1 and x.numel() > x.shape[1]):  # PyTorch refuses one row
             return super().forward(x)
         values = x.float()
         over = [0, *range(2, x.ndim)]
         shape = [1, -1, *[1] * (x.ndim - 2)]
         count = values.new_full((1,), values.numel() / values.shape[1])
         sums = all_reduce_sum(torch.cat([values.sum(over), count]))
-        rows = sums[-1].clamp(min=1)  # a pass may have no masked patch
+        rows = sums[-1].detach().clamp(min=1)  # a pass may have no masked patch
         mean = sums[:-1] / rows
         centred = values - mean.view(shape)
         variance = all_reduce_sum(centred.square().sum(over)) / rows
         share = (self.momentum or 0.0) * (rows > 1)
         unbiased = variance.detach() * rows / (rows - 1).clamp(min=1)
-        self.get_buffer("running_mean").lerp_(mean.detach(), share)
-        self.get_buffer("running_var").lerp_(unbiased, share)
+        # `data`, as PyTorch keeps the buffers for the gradient of another pass of the same step.
+        self.get_buffer("running_mean").data.lerp_(mean.detach(), share)
+        self.get_buffer("running_var").data.lerp_(unbiased, share)
         self.get_buffer("num_batches_tracked").add_(1)
         scale = (variance + self.eps).rsqrt() * self.weight
         normalised = (centred * scale.view(shape) + self.bias.view(shape)).to(x.dtype)

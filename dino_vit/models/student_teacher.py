@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import DINOHead, FeatureHead, convert_sync_batchnorm
@@ -155,5 +156,9 @@ def build_networks(
 
     student, teacher = build(drop_path), build(0.0)
     teacher.load_state_dict(student.state_dict())
-    teacher.requires_grad_(False)
+    teacher.requires_grad_(False).eval()  # its targets are a function of the images
+    for module in teacher.modules():
+        module.training = isinstance(
+            module, _BatchNorm
+        )  # which takes the statistics of the batch, as in 2021
     return student, teacher

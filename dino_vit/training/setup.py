@@ -256,7 +256,7 @@ def _shard(student: Network, teacher: Network, config: PretrainConfig, device: t
     refused = {
         f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
         "run.compile=true": config.run.compile,
-        "optim.name=lars": config.optim.name == "lars",
+        f"optim.name={config.optim.name}": config.optim.name != "adamw",
     }
     if wrong := [setting for setting, given in refused.items() if given]:
         why = "sharded weights (run.sharded=true, or Accelerate's FSDP)"

@@ -7,22 +7,41 @@ from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from dino_vit import VisionTransformer
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning
 from dino_vit.config.loading import load
+from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval import linear
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
+from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
+from tests.support.images import write_synthetic
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@pytest.mark.parametrize("tokens", ["cls", "cls+mean", "patches"])
-def test_features_are_computed_without_a_wait_between_batches(monkeypatch, tokens):
+@pytest.fixture
+def unpinned(monkeypatch):
+    """Pin no memory for a GPU that is not here."""
     empty = EvalTransform.empty
-    monkeypatch.setattr(
-        EvalTransform, "empty", lambda self, images, pin: empty(self, images)
-    )  # nothing to pin for
+    monkeypatch.setattr(EvalTransform, "empty", lambda self, images, pin: empty(self, images))
+
+
+@pytest.mark.parametrize("splits", [("train", "val"), ("",)], ids=["splits", "one set"])
+def test_an_evaluation_in_training_runs_on_a_gpu(tmp_path, unpinned, splits):
+    for number, split in enumerate(splits * 12):
+        write_synthetic(tmp_path / split / "ab"[number // 2 % 2] / f"{number}.png", number)
+    with Rehearsal(answers=True):
+        model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2).to(CUDA)
+        transform = EvalTransform(size=(32, 32), mean=MEAN, std=STD)
+        evaluation = OnlineEvaluation(source=FolderSource(tmp_path), transform=transform, seed=0)
+        assert (evaluation.bank is not None) == (len(splits) > 1)
+        assert evaluation(model).knn is not None
+        assert evaluation.guesses() is not None
+
+
+@pytest.mark.parametrize("tokens", ["cls", "cls+mean", "patches"])
+def test_features_are_computed_without_a_wait_between_batches(unpinned, tokens):
     with Rehearsal(answers=True) as rehearsal:
         model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2).to(CUDA)
         source, transform = (
@@ -66,7 +85,7 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
     assert len(found) == 1
 
 
-def test_a_step_of_finetuning_does_not_wait(tmp_path):
+def test_a_step_of_finetuning_does_not_wait(tmp_path, unpinned):
     settings = {
         "source": "synthetic:40:32",
         "arch": "vit_tiny",
@@ -83,6 +102,8 @@ def test_a_step_of_finetuning_does_not_wait(tmp_path):
         for step in range(2):
             run.take_step(*next(batches), step)
         assert rehearsal.by_part["clipping"] < 20
+        rehearsal.answers = True
+        assert run.evaluate()["top1"].images > 0
 
 
 @pytest.mark.parametrize("channels", [3, 5])

@@ -94,6 +94,18 @@ def test_the_passes_of_a_step_are_one(tmp_path):
     assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_a_pass_may_have_one_masked_patch_or_none(tmp_path, shared):
+    """As one image of few patches has; BatchNorm gets as many rows."""
+    settings = {"loss.patch_weight": 1, "data.batch_size": 1, "optim.accumulate": 4, "budget.steps": 12}
+    trained(
+        tmp_path, {**settings, "head.batch_norm": "true", "head.shared": shared, "optim.warmup_epochs": 0.1}
+    )
+    lines = history(tmp_path)
+    assert {0, 1} < {line["patch_rows"] for line in lines}  # of the last pass of each step
+    assert all(line["loss"] > 0 for line in lines)
+
+
 def test_two_processes_follow_one(tmp_path):
     settings = {**ALL_TERMS, "budget.steps": 8}
     run(tmp_path / "alone", {**settings, "data.batch_size": 16})

@@ -34,6 +34,27 @@ def test_training_goes_on_from_dinov3(tmp_path):
     assert len(maps.maps) == 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("network", ["teacher", "student"])
+def test_the_teacher_alone_is_a_function_of_the_images(tmp_path, network):
+    """The student's coordinates are rescaled at random, and its branches dropped."""
+    state = opened(tmp_path, {**ROTARY, "model.drop_path": 0.2}).state
+    views = state.views_of(next(state.loader.batches()))
+    outputs = [getattr(state, network)(views).cls for _ in range(2)]
+    assert torch.equal(*outputs) == (network == "teacher")
+    state.evaluate_baseline()
+    assert torch.equal(outputs[0], state.teacher(views).cls) == (network == "teacher")
+
+
+@torch.no_grad()
+def test_batch_norm_of_the_teacher_takes_the_statistics_of_the_batch(tmp_path):
+    """As in 2021."""
+    state = opened(tmp_path, {**ROTARY, "head.batch_norm": "true"}).state
+    views = state.views_of(next(state.loader.batches()))
+    whole, part = state.teacher(views).projection.features, state.teacher([views[0][:8]]).projection.features
+    assert not torch.allclose(whole[:8], part, atol=1e-3)
+
+
 def test_channels_that_cannot_be_turned_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"needs heads of 4, 8, \.\.\. channels, not of 6"):
         opened(tmp_path, {**ROTARY, "model.width": 30, "model.heads": 5})

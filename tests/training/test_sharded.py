@@ -6,6 +6,9 @@ from functools import partial
 import pytest
 from torch.testing import assert_close
 
+from dino_vit.data.sources.open import FolderSource
+from dino_vit.eval.online import random_indices
+from tests.support.images import write_synthetic
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
 from tests.support.runs import assert_same_end, history, run, signal_within_step, steps, tensors
 
@@ -45,6 +48,25 @@ def test_two_processes_with_halves_follow_one(tmp_path, terms):
             assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
 
 
+@pytest.mark.parametrize("unreadable", [False, True], ids=["one image more", "unreadable images"])
+def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
+    """The weights are gathered for each, by all processes."""
+    length = 16 if unreadable else 2 * 256 + 1  # of the two processes, the second has one more
+    for number in range(length):
+        write_synthetic(tmp_path / "images" / "ab"[number % 2] / f"{number}.png", number)
+    source = FolderSource(tmp_path / "images")
+    for index in random_indices(source, 0)[8:] if unreadable else ():  # the images of the second
+        (tmp_path / "images" / source.name(index)).write_bytes(b"")
+    settings = {**ONE, "data.source": tmp_path / "images", "budget.steps": 1}
+    settings |= {"run.eval_every": "null", "run.eval_every_steps": 1, "optim.warmup_epochs": 0}
+    settings["optim.freeze_last_layer_epochs"] = 0
+    run(tmp_path / "alone", settings)
+    run_in_two(tmp_path / "run", {**settings, "data.batch_size": 8, "run.sharded": "true"})
+    for key in ("knn", "rankme"):
+        ours, theirs = (history(tmp_path / name)[-1][key] for name in ("run", "alone"))
+        assert ours == pytest.approx(theirs, rel=1e-3), key
+
+
 def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(tmp_path):
     """Its checkpoints are those of any other run."""
     settings = {**TWO, "optim.accumulate": 2, "data.batch_size": 4}
@@ -69,9 +91,11 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(t
         assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
 
 
-def test_compiled_networks_are_not_shared(tmp_path):
-    said = run_in_two(tmp_path / "run", {**TWO, "run.compile": "true"}, code=2)[0]
-    assert "run.compile=true does not work with sharded weights" in said
+@pytest.mark.parametrize("setting", ["run.compile=true", "optim.name=sgd", "optim.name=lars"])
+def test_what_does_not_work_with_parts_of_the_weights_is_refused(tmp_path, setting):
+    key, value = setting.split("=")
+    said = run_in_two(tmp_path / "run", {**TWO, key: value}, code=2)[0]
+    assert f"{setting} does not work with sharded weights" in said
 
 
 def test_the_launcher_of_accelerate_may_ask_for_it_but_not_with_a_model_of_timm(tmp_path):

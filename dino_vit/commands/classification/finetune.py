@@ -161,7 +161,7 @@ class Finetuning:
         features = self.evaluated.extract(self.val.images, rank_slice(range(len(self.val))))
         with torch.no_grad():
             ranked = self.model.head(features.values).topk(min(TOP_K, len(self.val.classes))).indices
-        rows = all_gather(features.indices).cpu().numpy()
+        rows = all_gather(features.indices).numpy()
         return Predictions(
             images=self.val.indices[rows],
             ranked=all_gather(ranked).cpu().numpy(),
