@@ -187,7 +187,7 @@ def _choose_head(choices: _Choices, images: int) -> None:
 
 def _choose_gentle(choices: _Choices) -> None:
     """Keep a short run from the uniform state, and regularise it little; see docs/small-sets.md."""
-    choices.choose("loss.centering", "sinkhorn", "balanced targets learn faster in a short run")
+    choices.choose("loss.centering", "sinkhorn", "a short run learns faster from balanced targets")
     choices.choose("loss.koleo_weight", 0.03, "keeps the effective rank of a short run")
     reason = f"without BatchNorm, runs of fewer than {SHORT:,} steps often collapse"
     choices.choose("head.batch_norm", True, reason)

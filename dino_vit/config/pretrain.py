@@ -47,7 +47,7 @@ AUTO_KEYS = frozenset(
         *("optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
-# What it fits to the length of the run or to its minutes, also where the user gave something else or nothing.
+# What recipe=auto also chooses where a run is short, or has a budget in minutes.
 FITTED_KEYS = frozenset(
     {"loss.warmup_teacher_temp_epochs", "init.head_epochs", "model.width", "model.depth", "model.heads"}
 )

@@ -48,7 +48,9 @@ class BackboneConfig(Settings):
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
     fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
     batch_size: Dimension = setting(128, "images per process and forward pass")
-    num_workers: Few | None = setting(None, "threads that read images; null: one per core, at most 16")
+    num_workers: Few | None = setting(
+        None, "threads that read images, not processes; null: one per core, at most 16"
+    )
     precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
 
     positional: ClassVar = ("source",)
@@ -87,8 +89,9 @@ def cached_features(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the features of the readable images of a source, or of some, and the images' indices.
 
-    They come from the one file for all that they are a function of, or are computed into it. All processes
-    must call it; they share the work. Unreadable images are left out with a warning. Another device or batch
+    They are read from the cache file whose name is a hash of all that they depend on (weights, images,
+    transform, tokens, precision), or computed and written there first. All processes must call it; they
+    share the work. Unreadable images are left out with a warning. Another device or batch
     size may round the last bits differently. What is interrupted starts again. Features of an object of
     Python code are not kept, unless its fingerprint says whether its images are still the same.
     """

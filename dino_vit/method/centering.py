@@ -44,7 +44,7 @@ class Center(nn.Module):
     @torch.no_grad()
     def update(self) -> None:
         """Move towards the mean of the accumulated logits, unless it is not finite."""
-        # Not every process has as many masked patches.
+        # Sums and counts, not means: processes have different numbers of masked patches.
         sums = all_reduce_mean(torch.cat([self.pending, self.rows], dim=1))
         mean = sums[:, :-1] / sums[:, -1:]
         moved = self.center.lerp(mean, 1 - MOMENTUM)

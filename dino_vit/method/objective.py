@@ -37,15 +37,15 @@ class Teaching(NamedTuple):
     patches: Tensor | None = None  # (g·b, N, width)
 
 
-class Forward(NamedTuple):
-    """A forward pass: the weighted sum of the terms, each of them, and what the teacher gave."""
+class ObjectiveOutput(NamedTuple):
+    """The loss of a forward pass: the weighted sum of the terms, each of them, and what the teacher gave."""
 
     loss: Tensor
     teaching: Teaching
-    cls: Tensor  # the cross-entropy of the CLS tokens of student and teacher, or 1 minus their cosine
-    patch: Tensor | None = None  # the same of patches
-    koleo: Tensor | None = None  # summed over the global views
-    gram: Tensor | None = None
+    cls_loss: Tensor  # cross-entropy of the CLS tokens of student and teacher, or 1 minus their cosine
+    patch_loss: Tensor | None = None  # the same of patches
+    koleo_loss: Tensor | None = None  # summed over the global views
+    gram_loss: Tensor | None = None
 
 
 class Objective:
@@ -94,7 +94,7 @@ class Objective:
         *,
         images: int,
         teacher_temperature: float,
-    ) -> Forward:
+    ) -> ObjectiveOutput:
         """Compute the loss of a pass; `student` is a Network that may be wrapped."""
         rows = self.global_views * images
         large = views[0][:rows]
@@ -121,7 +121,7 @@ class Objective:
         if self.gram_teacher is not None and out.tokens is not None:
             gram = gram_loss(out.tokens[:rows], self._tokens_of(self.gram_teacher, large)[1])
             loss = loss + self.gram_weight * gram
-        return Forward(loss, teaching, cls, patch, koleo, gram)
+        return ObjectiveOutput(loss, teaching, cls, patch, koleo, gram)
 
     def _resize_global(self, views: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
         """Return the views, the global ones as the student sees them; a Gram teacher may see more."""
@@ -186,7 +186,7 @@ class Objective:
         assert out.patches is not None
         return cls, cosine_loss(out.patches.features[:rows], teaching.patches)
 
-    def accumulate(self, out: Forward) -> None:
+    def accumulate(self, out: ObjectiveOutput) -> None:
         """Remember the teacher's logits of a pass for the centers after the step."""
         for name, targets in out.teaching.targets.items():
             self.centers[name].accumulate(targets.logits)
@@ -197,16 +197,16 @@ class Objective:
             center.update()
 
 
-def output_statistics(out: Forward, teacher_temperature: float) -> dict[str, Tensor]:
+def output_statistics(out: ObjectiveOutput, teacher_temperature: float) -> dict[str, Tensor]:
     """Return what a log line says of a pass, over all processes."""
     statistics = {"embedding_std": all_reduce_mean(embedding_std(out.teaching.cls))}
     # KoLeo is the same in all processes already.
-    terms = {"koleo": out.koleo, "gram": out.gram, "patch_loss": out.patch}
+    terms = {"koleo": out.koleo_loss, "gram": out.gram_loss, "patch_loss": out.patch_loss}
     for name, term in terms.items():
         if term is not None:
             statistics[name] = term.detach() if name == "koleo" else all_reduce_mean(term.detach())
     for name, targets in out.teaching.targets.items():
-        loss = out.cls if name == "loss" else out.patch
+        loss = out.cls_loss if name == "loss" else out.patch_loss
         assert loss is not None
         figures = loss_statistics(loss, *targets, teacher_temperature=teacher_temperature)
         if name == "loss":

@@ -113,7 +113,7 @@ class Network(nn.Module):
             cls, tokens = self.backbone(views[0]), None
         return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), tokens
 
-    def use(self, work: Callable[[Backbone], T]) -> T:
+    def with_full_weights(self, work: Callable[[Backbone], T]) -> T:
         """Call a function with the backbone; FSDP gathers its weights meanwhile."""
         return work(self.backbone)
 

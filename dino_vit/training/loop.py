@@ -107,7 +107,7 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     before = snapshot(buffers)
     loss = torch.zeros((), device=state.device)
     for micro in range(config.optim.accumulate):
-        batch = state.interval.wait(batches)
+        batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
         # Stochastic depth is a function of (seed, step, part of the batch), so that a resumed run draws
         # the same. Seeded when the images are there: code of the user's own that reads them may draw, too.
@@ -151,7 +151,7 @@ def forward_backward(state: TrainingState, batch: Batch, rates: ScheduleValues, 
     if last and state.plan.is_logged(state.step + 1):
         state.outputs = output_statistics(out, rates.teacher_temp)
     state.objective.accumulate(out)
-    return out.cls.detach() / accumulate
+    return out.cls_loss.detach() / accumulate
 
 
 def freeze(state: TrainingState) -> None:
@@ -231,7 +231,7 @@ def seconds_per_step(config: PretrainConfig) -> float:
     """Take a few steps of a run that leaves nothing behind, and return the mean time of one."""
     log.info("measuring how long a step takes ...")
     with TemporaryDirectory() as folder:
-        # As a short run under auto, which fits the phases to it; otherwise none may be longer than the run.
+        # recipe=auto fits its phases to a run of any length; elsewhere none may be as long as the run.
         steps = 1000 if config.recipe == "auto" else 10**12
         changes = {"output": folder, "run.trackers": (), "budget.steps": steps}
         state = set_up(replace(config, changes), start_processes()).state

@@ -35,8 +35,8 @@ ADVICE = (
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
-# What a checkpoint holds of an interval.
 MAX_SKIPPED = 5  # steps in a row; more end the run
+# What a checkpoint holds of an interval.
 _SUMS = ("loss", "finite", "skipped_in_a_row")
 
 
@@ -56,7 +56,7 @@ class Interval:
         self.loss, self.finite, self.norm = torch.zeros(3, device=self.device).unbind()
         self.start, self.waited, self.images = time.perf_counter(), 0.0, 0
 
-    def wait(self, batches: Iterator[Batch]) -> Batch:
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
         """Return the next batch, and count the time that it took to arrive."""
         start = time.perf_counter()
         batch = next(batches)
@@ -193,7 +193,7 @@ class TrainingState:
 
     def evaluate(self) -> OnlineFigures:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
-        figures = self.teacher.use(self.evaluation)
+        figures = self.teacher.with_full_weights(self.evaluation)
         figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
         # A NaN is never the best.
         if math.isfinite(value) and (self.best is None or value > self.best["value"]):
@@ -207,7 +207,7 @@ class TrainingState:
 
     def evaluate_baseline(self) -> Baseline:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
-        figures = self.teacher.use(self.evaluation)
+        figures = self.teacher.with_full_weights(self.evaluation)
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}))
 

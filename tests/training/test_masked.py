@@ -74,8 +74,8 @@ def test_a_step_is_that_of_the_formulas(tmp_path, shared):
             center = state.objective.centers["patch_loss"].center
             theirs = softmaxes(tokens[1][view, 1 + places], heads[1][1], temperatures[1], center).exp()
             patch = patch - (theirs * mine).sum(1).mean() / 16
-    assert_close(out.cls, cls, atol=1e-5, rtol=1e-5)
-    assert_close(out.patch, patch, atol=1e-5, rtol=1e-5)
+    assert_close(out.cls_loss, cls, atol=1e-5, rtol=1e-5)
+    assert_close(out.patch_loss, patch, atol=1e-5, rtol=1e-5)
     assert_close(out.loss, cls + 0.7 * patch, atol=1e-5, rtol=1e-5)
     (cls + 0.7 * patch).backward()
     for name, parameter in state.student.named_parameters():
@@ -197,8 +197,8 @@ def test_patches_are_held_to_an_earlier_teacher(tmp_path, terms, scale):
     ours = state.student.backbone.forward_features(seen, hidden)[:, 1:]
     ours, theirs = F.normalize(ours, dim=2), F.normalize(theirs.flatten(2).mT, dim=2)
     gram = ((ours @ ours.mT - theirs @ theirs.mT) ** 2).mean()
-    assert_close(out.gram, gram)
-    parts = out.cls + (0 if out.patch is None else out.patch)
+    assert_close(out.gram_loss, gram)
+    parts = out.cls_loss + (0 if out.patch_loss is None else out.patch_loss)
     assert_close(out.loss, parts + 2 * gram)
     trained(tmp_path / "run", settings)
     found = [line["gram"] for line in history(tmp_path / "run")]
@@ -220,7 +220,7 @@ def test_views_cut_out_at_twice_the_size_are_the_same_views(tmp_path, local_size
         outs.append(state.objective(*networks, seen, batch.masks, images=8, teacher_temperature=0.04))
     reduced = F.interpolate(views[1], size=48, mode="bicubic", antialias=True)
     assert (reduced - views[0]).abs().mean() < 0.05  # a solarised or clamped pixel may differ more
-    assert_close(outs[1].cls, outs[0].cls, atol=1e-2, rtol=0)
+    assert_close(outs[1].cls_loss, outs[0].cls_loss, atol=1e-2, rtol=0)
 
 
 def test_the_run_itself_is_no_earlier_teacher(tmp_path):
