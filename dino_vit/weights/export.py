@@ -117,6 +117,8 @@ def _check_architecture(model: Backbone, format: str) -> None:
     faults = [f"{key}={a[key]}" for key in keys if a[key] != defaults[key].default]
     if a["positions"] == "rotary" and not layout.rotary:
         faults.append("positions=rotary")
+    if a["positions"] == "rotary" and a["key_bias"]:
+        faults.append("key_bias=True")
     if format == "huggingface":
         if len({*model.patch_size}) > 1 or len({*model.image_size}) > 1:
             faults.append("non-square images or patches")

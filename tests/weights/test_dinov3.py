@@ -175,6 +175,25 @@ def test_the_coordinates_are_rescaled_in_training_alone():
     assert torch.equal(still(IMAGES[0]), model.eval()(IMAGES[0]))
 
 
+def test_rotated_keys_may_have_a_bias(tmp_path):
+    model = with_values(VisionTransformer(**ROTARY, key_bias=True))
+    before = tokens_of(model, IMAGES[0])
+    model.blocks[0].attn.qkv.bias.data[128:256] += 1
+    assert not torch.allclose(tokens_of(model, IMAGES[0]), before, atol=1e-3)
+    with pytest.raises(WeightsError, match="timm format does not support key_bias=True"):
+        export_backbone(model, tmp_path / "vit.pth", "timm")
+
+
+def test_each_block_has_a_factor_of_its_own_in_training():
+    model, seen = VisionTransformer(**ROTARY, rotary_rescale=2.0), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2][0]))
+    model.train()(IMAGES[0])
+    model.eval()(IMAGES[0])
+    assert not torch.equal(*seen[:2])
+    assert torch.equal(*seen[2:])
+
+
 def test_other_periods_and_biases_of_keys_are_refused(huggingface):
     tensors = original(huggingface)
     with pytest.raises(WeightsError, match="rotary positions of other periods"):
