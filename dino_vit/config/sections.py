@@ -32,7 +32,7 @@ WeightsFormat = Literal["dino-vit", "reference", "timm", "torchvision", "hugging
 Side = Dimension | tuple[Dimension, Dimension]
 # Settings that a model of timm has no use for.
 OF_OUR_TRANSFORMERS = (
-    *("model.patch_size", "model.positions", "model.rotary_rescale", "model.registers"),
+    *("model.patch_size", "model.positions", "model.rotary_rescale", "model.key_bias", "model.registers"),
     *("model.layer_scale", "model.drop_path_schedule", "optim.patch_embed_lr"),
 )
 HEAD_CHANNELS = 64  # of every named size but vit_huge
@@ -75,8 +75,9 @@ class Model(Settings):
     depth: Few | None = setting(None, "number of blocks")
     heads: Few | None = setting(None, "attention heads per block; null: one for every 64 of the width")
     patch_size: Dimension = setting(16, "side of a patch in pixels; 14 for vit_huge unless given")
-    positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's, with keys without bias")
+    positions: Literal["learned", "rotary"] = setting("learned", "rotary: DINOv3's")
     rotary_rescale: Positive | None = setting(2.0, "in training, rescale rotary positions by up to this")
+    key_bias: bool | None = setting(None, "bias of the keys; null: unless positions are rotary")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
     drop_path_schedule: Literal["linear", "uniform"] = setting(

@@ -54,16 +54,17 @@ def sinusoidal_pos_embs(count: int, width: int) -> Tensor:
 def rotary_positions(grid: Grid, channels: int, *, scale: Tensor) -> Rotation:
     """Return the rotations of the patches of a grid for heads of some channels, as DINOv3 defines them.
 
-    The centre of a patch has coordinates from -1 to 1 along each axis, times `scale`. The channels of the
-    first half are turned with those of the second, half of these pairs by the row and half by the column,
-    each with a period of its own.
+    The centre of a patch has coordinates from -1 to 1 along each axis, times each `scale` (n, 1, 1): there
+    are (n, N, d) rotations. The channels of the first half are turned with those of the second, half of these
+    pairs by the row and half by the column, each with a period of its own.
     """
     numbers: dict[str, Any] = {"dtype": torch.float32, "device": scale.device}
-    row, column = ((2 * ((torch.arange(cells, **numbers) + 0.5) / cells) - 1) * scale for cells in grid)
+    row, column = (2 * ((torch.arange(cells, **numbers) + 0.5) / cells) - 1 for cells in grid)
     count = channels // 4
     frequency = 1 / ROTARY_BASE ** (torch.arange(count, **numbers) / count)
     rows, columns = row[:, None].expand(grid).flatten(), column.expand(grid).flatten()
-    angles = 2 * math.pi * torch.cat([rows[:, None] * frequency, columns[:, None] * frequency], dim=1).tile(2)
+    angles = torch.cat([rows[:, None] * frequency, columns[:, None] * frequency], dim=1).tile(2)
+    angles = 2 * math.pi * scale * angles
     return angles.cos(), angles.sin()
 
 

@@ -65,6 +65,7 @@ class VisionTransformer(Backbone):
         registers: int = 0,
         mask_token: bool = False,
         qkv_bias: bool = True,
+        key_bias: bool | None = None,
         qk_scale: float | None = None,
         layer_scale: float | None = None,
         norm_eps: float = 1e-6,
@@ -99,8 +100,8 @@ class VisionTransformer(Backbone):
         uniform = drop_path_schedule == "uniform"
         rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
         options = {name: arguments[name] for name in BLOCK_OPTIONS}
-        # Where keys are rotated, their bias would have an effect; in DINOv3 they have none.
-        options["key_bias"] = positions != "rotary"
+        # Where keys are rotated, their bias has an effect; in DINOv3's released weights they have none.
+        options["key_bias"] = positions != "rotary" if key_bias is None else key_bias
         self.blocks = nn.ModuleList(Block(width, heads, drop_path=rate, **options) for rate in rates)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
@@ -137,17 +138,18 @@ class VisionTransformer(Backbone):
 
     def _encode(self, images: Tensor, mask: Tensor | None = None, queries: slice = ALL) -> Tensor:
         """Return the tokens after the final LayerNorm; the last block computes only the queries."""
-        tokens, rotation = self.embed_patches(images, mask), self.rotation(images)
-        for index, block in enumerate(self.blocks, start=1):
-            tokens = self._run(block, tokens, rotation, queries if index == self.depth else ALL)
+        tokens, rotations = self.embed_patches(images, mask), self.rotations(images)
+        for index, block in enumerate(self.blocks):
+            last = index == self.depth - 1
+            tokens = self._run(block, tokens, rotations[index], queries if last else ALL)
         return self.norm(tokens)
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
-        tokens, rotation, taken = self.embed_patches(images), self.rotation(images), {}
+        tokens, rotations, taken = self.embed_patches(images), self.rotations(images), {}
         for index, block in enumerate(self.blocks):
-            tokens = self._run(block, tokens, rotation)
+            tokens = self._run(block, tokens, rotations[index])
             if index in wanted:
                 taken[index] = self.norm(tokens)
         return [taken[index] for index in wanted]
@@ -161,14 +163,14 @@ class VisionTransformer(Backbone):
         of the CLS token alone, so that large images fit into memory.
         """
         wanted = self._block_indices(range(self.depth) if blocks is None else blocks)
-        tokens, rotation, taken = self.embed_patches(images), self.rotation(images), {}
+        tokens, rotations, taken = self.embed_patches(images), self.rotations(images), {}
         for index, block in enumerate(self.blocks[: max(wanted) + 1]):
             assert isinstance(block, Block)
             if index in wanted:
-                q, k, _ = block.attn.split(block.norm1(tokens), rotation)
+                q, k, _ = block.attn.split(block.norm1(tokens), rotations[index])
                 taken[index] = block.attn.softmax(q[:, :, queries], k)
             if index < max(wanted):
-                tokens = block(tokens, rotation=rotation)
+                tokens = block(tokens, rotation=rotations[index])
         return [taken[index] for index in wanted]
 
     def embed_patches(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -202,20 +204,22 @@ class VisionTransformer(Backbone):
             self.pos_embed, grid, trained_grid=self.trained_grid, mode=self.position_mode
         )
 
-    def rotation(self, images: Tensor) -> Rotation | None:
-        """Return the rotation of each patch of images of this size, or None without rotary positions.
+    def rotations(self, images: Tensor) -> Sequence[Rotation | None]:
+        """Return the rotation of each patch of images of this size for each block, if there are any.
 
-        In training all coordinates are rescaled by a random factor from 1 / rotary_rescale to rotary_rescale.
+        In training a block's coordinates are rescaled by a random factor from 1 / rotary_rescale to
+        rotary_rescale, another for each block as in DINOv3.
         """
         if not self.rotary:
-            return None
-        scale = torch.ones(1, device=images.device)
+            return [None] * self.depth
+        scale = torch.ones(1, 1, 1, device=images.device)
         if self.training and self.rotary_rescale:
             reach = math.log(self.rotary_rescale)
-            scale = torch.empty_like(scale).uniform_(-reach, reach).exp()
+            scale = scale.new_empty(self.depth, 1, 1).uniform_(-reach, reach).exp()
         with torch.autocast(images.device.type, enabled=False):
             channels = self.width // self.heads
-            return rotary_positions(self.grid_of(*images.shape[-2:]), channels, scale=scale)
+            both = rotary_positions(self.grid_of(*images.shape[-2:]), channels, scale=scale)
+        return list(zip(*(part.expand(self.depth, -1, -1) for part in both), strict=True))
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Return the grid of patches (h, w) of an image of this size."""

@@ -45,6 +45,8 @@ class Plan:
         """Return the values of the schedules at a step."""
         optim, teacher, loss = self.config.optim, self.config.teacher, self.config.loss
         total = self.total_steps
+        # One temperature for a whole epoch in 2021, for a step in DINOv2.
+        unit = self.steps_per_epoch if self.config.method == "dino" else 1
         return ScheduleValues(
             lr=warmup_cosine(step, base=self.lr, final=optim.min_lr, total=total, warmup=self.warmup_steps),
             weight_decay=warmup_cosine(
@@ -52,10 +54,10 @@ class Plan:
             ),
             momentum=warmup_cosine(step, base=teacher.momentum, final=1.0, total=total),
             teacher_temp=warmup_constant(
-                step // self.steps_per_epoch,  # one temperature for a whole epoch, as in 2021
+                step // unit,
                 start=START_TEACHER_TEMPERATURE,
                 final=loss.teacher_temp,
-                warmup=loss.warmup_teacher_temp_epochs,
+                warmup=loss.warmup_teacher_temp_epochs * (self.steps_per_epoch // unit),
             ),
         )
 

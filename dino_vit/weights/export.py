@@ -117,6 +117,8 @@ def _check_architecture(model: Backbone, format: str) -> None:
     faults = [f"{key}={a[key]}" for key in keys if a[key] != defaults[key].default]
     if a["positions"] == "rotary" and not layout.rotary:
         faults.append("positions=rotary")
+    if a["positions"] == "rotary" and a["key_bias"]:
+        faults.append("key_bias=True")
     if format == "huggingface":
         if len({*model.patch_size}) > 1 or len({*model.image_size}) > 1:
             faults.append("non-square images or patches")
@@ -166,7 +168,10 @@ def _describe(model: Backbone, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
     facts = {name: getattr(model.provenance, name, None) for name in TRAINING_FACTS}
     facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
-    facts |= {name: value for name, value in model.architecture.items() if name in ("positions", "name")}
+    names = ("positions", "name", "norm_eps")
+    facts |= {name: value for name, value in model.architecture.items() if name in names}
+    if facts.get("positions") == "rotary":
+        facts["rotary_rescale"] = model.architecture["rotary_rescale"] or 0  # null would be no fact
     return json.dumps({**facts, "format": format})
 
 
@@ -211,6 +216,8 @@ def _to_layout(model: Backbone, layout: Layout) -> dict[str, Tensor]:
     mask_token = tensors.pop("mask_token", torch.zeros(1, model.width))  # read by masked training only
     if huggingface and layout is not layouts.HF_VIT:
         tensors["mask_token"] = mask_token[None] if layout.rotary else mask_token
+    if huggingface and layout.rotary:  # an empty tensor where there are none
+        tensors.setdefault("register_tokens", torch.zeros(1, 0, model.width))
     renamed = {layout.to_theirs(name): tensor for name, tensor in tensors.items()}
     if gated and not layout.rotary:
         for ours, theirs in ((".mlp.fc1.", ".mlp.weights_in."), (".mlp.fc2.", ".mlp.weights_out.")):

@@ -176,6 +176,8 @@ def _adapt(
         mode = wanted["position_mode"]
         adapted["pos_embed"] = interpolate_pos_embs(adapted["pos_embed"], new, trained_grid=old, mode=mode)
         notes.append(f"resampled positions from {old[0]} × {old[1]} to {new[0]} × {new[1]} (mode {mode})")
+    if not stored["registers"]:
+        adapted.pop("register_tokens", None)  # empty, in Hugging Face's DINOv3
     if not wanted.get("mask_token"):
         adapted.pop("mask_token", None)
     elif "mask_token" in adapted:

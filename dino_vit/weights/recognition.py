@@ -121,6 +121,7 @@ def infer_architecture(
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
     patch = height_width(stem["patch_size"])
+    rescale = raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE)
     if layout.rotary:
         size = trained_size or raw.facts.get("image_size") or TRAINED_SIDE
         grid = patch_grid(size, patch)
@@ -128,7 +129,7 @@ def infer_architecture(
         grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
     return {
         "positions": "rotary" if layout.rotary else "learned",
-        "rotary_rescale": raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE) if layout.rotary else None,
+        "rotary_rescale": (raw.facts.get("rotary_rescale", rescale) or None) if layout.rotary else None,
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dino_vit.config.loading import load, replace, to_yaml
-from dino_vit.config.pretrain import METHODS, PretrainConfig
+from dino_vit.config.pretrain import METHODS, PretrainConfig, scaled_lr
 from dino_vit.config.sections import Arch
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
 from dino_vit.core import VIT_SIZES
@@ -117,6 +117,19 @@ def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message
 )
 def test_what_makes_sense_is_accepted(overrides: list[str]) -> None:
     load(PretrainConfig, None, overrides)
+
+
+@pytest.mark.parametrize("name", ["vitl16_dinov2", "vits14_dinov2", "vitl16_dinov3"])
+def test_recipes_of_dinov2_are_those_of_its_running_code(name: str) -> None:
+    """Beside its paper: probabilities of the blur are inverted, norms of prototypes learned."""
+    config = load(PretrainConfig, next(file for file in CONFIGS if file.stem == name))
+    assert config.augment.blur == (0.0, 0.9, 0.5)
+    assert not config.head.norm_last_layer
+    assert scaled_lr(config.optim.lr, 2048, config.optim.lr_scaling) == pytest.approx(4e-3 * 2**0.5)
+    if name == "vitl16_dinov3":
+        assert (config.model.positions, config.model.rotary_rescale) == ("rotary", None)
+        assert config.model.key_bias  # `mask_k_bias: false`
+        assert (config.loss.centering, config.head.shared) == ("sinkhorn", False)
 
 
 def test_a_default_that_stands_in_for_a_mistake_is_not_blamed() -> None:

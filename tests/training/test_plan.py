@@ -26,6 +26,17 @@ def test_every_unit_of_the_budget_ends_the_run(overrides: list[str], total: int)
     assert (plan.global_batch, plan.total_steps) == (64, total)
 
 
+@pytest.mark.parametrize("method", ["dino", "dinov2"])
+def test_the_temperature_warms_up_by_epoch_in_2021_and_by_step_in_dinov2(method: str) -> None:
+    settings = [f"method={method}", "loss.teacher_temp=0.07", "loss.warmup_teacher_temp_epochs=3"]
+    settings += ["budget.epochs=5", "optim.warmup_epochs=1", "data.batch_size=10"]
+    plan = make_plan(load(PretrainConfig, None, settings), images=40, world_size=1)
+    values = [plan.rates(step).teacher_temp for step in range(20)]
+    ramp = [0.04, 0.055, 0.07] if method == "dino" else [0.04 + 0.03 * step / 11 for step in range(12)]
+    whole = [value for value in ramp for _ in range(4 if method == "dino" else 1)]
+    assert values == pytest.approx([*whole, *[0.07] * 8])
+
+
 @pytest.mark.parametrize(
     ("override", "steps"),
     [

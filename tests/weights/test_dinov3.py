@@ -143,22 +143,50 @@ def test_weights_of_timm_give_the_same_features(tmp_path, name):
         assert_close(tokens_of(model, images), tokens_of(peer, images), rtol=0, atol=1e-5)
 
 
+def test_a_model_of_transformers_without_registers_is_read(tmp_path):
+    config = DINOv3ViTConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_register_tokens=0, image_size=64
+    )
+    peer = with_values(DINOv3ViTModel(config).eval())
+    peer.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert_close(tokens_of(load_backbone(tmp_path / "model"), IMAGES[0]), peer(IMAGES[0])[0])
+
+
+# What a pretraining here gives, and what no tensor shows.
+OTHERS = {"norm_eps": 1e-6, "registers": 0, "rotary_rescale": 1.5}
+
+
+@pytest.mark.parametrize("changes", [{}, OTHERS], ids=["registers", "no registers"])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("format", ["timm", "huggingface"])
-def test_exports_open_in_their_library(tmp_path, mlp, format):
+def test_exports_open_in_their_library(tmp_path, mlp, format, changes):
     torch.manual_seed(0)
-    model = with_values(VisionTransformer(**ROTARY, mlp=mlp)).eval()
+    model = with_values(VisionTransformer(**{**ROTARY, **changes}, mlp=mlp)).eval()
     path = tmp_path / ("vit" if format == "huggingface" else "vit.safetensors")
     export_backbone(model, path, format)
     again = load_backbone(path)
-    for key in ("positions", "width", "depth", "heads", "mlp", "registers", "norm_eps", "qkv_bias"):
-        assert again.architecture[key] == model.architecture[key]
+    keys = (
+        "positions",
+        "width",
+        "depth",
+        "heads",
+        "mlp",
+        "registers",
+        "norm_eps",
+        "qkv_bias",
+        "rotary_rescale",
+    )
+    for key in keys:
+        assert again.architecture[key] == model.architecture[key], key
+    if format == "huggingface":
+        peer, loading = AutoModel.from_pretrained(path, output_loading_info=True)
+        assert not any(loading.values()), "every tensor is there and none beside them"
     for images in IMAGES:
         assert_close(tokens_of(again, images), tokens_of(model, images), rtol=0, atol=1e-5)
         if format == "huggingface":
-            assert again.architecture["rotary_rescale"] is None
             with torch.no_grad():
-                theirs = AutoModel.from_pretrained(path).eval()(images).last_hidden_state
+                theirs = peer.eval()(images).last_hidden_state
             assert_close(theirs, tokens_of(model, images), rtol=0, atol=1e-4)
 
 
@@ -173,6 +201,25 @@ def test_the_coordinates_are_rescaled_in_training_alone():
     still = copy.deepcopy(model).train()
     still.rotary_rescale = None
     assert torch.equal(still(IMAGES[0]), model.eval()(IMAGES[0]))
+
+
+def test_rotated_keys_may_have_a_bias(tmp_path):
+    model = with_values(VisionTransformer(**ROTARY, key_bias=True))
+    before = tokens_of(model, IMAGES[0])
+    model.blocks[0].attn.qkv.bias.data[128:256] += 1
+    assert not torch.allclose(tokens_of(model, IMAGES[0]), before, atol=1e-3)
+    with pytest.raises(WeightsError, match="timm format does not support key_bias=True"):
+        export_backbone(model, tmp_path / "vit.pth", "timm")
+
+
+def test_each_block_has_a_factor_of_its_own_in_training():
+    model, seen = VisionTransformer(**ROTARY, rotary_rescale=2.0), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2][0]))
+    model.train()(IMAGES[0])
+    model.eval()(IMAGES[0])
+    assert not torch.equal(*seen[:2])
+    assert torch.equal(*seen[2:])
 
 
 def test_other_periods_and_biases_of_keys_are_refused(huggingface):
