@@ -109,3 +109,21 @@ def test_an_image_that_replaces_another_brings_its_own_class(tmp_path):
         for images, targets in islice(batches, 3):
             brightness = images.mean(dim=(1, 2, 3)) * 255 / 100
             torch.testing.assert_close(brightness, targets.float(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_the_last_incomplete_batch_is_dropped_or_kept(keep_last):
+    train, _ = sets_of("synthetic:75:16")
+    transform = EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
+    feed = SupervisedLoader(
+        train,
+        FrozenBackbone(model=backbone(), transform=transform, batch_size=32),
+        view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
+        seed=0,
+        workers=0,
+        keep_last=keep_last,
+    )
+    assert len(train) == 60
+    with closing(feed.batches()) as batches:
+        sizes = [len(targets) for _, targets in islice(batches, 3)]
+    assert (feed.steps_per_epoch, sizes) == ((2, [32, 28, 32]) if keep_last else (1, [32] * 3))
