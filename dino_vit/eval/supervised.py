@@ -38,13 +38,19 @@ class SupervisedLoader:
         view: View,
         seed: int,
         workers: int | None,
+        keep_last: bool = False,
     ) -> None:
         self.device, transform, processes = backbone.device, backbone.transform, world_size()
         self.global_batch = processes * min(backbone.batch_size, len(subset) // processes)
         if not self.global_batch:
             raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
         sampler = Sampler(
-            length=len(subset), batch_size=self.global_batch, seed=seed, rank=rank(), world_size=processes
+            length=len(subset),
+            batch_size=self.global_batch,
+            seed=seed,
+            rank=rank(),
+            world_size=processes,
+            keep_last=keep_last,
         )
         self.steps_per_epoch = sampler.steps_per_epoch
         self.loader = Loader(

@@ -25,9 +25,9 @@ class Sampler:
     """Split the order of an epoch into global batches, those into micro-batches, and those among processes.
 
     The images of a step do not depend on the number of processes or micro-batches (`accumulate`). A last
-    incomplete batch is dropped. With `weights`, an epoch samples `length` images with replacement, by their
-    weights. With `shards`, the shard of each image, it walks through them in a random order, `window` at a
-    time.
+    incomplete batch is dropped, or with `keep_last` filled with images of the epoch's start until processes
+    share it evenly. With `weights`, an epoch samples `length` images with replacement, by their weights. With
+    `shards`, the shard of each image, it walks through them in a random order, `window` at a time.
     """
 
     length: int
@@ -36,6 +36,7 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     accumulate: int = 1
+    keep_last: bool = False
     weights: NDArray[np.float64] | None = None
     shards: NDArray[np.int32] | None = None
     window: int = 16
@@ -48,12 +49,7 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.length // self.batch_size
-
-    @property
-    def local_batch_size(self) -> int:
-        """Return the number of images of one process in one micro-batch."""
-        return self.batch_size // (self.world_size * self.accumulate)
+        return (self.length + self.keep_last * (self.batch_size - 1)) // self.batch_size
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices of an epoch: a permutation, or a weighted sample."""
@@ -100,12 +96,14 @@ class Sampler:
         """Yield this process's part of each micro-batch, from a position (in steps) on, without end."""
         epoch, first = divmod(position, self.steps_per_epoch)
         while True:
-            order = self.order(epoch)
+            order, parts = self.order(epoch), self.world_size * self.accumulate
+            order = np.concatenate([order, order[: -self.length % parts]])
             for step in range(first, self.steps_per_epoch):
+                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+                size = len(batch) // parts
                 for micro in range(self.accumulate):
-                    first = (micro * self.world_size + self.rank) * self.local_batch_size
-                    start = step * self.batch_size + first
-                    yield BatchSpec(epoch, step, order[start : start + self.local_batch_size], first)
+                    first = (micro * self.world_size + self.rank) * size
+                    yield BatchSpec(epoch, step, batch[first : first + size], first)
             epoch, first = epoch + 1, 0
 
 

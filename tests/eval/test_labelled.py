@@ -182,3 +182,21 @@ def test_one_image_cannot_be_held_out():
     one = LabelledFeatures(torch.zeros(1, 3), target, np.zeros(1, np.int64), ("a",))
     with pytest.raises(ValueError, match="one image to train on, and none to choose the best head by"):
         hold_out(one, 0)
+
+
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_the_last_incomplete_batch_is_dropped_or_kept(keep_last):
+    train, _ = sets_of("synthetic:75:16")
+    transform = EvalTransform(size=(8, 8), mean=(0.0,) * 3, std=(1.0,) * 3)
+    feed = SupervisedLoader(
+        train,
+        FrozenBackbone(model=backbone(), transform=transform, batch_size=32),
+        view=View(size=(8, 8), scale=(1.0, 1.0), augment=ViewAugment(jitter=0, grey=0, blur=0)),
+        seed=0,
+        workers=0,
+        keep_last=keep_last,
+    )
+    assert len(train) == 60
+    with closing(feed.batches()) as batches:
+        sizes = [len(targets) for _, targets in islice(batches, 3)]
+    assert (feed.steps_per_epoch, sizes) == ((2, [32, 28, 32]) if keep_last else (1, [32] * 3))

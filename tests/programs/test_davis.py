@@ -99,7 +99,7 @@ def naive_labels(target, frames, labels, radius, k, temperature):
                 for frame, label in zip(frames, labels, strict=True)
                 for v in range(height)
                 for u in range(width)
-                if abs(v - y) <= radius and abs(u - x) <= radius
+                if not radius or (abs(v - y) <= radius and abs(u - x) <= radius)
             ]
             kth = sorted((cosine for cosine, _ in near), reverse=True)[min(k, len(near)) - 1]
             kept = [(math.exp(cosine / temperature), label) for cosine, label in near if cosine >= kth]
@@ -109,8 +109,8 @@ def naive_labels(target, frames, labels, radius, k, temperature):
 
 @pytest.mark.parametrize(
     ("size", "radius", "k", "cosines"),
-    [((9, 7), 2, 5, 1 << 23), ((6, 6), 50, 3, 40), ((4, 5), 0, 5, 1 << 23)],
-    ids=["window", "everywhere, in small blocks", "fewer than k"],
+    [((9, 7), 2, 5, 1 << 23), ((6, 6), 50, 3, 40), ((4, 5), 0, 5, 1 << 23), ((2, 1), 1, 9, 99)],
+    ids=["window", "everywhere, in small blocks", "no radius", "fewer than k"],
 )
 def test_labels_are_those_of_a_naive_loop(size, radius, k, cosines, monkeypatch):
     monkeypatch.setattr(davis, "COSINES", cosines)
@@ -143,7 +143,9 @@ def test_objects_that_move_are_followed(weights, tmp_path):
             indexed.save(root / "Annotations" / "480p" / name / f"{number:05d}.png")
     (root / "ImageSets" / "2017").mkdir(parents=True)
     (root / "ImageSets" / "2017" / "val.txt").write_text("bear\ncar\n")
-    result = run(DavisConfig(source=str(root), weights=str(weights), size=48, output=str(tmp_path / "out")))
+    settings = {"source": str(root), "weights": str(weights), "size": 48, "radius": 0}
+    assert run(DavisConfig(**settings, output=str(tmp_path / "anywhere"))).j > 80
+    result = run(DavisConfig(**{**settings, "radius": 12}, output=str(tmp_path / "out")))
     assert list(result.videos) == ["bear", "car"]
     assert result.j > 80
     with Image.open(tmp_path / "out" / "car" / "00004.png") as written:

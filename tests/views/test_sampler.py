@@ -111,3 +111,15 @@ def test_the_next_use_of_each_shard_is_known(position, shards):
     sequence = np.concatenate([spec.samples for spec in islice(sampler.batch_specs(position), 150)])
     expected = [int(np.flatnonzero(places[sequence] == shard)[0]) for shard in range(20)]
     assert ShardUses(sampler, places).next(position).tolist() == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_last_batch_that_is_kept_is_shared_evenly(world_size):
+    """A process takes an image again where there are too few, as PyTorch's DistributedSampler."""
+    keywords = {"length": 20, "batch_size": 12, "seed": 0, "world_size": world_size, "keep_last": True}
+    ranks = [Sampler(**keywords, rank=rank).batch_specs() for rank in range(world_size)]
+    for _ in range(2):
+        steps = [[next(specs).samples for specs in ranks] for _ in range(2)]
+        assert {len(part) for part in steps[0]} == {12 // world_size}
+        assert {len(part) for part in steps[1]} == {-(-8 // world_size)}
+        assert set(np.concatenate([part for step in steps for part in step])) == set(range(20))

@@ -70,6 +70,7 @@ def train_on_views(
         ),
         seed=seed,
         workers=settings.workers,
+        keep_last=True,  # as the published code
     )
     inputs, classes = on_val.features.shape[1], len(train.classes)
     probe = nn.Linear(inputs, classes, device=frozen.device)
