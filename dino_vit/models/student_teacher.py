@@ -157,8 +157,6 @@ def build_networks(
     student, teacher = build(drop_path), build(0.0)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False).eval()  # its targets are a function of the images
-    for module in teacher.modules():
-        module.training = isinstance(
-            module, _BatchNorm
-        )  # which takes the statistics of the batch, as in 2021
+    for module in teacher.modules():  # a BatchNorm takes the statistics of the batch, as in 2021
+        module.training = isinstance(module, _BatchNorm)
     return student, teacher
