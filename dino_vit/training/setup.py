@@ -263,7 +263,7 @@ def _shard(student: Network, teacher: Network, config: PretrainConfig, device: t
         raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
-        apply_fsdp(network, network.backbone.blocks, ["use"], device)
+        apply_fsdp(network, network.backbone.blocks, ["with_full_weights"], device)
 
 
 def _load_trained(config: PretrainConfig) -> Backbone:
