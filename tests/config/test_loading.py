@@ -251,3 +251,8 @@ def test_settings_are_written_as_yaml_that_loads_back(tmp_path: Path, overrides:
 def test_arrays_are_lists(given: object) -> None:
     config = load(COMMANDS["knn"].config_class, None, {"source": "x", "weights": "y", "k": given})
     assert config.k == (1, 5)
+
+
+def test_a_value_that_contains_itself_is_refused():
+    with pytest.raises(ValueError, match="a value contains itself"):
+        load(PretrainConfig, None, ["data.mean=&a [*a]"])

@@ -279,7 +279,8 @@ class ByteRangeReader:
         if [status.st_size, status.st_mtime_ns] != self.file_signatures[file, :2].tolist():
             raise ChangedFile(path)
         # Without moving a position, so that processes can share the open file.
-        return check_length(os.pread(opened.number, size, start), size, path)
+        within = min(size, max(0, status.st_size - start))  # a damaged archive may state any size
+        return check_length(os.pread(opened.number, within, start), size, path)
 
     def request(self, file: int, start: int, size: int) -> bytes:
         """Read a range of a remote file by one request, after a look whether it is still the same."""

@@ -165,3 +165,13 @@ def test_broken_and_encrypted_zips(tmp_path):
     path.write_bytes(locked)
     with pytest.raises(ValueError, match="encrypted"):
         open_source(str(path))
+
+
+def test_a_range_beyond_the_end_of_a_file_is_truncated(tmp_path):
+    """A damaged archive may state any size, which must not be taken from memory."""
+    path = str(tmp_path / "a.tar")
+    (tmp_path / "a.tar").write_bytes(b"abc")
+    reader = files.ByteRangeReader([path], files.file_signatures([path]))
+    assert reader.read(0, 1, 2) == b"bc"
+    with pytest.raises(OSError, match="truncated: 2 bytes came where there should be 1,125,899,906,842,624"):
+        reader.read(0, 1, 2**50)
