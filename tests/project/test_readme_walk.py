@@ -91,7 +91,7 @@ def test_the_python_block_works(place, monkeypatch):
     names = {"images": torch.rand(2, 3, 32, 32), "small": load(PretrainConfig, None, SMALL)}
     exec(block.replace(whole, "config=small"), names)
     assert names["run"].folder == Path("runs/photos")
-    assert names["found"].top1.images == 32
+    assert names["result"].top1.images == 32
     assert names["values"].shape == (32, 32)
     assert names["features"].shape == (2, 32)
     assert names["maps"].shape == (2, 2, 17, 17)
