@@ -11,6 +11,7 @@ from collections.abc import Callable
 from io import BytesIO
 from math import ceil
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,8 +192,13 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     return _to_tensor(array[..., :-1] if has_alpha and not alpha else array)
 
 
+_npy_lock = Lock()
+
+
 def _read_npy(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
-    image = _from_array(np.load(BytesIO(data)))
+    with _npy_lock:  # its header goes through `ast`, which may fail in threads of Python 3.11 (gh-106905)
+        array = np.load(BytesIO(data))
+    image = _from_array(array)
     channels, height, width = image.shape
     _check_size(width, height, channels, max_pixels)
     return image
