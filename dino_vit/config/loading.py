@@ -119,7 +119,7 @@ def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
 
 
 def _hint(cls: type[Settings], key: str) -> str:
-    """Return what to write instead of a key that is no setting."""
+    """Return what to write instead of an unknown key."""
     section = key.partition(".")[0]
     if key in FIXED:
         return f"its value is fixed at {write_yaml(FIXED[key])}"

@@ -218,8 +218,8 @@ class VisionTransformer(Backbone):
             scale = scale.new_empty(self.depth, 1, 1).uniform_(-reach, reach).exp()
         with torch.autocast(images.device.type, enabled=False):
             channels = self.width // self.heads
-            both = rotary_positions(self.grid_of(*images.shape[-2:]), channels, scale=scale)
-        return list(zip(*(part.expand(self.depth, -1, -1) for part in both), strict=True))
+            rotation = rotary_positions(self.grid_of(*images.shape[-2:]), channels, scale=scale)
+        return list(zip(*(part.expand(self.depth, -1, -1) for part in rotation), strict=True))
 
     def grid_of(self, height: int, width: int) -> Grid:
         """Return the grid of patches (h, w) of an image of this size."""
