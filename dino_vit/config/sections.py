@@ -46,7 +46,9 @@ Triple = tuple[Probability, Probability, Probability]
 class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
-    source: str = setting("synthetic", "folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`")
+    source: str = setting(
+        "synthetic", "folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`", resumable=True
+    )  # where the same images are, as their fingerprint tells
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
     weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)

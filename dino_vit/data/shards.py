@@ -30,6 +30,7 @@ from dino_vit.data.sources.index import Index, IndexedSource, cache_folder
 from dino_vit.data.sources.source import Source, Subset
 
 SUFFIX, PARTIAL = ".shard", ".partial"  # of a local copy, and of one that is being made
+TRAILER = hashlib.sha256().digest_size  # at the end of a copy: the digest of all before
 SUMS = "SHA256SUMS"  # which `dino-vit pack` writes beside the shards
 SUMS_TIMEOUT_S = 10  # for which digests are requested again if they cannot be read
 PART = 4 * 2**20  # bytes of a request
@@ -85,7 +86,7 @@ class LocalCopies:
         self, ranges: ByteRangeReader, sizes: NDArray[np.int64], unpack: Unpack | None = None
     ) -> None:
         self.ranges, self.unpack = ranges, unpack
-        self.sizes = sizes  # about how long each copy is
+        self.sizes = sizes + TRAILER  # about how long each copy is
         self.folder, self.limit = shard_cache_folder(), math.inf
         self.opened = time.time()  # copies that are older are verified before they are used
         self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
@@ -94,7 +95,7 @@ class LocalCopies:
     def names(self) -> list[str]:
         """The names of the copies, other ones if a shard was changed."""
         keys = (
-            f"{url}\0{size}\0{version}"
+            f"{url}\0{size}\0{version}\0{TRAILER}"
             for url, (size, version, _) in zip(self.ranges.paths, self.ranges.file_signatures, strict=True)
         )
         return [f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}{SUFFIX}" for key in keys]
@@ -123,7 +124,7 @@ class LocalCopies:
         path = self.path(shard)
         with suppress(FileNotFoundError):
             used = path.stat().st_mtime
-            if used < self.opened and not self._is_the_shard(shard):
+            if used < self.opened and not _is_intact(path):
                 log.warning("%s is a damaged copy of %s; it is deleted", path, self.ranges.paths[shard])
                 path.unlink()
                 return False
@@ -131,14 +132,6 @@ class LocalCopies:
                 os.utime(path)  # tells this run that it is verified, and others that it is used
             return True
         return False
-
-    def _is_the_shard(self, shard: int) -> bool:
-        """Tell whether a copy has the size and the digest of its shard, as far as they are known."""
-        if self.unpack is not None:
-            return True
-        with self.path(shard).open("rb", buffering=0) as file:
-            same_size = os.fstat(file.fileno()).st_size == self.ranges.file_signatures[shard, 0]
-            return same_size and self._has_stated_digest(self.ranges.paths[shard], file.fileno())
 
     def copy(self, shard: int, stop: threading.Event | None = None) -> bool:
         """Copy a shard if it has no copy, or return False if another run is about to."""
@@ -158,10 +151,12 @@ class LocalCopies:
         """Write the copy of a shard to an open file."""
         if self.unpack is None:
             self._download(shard, descriptor, stop)
-            return
-        with TemporaryFile(dir=self.folder) as packed, open(descriptor, "wb", closefd=False) as copy:
-            self._download(shard, packed.fileno(), stop)
-            self.unpack(self.ranges.paths[shard], packed, copy)
+        else:
+            with TemporaryFile(dir=self.folder) as packed, open(descriptor, "wb", closefd=False) as copy:
+                self._download(shard, packed.fileno(), stop)
+                self.unpack(self.ranges.paths[shard], packed, copy)
+        size = os.fstat(descriptor).st_size
+        os.pwrite(descriptor, _digest(descriptor, size), size)
 
     def _download(self, shard: int, descriptor: int, stop: threading.Event | None) -> None:
         """Write a shard to an open file, and verify it."""
@@ -192,11 +187,7 @@ class LocalCopies:
         if folder not in self._sums:
             self._sums[folder] = _read_sums(folder)
         stated = self._sums[folder].get(name)
-        if stated is None:
-            return True
-        with open(descriptor, "rb", closefd=False) as file:
-            file.seek(0)
-            return hashlib.file_digest(file, "sha256").hexdigest() == stated
+        return stated is None or _digest(descriptor, os.fstat(descriptor).st_size).hex() == stated
 
     def make_room(self, shard: int, uses: NDArray[np.int64], keep: Sequence[int]) -> None:
         """Delete copies until there is room for a shard: those that are needed last go first.
@@ -278,6 +269,21 @@ class Prefetch:
             if copies.copy(shard, stop):
                 return True
         return False
+
+
+def _digest(descriptor: int, size: int) -> bytes:
+    """Return the digest of the first bytes of an open file."""
+    state = hashlib.sha256()
+    for start in range(0, size, PART):
+        state.update(os.pread(descriptor, min(PART, size - start), start))
+    return state.digest()
+
+
+def _is_intact(path: Path) -> bool:
+    """Tell whether a copy is what was written."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size - TRAILER
+        return os.pread(file.fileno(), TRAILER, max(size, 0)) == _digest(file.fileno(), size)
 
 
 def _read_sums(folder: str) -> dict[str, str]:

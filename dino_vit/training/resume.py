@@ -5,11 +5,13 @@ from pathlib import Path
 
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import result_changes
+from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import plural
 from dino_vit.data.labels import sampling_fingerprint
+from dino_vit.data.sources.source import stamp_of
 from dino_vit.training.resolve import RunContext, started_config
 
 # What the metadata of a checkpoint must have.
@@ -47,6 +49,10 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
             f"{config.output} holds a run at step {resumed.step} with other settings: {'; '.join(changes)}. "
             "Give another output, or run.resume=changed to resume anyway"
         )
+    files = stamp_of(context.source)
+    if resumed.metadata.get("files", files) != files:
+        text = "the files of %s were copied or changed since step %d; their names and sizes are the same"
+        log.info(text, config.data.source, resumed.step)
 
 
 def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -> Iterator[str]:

@@ -19,7 +19,7 @@ from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, 
 from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
 from dino_vit.data.labels import sampling_fingerprint
-from dino_vit.data.sources.source import Source
+from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
 from dino_vit.models.student_teacher import Masks, Network
@@ -285,6 +285,7 @@ class TrainingState:
             "config": self.config.model_dump(mode="json"),
             "global_batch": self.plan.global_batch,
             "source": self.source.fingerprint,
+            "files": stamp_of(self.source),
             "weights": sampling_fingerprint(self.loader.sampler.weights),
             "precision": self.precision,
             "frozen": self.frozen_sha256,

@@ -244,10 +244,31 @@ def test_features_beyond_float16_are_refused(tmp_path, capsys):
     "command",
     [
         *("embed synthetic:40:16", "knn synthetic:40:16", "linear synthetic:40:16"),
-        *("dense synthetic:scenes:12:16", "attention synthetic:2:16"),
+        "linear synthetic:40:16 method=logistic",
+        "linear synthetic:40:16 method=dino2021 dino2021.blocks=1",
+        *("dense synthetic:scenes:12:16", "attention synthetic:2:16", "attention moving.gif"),
+        "compare synthetic:40:16 untrained=true",
     ],
 )
 def test_features_that_are_not_finite_are_refused(tmp_path, overflowing, capsys, command, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    frames = [Image.new("L", (16, 16), level) for level in (0, 200)]
+    frames[0].save("moving.gif", save_all=True, append_images=frames[1:])
     assert main([*command.split(), f"weights={overflowing}"]) == 2
     assert "overflows.safetensors gives features that are NaN or infinite" in capsys.readouterr().err
+
+
+def test_an_image_to_search_for_whose_features_are_not_finite_is_refused(tmp_path, capsys):
+    model = VisionTransformer(image_size=16, patch_size=4, width=32, depth=1, heads=2)
+    with torch.no_grad():
+        model.patch_embed.proj.weight.fill_(1e38)
+    save_backbone(model, tmp_path / "w.safetensors", mean=(0.0,) * 3, std=(1.0,) * 3)  # black is 0
+    black, white = tmp_path / "black.png", tmp_path / "white.png"
+    Image.new("RGB", (16, 16)).save(black)
+    Image.new("RGB", (16, 16), "white").save(white)
+    (tmp_path / "list.txt").write_text(str(black))
+    embed(tmp_path, tmp_path / "w.safetensors", tmp_path / "list.txt", f"output={tmp_path / 'e.parquet'}")
+    given = ["search", str(tmp_path / "e.parquet"), f"output={tmp_path / 's.png'}"]
+    assert main([*given, str(white)]) == 2
+    assert "gives features that are NaN or infinite" in capsys.readouterr().err
+    assert main([*given, str(black)]) == 0

@@ -191,15 +191,20 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_checkpoint(tmp_path, whole
     assert_same_end(output, whole, 20)
 
 
-def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_same(tmp_path):
+def test_images_that_were_overwritten_are_other_images_and_copied_ones_are_the_same(tmp_path, caplog):
+    caplog.set_level("INFO", "dino_vit")
     photos, output = tmp_path / "photos", tmp_path / "run"
     settings = {"budget.steps": 5, **SHORT}
     for number in range(64):
         write_synthetic(photos / f"{number:02}.png", number, size=32)
     trained(output, {"data.source": photos, **settings})
+    opened(output, {"data.source": photos, **settings})
+    assert "copied or changed" not in caplog.text
     photos.rename(tmp_path / "moved")
     shutil.copytree(tmp_path / "moved", photos, copy_function=shutil.copyfile)
     opened(output, {"data.source": photos, **settings})
+    assert "photos were copied or changed since step 5; their names and sizes are the same" in caplog.text
+    opened(output, {"data.source": tmp_path / "moved", **settings})
     write_synthetic(photos / "07.png", 7, size=40)  # the folder is as old as before
     with pytest.raises(ValueError, match=r"the images of .*photos have changed"):
         opened(output, {"data.source": photos, **settings})

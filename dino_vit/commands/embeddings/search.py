@@ -17,7 +17,7 @@ from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.weights import load_backbone
@@ -119,4 +119,5 @@ def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings
         image = features.unreadable[0]
         path = printable(config.images[int(image.name)])
         raise ValueError(f"an image to search for cannot be read: {path}: {image.reason}")
+    check_finite(features.values, model)
     return features.values

@@ -64,6 +64,16 @@ def test_an_image_is_read_with_its_row_group_or_from_an_unpacked_copy(server, fo
     assert len(list((tmp_path / "copies").iterdir())) == COUNT
     used = copies.path(1).stat().st_size
     assert used <= copies.sizes[1] < 2 * used  # page headers repeat images
+    path, data = copies.path(0), bytearray(copies.path(0).read_bytes())
+    data[-1000] ^= 255
+    path.write_bytes(data)
+    for each in (path, copies.path(1)):
+        os.utime(each, (10**9, 10**9))  # of an earlier run
+    asked = len(server.requests)
+    source, _ = opened(server.url, tmp_path / "copies")
+    assert all_of(source) == expected
+    assert not path.exists()
+    assert copies.path(1).exists()
 
 
 def test_an_index_has_no_image_and_an_image_only_its_row_group(server, folder):
