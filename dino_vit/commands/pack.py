@@ -43,7 +43,12 @@ from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
-_SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tiff", "unknown": ".img"}  # of others, the format in lower case
+_SUFFIXES = {
+    "JPEG": ".jpg",
+    "JPEG 2000": ".jp2",
+    "TIFF": ".tiff",
+    "unknown": ".img",
+}  # of others, the format in lower case
 
 
 class PackConfig(Settings):

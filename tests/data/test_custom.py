@@ -1,10 +1,12 @@
 """Objects of the user's own as sources: what they may return, and that runs on them resume exactly."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import dino_vit
 from dino_vit.config.objects import find
@@ -16,6 +18,7 @@ from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
+from tests.support.images import write_synthetic
 from tests.support.runs import SETTINGS, assert_same_end
 
 TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -39,6 +42,10 @@ class Photos:
 
     def label(self, index):
         return ("odd", "even")[index % 2] if index else None
+
+
+class Indexed(Photos):
+    __getitem__ = Photos.read
 
 
 class Pairs(Dataset):
@@ -70,6 +77,71 @@ def test_a_dataset_of_pillow_images_is_a_source():
     source = CustomSource(Pairs())
     assert (source.classes, source.label(3), source.name(3)) == (("cat", "dog", "none"), 1, "3")
     assert torch.equal(read_image(source, 5), SyntheticSource(length=64).read(5))
+
+
+def labels_of(source):
+    names = (source.label(index) for index in range(len(source)))
+    return [None if label is None else source.classes[label] for label in names]
+
+
+def test_parts_of_data_sets_and_joined_ones_keep_names_and_labels():
+    chosen = CustomSource(Subset(Indexed(), [5, 0, 2]))
+    assert labels_of(chosen) == ["even", None, "odd"]
+    assert chosen.name(0) == "photo 5"
+    assert torch.equal(read_image(chosen, 0), SyntheticSource(length=64).read(5))
+    alike = CustomSource(ConcatDataset([Pairs(), Subset(Pairs(), [1, 3])]))
+    assert alike.classes == ("cat", "dog", "none")
+    assert labels_of(alike) == ["cat", "dog"] * 32 + ["dog", "dog"]
+    assert alike.name(65) == "1/3"
+    mixed = CustomSource(ConcatDataset([Subset(Indexed(), [0, 1]), Subset(Pairs(), [1, 2])]))
+    assert labels_of(mixed) == [None, "even", "dog", "cat"]
+    assert mixed.fingerprint != alike.fingerprint
+
+
+def test_tuples_give_labels(tmp_path, caplog):
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    source = CustomSource(TensorDataset(images, torch.tensor([3, 1, -1, 3])))
+    assert labels_of(source) == ["3", "1", None, "3"]
+    assert CustomSource(TensorDataset(images, torch.rand(4, 10))).classes == ()  # ten attributes are no label
+    for name in ("ant/a.png", "ant/b.png", "bee/c.png"):
+        write_synthetic(tmp_path / name, 0, size=32)
+    folder = torchvision.datasets.ImageFolder(str(tmp_path))
+    assert labels_of(CustomSource(folder)) == ["ant", "ant", "bee"]
+    assert CustomSource(folder).name(2) == str(tmp_path / "bee/c.png")
+    fake = torchvision.datasets.FakeData(size=6, image_size=(3, 8, 8), num_classes=2)  # items alone know
+    assert labels_of(CustomSource(fake)) == [str(int(target)) for _, target in fake]
+
+
+@pytest.fixture
+def hub_rows(tmp_path):
+    """A Hugging Face Dataset with two columns beside the images."""
+    for number in range(4):
+        write_synthetic(tmp_path / f"{number}.png", number, size=32)
+    columns = {"img": [str(tmp_path / f"{number}.png") for number in range(4)]}
+    columns |= {"fine_label": [0, 1, 0, 1], "file_name": list("abcd")}
+    rows = datasets.Dataset.from_dict(columns).cast_column("img", datasets.Image())
+    return rows.cast_column("fine_label", datasets.ClassLabel(names=["cat", "dog"]))
+
+
+def test_a_dataset_of_hugging_face_is_a_source(tmp_path, hub_rows, caplog):
+    source = CustomSource(hub_rows)
+    assert (len(source), source.classes, source.name(3)) == (4, ("cat", "dog"), "d")
+    assert labels_of(source) == ["cat", "dog"] * 2
+    assert source.read(2) == (tmp_path / "2.png").read_bytes()
+    assert (source.fingerprint, source.stamp) == (CustomSource(hub_rows).fingerprint, "")
+    chosen = CustomSource(hub_rows.shuffle(seed=1).select([0, 1]).with_format("torch"))
+    order = list("abcd").index(chosen.name(0))
+    assert chosen.read(0) == (tmp_path / f"{order}.png").read_bytes()
+    assert chosen.fingerprint != source.fingerprint
+    assert not caplog.text
+    turned = CustomSource(hub_rows.with_transform(lambda rows: {"img": [0 for _ in rows["img"]]}))
+    assert turned.read(2) == source.read(2)
+    assert "transform of the Dataset is not applied" in caplog.text
+    with pytest.raises(ValueError, match="the Dataset has no column of images"):
+        CustomSource(hub_rows.remove_columns("img"))
+    settings = {**PLAIN, "budget.steps": 2, "data.batch_size": 4, "verbose": False}
+    run = dino_vit.pretrain(hub_rows, tmp_path / "run", **settings)
+    assert run.metrics()
 
 
 @pytest.mark.parametrize("kind", ["path", "text", "bytes", "array", "grey", "pillow", "clear", "nothing"])

@@ -1,15 +1,18 @@
 """Decode image files to tensors (C, H, W) of the channels and type that a file has.
 
 The size is checked before anything is decoded. simplejpeg decodes JPEG: 1.7 times as fast as Pillow, and with
-equal pixels, as both use libjpeg-turbo. tifffile reads deep TIFF, imagecodecs deep PNG, Pillow the rest.
+equal pixels, as both use libjpeg-turbo. tifffile reads deep TIFF, imagecodecs deep PNG and JPEG 2000, Pillow
+the rest.
 """
 
 import logging
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from io import BytesIO
 from math import ceil
+from multiprocessing import parent_process
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -19,11 +22,22 @@ import simplejpeg
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    ImageOps,
+    Jpeg2KImagePlugin,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    WebPImagePlugin,
+)
 from PIL.Image import DecompressionBombWarning, Image
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
+from dino_vit.core import log
 from dino_vit.core.text import brief, printable
 from dino_vit.data.images.pixels import MAX_PIXELS, RGB, Pixels
 from dino_vit.data.sources.source import Source
@@ -139,7 +153,8 @@ def decode(
         raise UnreadableImage(name, "the file is empty")
     kind = format_of(data)
     if kind == "unknown":
-        raise UnreadableImage(name, "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file")
+        kinds = ", ".join(sorted({*_KINDS.values(), *_BRANDS.values()}, key=str.lower))
+        raise UnreadableImage(name, f"its format is none of {kinds}")
     try:
         if kind == "JPEG":
             return _read_jpeg(data, alpha, max_pixels, reduction)
@@ -154,6 +169,8 @@ def decode(
 
 def format_of(data: bytes) -> str:
     """Return the name of a file's format by its first bytes."""
+    if data[4:8] == b"ftyp":  # a container of pictures or films
+        return _BRANDS.get(data[8:12], "unknown")
     return next((kind for start, kind in _KINDS.items() if data.startswith(start)), "unknown")
 
 
@@ -190,6 +207,27 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     array = imagecodecs.png_decode(data)
     has_alpha = color_type in (4, 6)
     return _to_tensor(array[..., :-1] if has_alpha and not alpha else array)
+
+
+def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
+    """Read JPEG 2000 by Pillow, except more than 8 bits, which it would reduce to 8 or scale to 16."""
+    file = Jpeg2KImagePlugin.Jpeg2KImageFile(BytesIO(data))
+    bits = (data[data.index(_CODESTREAM) + 42] & 127) + 1  # of the first channel
+    if bits <= 8:
+        return _by_pillow(file, alpha, max_pixels)
+    _check_size(*file.size, len(file.getbands()), max_pixels)
+    import imagecodecs
+
+    array = imagecodecs.jpeg2k_decode(data)
+    return _to_tensor(array[..., :-1] if file.mode in _WITH_ALPHA and not alpha else array)
+
+
+def _read_heif(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
+    try:
+        from pillow_heif import HeifImageFile
+    except ImportError as error:
+        raise ValueError("HEIC needs another library: pip install pillow-heif") from error
+    return _by_pillow(HeifImageFile(BytesIO(data)), alpha, max_pixels)
 
 
 _npy_lock = Lock()
@@ -273,9 +311,17 @@ def _by_pillow(file: Image, alpha: bool, max_pixels: int) -> Tensor:
     mode = "RGBA" if has_clear_color else _CONVERTED.get(file.mode, file.mode)
     if not alpha and mode in _WITH_ALPHA:
         mode = mode[:-1]
+    if getattr(file, "is_animated", False) and parent_process() is None:
+        _say_first_frame(file.format or "image")
     file.load()
     image = ImageOps.exif_transpose(file)
     return _to_tensor(np.array(image if image.mode == mode else image.convert(mode)))
+
+
+@cache
+def _say_first_frame(kind: str) -> None:
+    """Say it once, and not in each worker process."""
+    log.info("an image is animated (%s): the first frame of such images is read", kind)
 
 
 def _upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
@@ -305,6 +351,7 @@ def _to_tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(rearrange(native, "h w c -> c h w")))
 
 
+_CODESTREAM = b"\xff\x4f\xff\x51"  # of JPEG 2000, by itself or in a file with other parts
 _KINDS = {
     b"\xff\xd8\xff": "JPEG",
     b"\x89PNG\r\n\x1a\n": "PNG",
@@ -316,10 +363,23 @@ _KINDS = {
     b"MM\0*": "TIFF",
     b"II+\0": "TIFF",  # more than 4 GB
     b"MM\0+": "TIFF",
+    b"\0\0\0\x0cjP  \r\n\x87\n": "JPEG 2000",
+    _CODESTREAM: "JPEG 2000",
+    **dict.fromkeys((b"P4", b"P5", b"P6"), "PPM"),
 }
-_READERS = {"PNG": _read_png, "npy": _read_npy, "TIFF": _read_tiff}
+_BRANDS = dict.fromkeys((b"avif", b"avis"), "AVIF")
+_BRANDS |= dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC")
+_READERS = {
+    "PNG": _read_png,
+    "npy": _read_npy,
+    "TIFF": _read_tiff,
+    "JPEG 2000": _read_jpeg2000,
+    "HEIC": _read_heif,
+}
 _PLUGINS: dict[str, Callable[[BytesIO], Image]] = {
     "WebP": WebPImagePlugin.WebPImageFile,
     "GIF": GifImagePlugin.GifImageFile,
     "BMP": BmpImagePlugin.BmpImageFile,
+    "AVIF": AvifImagePlugin.AvifImageFile,
+    "PPM": PpmImagePlugin.PpmImageFile,
 }

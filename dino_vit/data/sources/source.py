@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".npy", ".avif", ".heic", ".heif"),
+    *(".jp2", ".j2k", ".ppm", ".pgm", ".pbm"),
+)
 _HIDDEN = re.compile(r"(?:^|/)\.(?!\.?/)")
 
 

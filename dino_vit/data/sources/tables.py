@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
-from dino_vit.core.text import brief
+from dino_vit.core.text import brief, plural
 from dino_vit.data.labels import LABEL_COLUMNS, Labels, number_labels
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
@@ -20,6 +21,8 @@ from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImage
 IMAGE_COLUMNS = ("image", "img", "images", "jpg", "jpeg", "png", "bytes", "data", "content")
 NAME_COLUMNS = ("path", "name", "file_name", "filename", "file", "key", "__key__")
 BINARY = (pa.binary(), pa.large_binary())
+# OWNER/NAME, then possibly [SPLIT] or :SPLIT, then possibly @REVISION.
+_HUB_NAME = re.compile(r"(.*?)(?:[\[:]([^\[\]:/@]+)\]?)?(?:@([^@]+))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -163,52 +166,86 @@ def _number(columns: TableColumns, values: list[Any]) -> Labels:
 
 
 class HubSource(IndexedSource):
-    """One split of a dataset of the Hugging Face hub, from the Arrow files that `datasets` keeps.
+    """A dataset of the Hugging Face hub, all its splits or one, from the Arrow files that `datasets` keeps.
 
-    Its name is `OWNER/NAME` or `OWNER/NAME:SPLIT`.
+    Its name is `OWNER/NAME`, `OWNER/NAME/CONFIGURATION[SPLIT]@REVISION` or anything between.
     """
 
     def __init__(self, name: str) -> None:
         self._spec = f"hf:{name}"
-        self._dataset = _load_dataset(name)
-        self._columns = find_columns(self._spec, self._dataset.features.arrow_schema)
-        files = [str(file["filename"]) for file in self._dataset.cache_files]
+        self._splits = _load_splits(name)
+        found = {
+            split: find_columns(self._spec, data.features.arrow_schema)
+            for split, data in self._splits.items()
+        }
+        first, self._columns = next(iter(found.items()))
+        for split, columns in found.items():
+            if columns != self._columns:
+                raise ValueError(
+                    f"{self._spec}: its split {split} has other columns than {first}; choose one"
+                )
+        files = [str(file["filename"]) for data in self._splits.values() for file in data.cache_files]
         super().__init__(open_index("hub", self._spec, self._build, files))
 
     def read(self, index: int) -> bytes:
-        row = int(self.index.columns["row"][index])
-        image = self._dataset.data.column(self._columns.image)[row].as_py()
+        split, row = (int(self.index.columns[name][index]) for name in ("split", "row"))
+        data = list(self._splits.values())[split].data
+        image = data.column(self._columns.image)[row].as_py()
         if self._columns.nested:
             return read_file(image["path"]) if image["bytes"] is None else bytes(image["bytes"])
         return bytes(image)
 
     def _build(self, _: WriteImages) -> IndexContents:
-        rows, sizes = Rows(self._columns), list[int]()
-        for batch in self._dataset.data.table.to_batches():
-            rows.add(batch)
-            lengths = pc.binary_length(image_bytes(batch.column(self._columns.image)))
-            sizes += lengths.fill_null(0).to_pylist()
-        return rows.index_contents({self._spec: len(sizes)}, sizes, {"row": np.arange(len(sizes))})
+        rows, sizes, counts = Rows(self._columns), list[int](), dict[str, int]()
+        for split, data in self._splits.items():
+            before = len(sizes)
+            for batch in data.data.table.to_batches():
+                rows.add(batch)
+                lengths = pc.binary_length(image_bytes(batch.column(self._columns.image)))
+                sizes += lengths.fill_null(0).to_pylist()
+            counts[split] = len(sizes) - before
+        if len(counts) > 1:  # named as in folders
+            of_split = [f"{split}/".encode() for split, count in counts.items() for _ in range(count)]
+            numbers = (number for count in counts.values() for number in range(count))
+            rows.names = [
+                folder + (b"%09d" % number if name is None else name)
+                for folder, number, name in zip(of_split, numbers, rows.names, strict=True)
+            ]
+        columns = {
+            "split": np.repeat(np.arange(len(counts)), list(counts.values())),
+            "row": np.concatenate([np.arange(count) for count in counts.values()]),
+        }
+        return rows.index_contents(counts if len(counts) > 1 else {self._spec: len(sizes)}, sizes, columns)
 
 
-def _load_dataset(spec: str) -> Any:
+def _load_splits(spec: str) -> dict[str, Any]:
+    """Return the chosen splits of a dataset by name, of which no other is prepared; say what was chosen."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError("hf: needs the datasets library: pip install 'dino-vit[hub]'.") from error
-    name, _, split = spec.partition(":")
+    match = _HUB_NAME.fullmatch(spec)
+    assert match, "the first group takes any text"
+    path, split, revision = match.groups()
+    name, configuration = path, None
+    if not os.path.isdir(path) and path.count("/") > 1:
+        owner, title, configuration = path.split("/", 2)
+        name = f"{owner}/{title}"
     if not name:
-        raise ValueError(f"hf:{spec} names no data set: write hf:OWNER/NAME or hf:OWNER/NAME:SPLIT")
+        raise ValueError(f"hf:{spec} names no data set: write hf:OWNER/NAME")
     try:
-        splits = datasets.load_dataset(name)
+        builder = datasets.load_dataset_builder(name, configuration, revision=revision)
+        files = {str(key): list(urls) for key, urls in builder.config.data_files.items()}
+        if split is None or split in files:
+            chosen = {key: urls for key, urls in files.items() if split in (None, key)}
+            splits = datasets.load_dataset(name, configuration, data_files=chosen, revision=revision)
     except Exception as error:  # of the library, the network or the files
         raise ValueError(
-            f"hf:{spec} cannot be loaded: {brief(error, 300)}. "
-            "Check the name (hf:OWNER/NAME) and the network."
+            f"hf:{spec} cannot be loaded: {brief(error, 300)}. Check the name (hf:OWNER/NAME, or in full "
+            "hf:OWNER/NAME/CONFIGURATION[SPLIT]@REVISION) and the network."
         ) from error
-    if not split and len(splits) == 1:
-        (split,) = splits
-    if split not in splits:
-        ways = ", ".join(f"hf:{name}:{split_name}" for split_name in splits)
-        raise ValueError(f"hf:{spec} names no split, or one that does not exist. Write one of {ways}.")
-    return splits[split]
+    if split not in (None, *files):
+        raise ValueError(f"hf:{spec}: {path} has no split {split}, but {', '.join(files)}")
+    sizes = ", ".join(f"{key} ({plural(len(data), 'image')})" for key, data in splits.items())
+    log.info("hf:%s: configuration %s, %s", spec, builder.config.name, sizes)
+    return {str(key): data for key, data in splits.items()}

@@ -1,6 +1,8 @@
 import io
 import sys
+from importlib.util import find_spec
 
+import imagecodecs
 import numpy as np
 import pytest
 import simplejpeg
@@ -141,18 +143,26 @@ def test_every_format_is_turned_upright(kind, orientation):
     assert np.array_equal(decode(data, "x").numpy(), tensor(np.array(expected)).numpy())
 
 
-def test_an_animation_gives_its_first_frame():
+def test_an_animation_gives_its_first_frame(caplog):
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("white", "black")]
-    for kind in ("GIF", "WEBP", "PNG"):
+    caplog.set_level("INFO", "dino_vit")
+    for kind in ("GIF", "WEBP", "PNG", "AVIF"):
         data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
-        assert torch.equal(decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8))
+        for _ in range(2):
+            assert torch.equal(
+                decode(data, "x")[:3].max(0).values, torch.full((6, 8), 255, dtype=torch.uint8)
+            )
+        assert caplog.text.count(f"an image is animated ({kind})") == 1
 
 
 def test_what_is_no_image_is_said_in_a_line():
-    whole = saved(smooth(), "JPEG")
+    whole = saved(smooth(size=(200, 200)), "JPEG")
     broken = {
         "empty": (b"", "the file is empty"),
-        "text": (b"hello", "it is not a JPEG, PNG, WebP, GIF, BMP, TIFF or npy file"),
+        "text": (
+            b"hello",
+            "its format is none of AVIF, BMP, GIF, HEIC, JPEG, JPEG 2000, npy, PNG, PPM, TIFF, WebP",
+        ),
         "cut": (whole[: len(whole) // 2], "it cannot be decoded: .*[Tt]runcated"),
         "png": (saved(smooth(), "PNG")[:60], "it cannot be decoded: "),
         "tiff": (tiff(picture(20, 30, 5), photometric="minisblack")[:300], "it cannot be decoded: "),
@@ -183,6 +193,51 @@ def test_images_beyond_max_pixels_are_refused():
             decode(data, kind, max_pixels=4095)
         if size == "64 × 64":
             assert decode(data, kind, max_pixels=8192).shape[1:] == (64, 64)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_formats_that_pillow_reads_are_read(mode):
+    image = smooth(mode)
+    for kind, options in (("JPEG2000", {}), ("JPEG2000", {"no_jp2": True}), ("PPM", {}), ("AVIF", {})):
+        if (mode, kind) != ("RGBA", "PPM"):
+            data = saved(image, kind, **options)
+            assert torch.equal(decode(data, "x"), tensor(Image.open(io.BytesIO(data))))
+    assert len(decode(saved(image, "JPEG2000"), "x", alpha=False)) == (1 if mode == "L" else 3)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jpeg_2000_of_12_bits_keeps_its_values(channels):
+    array = picture(20, 30, channels, dtype=np.uint16) >> 4
+    image = decode(imagecodecs.jpeg2k_encode(array.squeeze(), level=0, bitspersample=12), "x")
+    assert torch.equal(image.int(), tensor(array.astype(np.int32)))
+
+
+def test_tiff_with_geographic_tags_keeps_its_values():
+    tags = [(33550, "d", 3, (10.0, 10.0, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 5e5, 4.1e6, 0.0), True)]
+    tags += [(34735, "H", 4, (1, 1, 0, 0), True), (42113, "s", 0, "-9999", True)]  # GDAL's value for no data
+    rng = np.random.default_rng(0)
+    for array in (
+        rng.integers(-9999, 3000, (20, 30, 1), dtype=np.int16),
+        rng.integers(0, 9000, (20, 30, 5), dtype=np.uint16),
+        rng.normal(size=(20, 30, 1)).astype(np.float32),
+    ):
+        options = {"photometric": "minisblack", "planarconfig": "contig", "extratags": tags}
+        image = decode(tiff(array if array.shape[2] > 1 else array[..., 0], **options), "x")
+        assert str(image.dtype) == f"torch.{array.dtype}"
+        assert np.array_equal(image.numpy(), array.transpose(2, 0, 1))
+
+
+def test_heic_is_read_by_its_plug_in():
+    data = b"\0\0\0\x18ftypheic" + bytes(12)
+    if find_spec("pillow_heif") is None:
+        with pytest.raises(UnreadableImage, match="HEIC needs another library: pip install pillow-heif"):
+            decode(data, "x")
+        return
+    import pillow_heif
+
+    file = io.BytesIO()
+    pillow_heif.from_pillow(smooth()).save(file, quality=100)
+    assert (decode(file.getvalue(), "x").float() - tensor(smooth()).float()).abs().mean() < 6
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])

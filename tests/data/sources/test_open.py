@@ -219,25 +219,51 @@ def test_labels_without_a_name_are_refused(tmp_path):
         open_source(str(path))
 
 
-def test_datasets_of_the_hub(tmp_path, monkeypatch):
+def test_datasets_of_the_hub(tmp_path, monkeypatch, caplog):
     """A local folder in the place of a repository: the library reads both alike."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for split, number in (("train", 0), ("test", 1)):
         write_parquet(tmp_path / "set" / f"{split}-0.parquet", parts(number))
     datasets.disable_progress_bars()
     spec = f"hf:{tmp_path / 'set'}"
-    with pytest.raises(ValueError, match=r"Write one of hf:.*set:train, hf:.*set:test"):
-        open_source(spec)
+    with pytest.raises(ValueError, match=r"has no split val, but train, test"):
+        open_source(f"{spec}[val]")
     with pytest.raises(ValueError, match=r"none cannot be loaded: .*Check the name .* and the network"):
         open_source(f"hf:{tmp_path / 'none'}")
-    source = open_source(f"{spec}:test")
+    caplog.set_level("INFO", "dino_vit")
+    source = open_source(f"{spec}[test]")
+    assert not list((tmp_path / "cache").rglob("*train*.arrow"))  # which is not used
+    assert "set[test]: configuration default, test (" in caplog.text
+    assert items(open_source(f"{spec}:test")) == items(source)
     expected = [(name, FILES[name], name.split("/")[0]) for name in ORDER if name in parts(1)]
     assert items(source) == expected
     assert items(pickle.loads(pickle.dumps(source))) == expected
     assert source.classes == CLASSES
+    both = open_source(spec)
+    assert both.splits == {"test": range(len(source)), "train": range(len(source), len(both))}
+    assert sorted(items(both)) == sorted(
+        (f"{split}/{name}", FILES[name], name.split("/")[0])
+        for split, number in (("train", 0), ("test", 1))
+        for name in parts(number)
+    )
     write_parquet(tmp_path / "whole" / "train-0.parquet")
     whole = open_source(f"hf:{tmp_path / 'whole'}")
     assert whole.fingerprint == open_source(str(write_folder(tmp_path / "folder"))).fingerprint
+
+
+def test_a_data_set_of_the_hub_has_configurations(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    root, files = tmp_path / "owner" / "set", ""
+    for name, number in (("small", 0), ("large", 1)):
+        write_parquet(root / name / "train-0.parquet", parts(number))
+        files += f"- config_name: {name}\n  data_files: {name}/train-*\n"
+    (root / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
+    monkeypatch.chdir(tmp_path)  # a folder here, a repository on the hub
+    with pytest.raises(ValueError, match=r"available configs: \['small', 'large'\]"):
+        open_source("hf:owner/set")
+    assert len(open_source("hf:owner/set/small")) == len(parts(0))
+    assert len(open_source("hf:owner/set/large[train]@main")) == len(parts(1))
 
 
 def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
