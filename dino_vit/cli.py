@@ -1,6 +1,7 @@
 """The console command `dino-vit`, whose commands are in `dino_vit.commands.COMMANDS`."""
 
 import argparse
+import ctypes
 import json
 import logging
 import os
@@ -18,6 +19,8 @@ from dino_vit.config.settings import Settings
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt(3)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
@@ -33,6 +36,19 @@ def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
     return _exit_code(lambda: _print(run(config_from(args, cls))), parser.prog)
+
+
+def tune_process() -> None:
+    """Set what makes steps on a CPU faster, for a process that is all ours and has not imported torch yet."""
+    # Threads that spin while they wait slow a busy CPU down several times.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Linux clears each page that it hands out: use large pages, and let glibc keep those of freed tensors. A
+    # step takes a tenth less time, with DINOv2's loss a third. The peak of memory grows by up to 13 %.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -79,10 +95,7 @@ def _print(result: Result | None) -> None:
 
 def _exit_code(work: Callable[[], None], program: str, *, show_traceback: bool = False) -> int:
     """Do the work; a user's mistake is a message on stderr and exit code 2, not a traceback."""
-    # Read by torch when it is imported: threads that spin while they wait slow a busy CPU down several times;
-    # small pages cost a CPU step a tenth of its time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    tune_process()
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

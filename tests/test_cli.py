@@ -1,5 +1,6 @@
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -155,3 +156,27 @@ def test_what_pretrain_cannot_do_is_a_message_and_exit_code_2(tmp_path, capsys, 
     assert message in shown
     assert "Traceback" not in shown
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_a_process_of_the_command_line_keeps_freed_memory():
+    script = """
+import resource, statistics
+from dino_vit.cli import tune_process
+{call}
+import torch
+pages = []
+for _ in range(50):  # a piece that fits is found after a few
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(statistics.median(pages))
+"""
+
+    def pages(call: str) -> float:
+        command = [sys.executable, "-c", script.format(call=call)]
+        small_pages = {**os.environ, "THP_MEM_ALLOC_ENABLE": "0"}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=small_pages)
+        return float(done.stdout)
+
+    assert pages("tune_process()") < 100 < 1000 < pages("")
