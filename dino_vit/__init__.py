@@ -1,7 +1,11 @@
 """Self-supervised pretraining of vision transformers with DINO."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("dino-vit runs on Linux and macOS; on Windows use it in WSL")
 
 from dino_vit.commands import COMMANDS
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -245,10 +246,10 @@ class LabelledSource(Subset):
 def join_labels(source: Source, path: str | Path) -> LabelledSource:
     """Label items by name from a file, and warn about names without a match."""
     values = values_by_name(source, str(path), LABEL_COLUMNS)
-    missing = values.count(None)
+    missing = [source.name(index) for index, value in enumerate(values) if value is None]
     if missing:
-        example = source.name(values.index(None))
-        log.warning("%s: no label for %d of %d images, such as '%.200s'", path, missing, len(values), example)
+        examples = _examples(missing)
+        log.warning("%s: no label for %d of %d images: %s", path, len(missing), len(values), examples)
     return LabelledSource(source, number_labels(values))
 
 
@@ -259,17 +260,36 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     """
     table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
-    surplus = set(table).difference(names)
+    surplus = sorted(set(table).difference(names))
+    alike = _differing_in_form(surplus, [name for name in names if name not in table])
+    form = ""
+    if alike:
+        form = f". {len(alike):,} differ only in case or Unicode form: {_examples(alike, '%.200r is %.200r')}"
     if len(surplus) == len(table):
         raise ValueError(
             f"{path} has {columns[0]}s for none of the images: its names are like "
             f"'{next(iter(table), ''):.200}', those of the source like '{names[0]}'. Names must be equal, "
-            "including the suffix."
+            f"including the suffix{form}"
         )
     if surplus:
         extra = plural(len(surplus), columns[0])
-        log.warning("%s: %s for names not in the source, such as '%.200s'", path, extra, min(surplus))
+        log.warning("%s: %s for names not in the source: %s%s", path, extra, _examples(surplus), form)
     return [table.get(name) for name in names]
+
+
+def _differing_in_form(surplus: Sequence[str], missing: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names without an image that are one but for case or Unicode normalisation, and that one."""
+    names = {_folded(name): name for name in missing}
+    return [(name, names[_folded(name)]) for name in surplus if _folded(name) in names]
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
+    """Return the first three, as they are told to a user."""
+    return ", ".join(form % item for item in items[:3]) + ", ..." * (len(items) > 3)
 
 
 def parse_json(text: str | bytes, name: str) -> object:
@@ -291,7 +311,7 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
-    data, table = read_file(path), dict[str, object]()
+    data, table, contradictions = read_file(path), dict[str, object](), dict[str, tuple[object, object]]()
     entries: Iterable[tuple[str, object]]
     if suffix_of(path) == ".json":
         content = parse_json(data, path)
@@ -303,9 +323,13 @@ def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     for name, value in entries:
         name, value = printable(name), printable(value) if isinstance(value, str) else value
         if (known := table.setdefault(name, value)) is not value and known != value:  # NaN is not itself
-            raise ValueError(
-                f"{path} has two values for '{name:.200}': {table[name]!r:.200} and {value!r:.200}."
-            )
+            contradictions[name] = known, value
+    if contradictions:
+        examples = [(name, *both) for name, both in contradictions.items()]
+        named = plural(len(examples), "name")
+        raise ValueError(
+            f"{path} has two values for {named}: {_examples(examples, '%.200r has %.200r and %.200r')}"
+        )
     return table
 
 

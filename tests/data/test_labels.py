@@ -15,7 +15,7 @@ from dino_vit.data.labels import (
 )
 from dino_vit.data.sources.open import open_source
 from tests.support.image_sets import FILES, write_folder
-from tests.support.images import write_classes
+from tests.support.images import write_classes, write_synthetic
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
         source = open_source(str(root), labels=path)
     assert [source.label(index) for index in range(3)] == [None, 1, 0]
     assert source.classes == ["4", "30"]
-    assert "no label for 1 of 3 images, such as 'cat/é.jpg'" in caplog.text
-    assert "1 label for names not in the source, such as 'missing.png'" in caplog.text
+    assert "no label for 1 of 3 images: 'cat/é.jpg'" in caplog.text
+    assert "1 label for names not in the source: 'missing.png'" in caplog.text
     plain = open_source(str(root))
     assert (source.fingerprint, source.name(1), source.read(1)) == (
         plain.fingerprint,
@@ -113,6 +113,25 @@ def test_labels_of_a_file_join_by_name(tmp_path, caplog, name):
     )
     with pytest.raises(IndexError):
         source.label(3)
+
+
+def test_names_that_differ_only_in_case_or_unicode_form_are_said(tmp_path, caplog):
+    for name in ("a.png", "b.png", "c.png", "d.png", "é.png"):
+        write_synthetic(tmp_path / "photos" / name, 0)
+    path = tmp_path / "labels.csv"
+    path.write_text("a.png,0\nB.png,1\nC.PNG,1\nD.png,1\ne\u0301.png,1\nz.png,1\n")
+    assert open_source(str(tmp_path / "photos"), path).label(0) == 0
+    assert "no label for 4 of 5 images: 'b.png', 'c.png', 'd.png', ...\n" in caplog.text
+    assert "5 labels for names not in the source: 'B.png', 'C.PNG', 'D.png', ..." in caplog.text
+    assert "4 differ only in case or Unicode form: 'B.png' is 'b.png', 'C.PNG' is 'c.png', " in caplog.text
+    path.write_text("A.png,0\nB.png,1\n")
+    with pytest.raises(
+        ValueError, match=r"none of the images.*2 differ only in case .*: 'A.png' is 'a.png', "
+    ):
+        open_source(str(tmp_path / "photos"), path)
+    path.write_text("".join(f"{name},{label}\n" for name in "abcde" for label in (1, 2)))
+    with pytest.raises(ValueError, match=r"two values for 5 names: 'a' has '1' and '2', 'b' has .*, \.\.\.$"):
+        open_source(str(tmp_path / "photos"), path)
 
 
 def test_labels_for_other_names_are_refused(tmp_path):

@@ -66,7 +66,7 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"no weight for 1 of 64 images, such as '{NAMES[0]}'"):
         read_sampling_weights(SOURCE, path)
     path.write_text(path.read_text() + f"{NAMES[0]},1\n{NAMES[0]},2\n")
-    with pytest.raises(ValueError, match=f"two values for '{NAMES[0]}': '1' and '2'"):
+    with pytest.raises(ValueError, match=f"two values for 1 name: '{NAMES[0]}' has '1' and '2'"):
         read_sampling_weights(SOURCE, path)
 
 
