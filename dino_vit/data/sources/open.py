@@ -8,7 +8,7 @@
 | `shards/{000..010}.tar`, `shards/*.tar` | tar shards, in WebDataset's layout if there are labels |
 | `photos.zip` | zip archives |
 | `train.parquet`, `data/train-*.parquet` | Parquet files with a column of images |
-| `hf:OWNER/NAME`, `hf:OWNER/NAME:SPLIT` | a dataset of the Hugging Face hub |
+| `hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIGURATION[SPLIT]@REVISION` | a dataset of the Hugging Face hub |
 | `images.npy`, `images.npz`, `images.npz:KEY` | an array (N, H, W), (N, H, W, C) or (N, C, H, W) |
 | `synthetic`, `synthetic:LENGTH:SIZE` | generated textures |
 | `python:MODULE:NAME` | an object of Python code, see `data/custom.py` |
