@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of
+from tests.support.processes import torchrun_environs
 from tests.support.runs import CPU, SETTINGS
 
 
@@ -171,6 +173,24 @@ def test_pretraining_works_in_a_thread(tmp_path):
     settings = {**SETTINGS, "output": tmp_path, "budget.steps": 10, "verbose": False}
     with ThreadPoolExecutor() as pool:
         assert len(pool.submit(dino_vit.pretrain, **settings).result().metrics()) == 10
+
+
+@pytest.mark.slow
+def test_what_a_callback_raises_in_one_process_ends_all(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import dino_vit\n"
+        "def stop(record):\n"
+        "    raise RuntimeError('of the callback')\n"
+        f"dino_vit.pretrain(output={str(tmp_path / 'run')!r}, on_metrics=stop, **{SETTINGS})\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, str(script)], env={**os.environ, **own}, stderr=subprocess.PIPE)
+        for own in torchrun_environs()  # without a launcher, which would end the other
+    ]
+    said = [process.communicate(timeout=120)[1].decode() for process in started]
+    assert [process.returncode for process in started] == [1, 1]
+    assert "RuntimeError: of the callback" in said[0]
 
 
 @pytest.mark.slow

