@@ -103,7 +103,13 @@ def run(config: CompareConfig) -> ComparisonResult:
         _describe(config, weights, comparison, name)
         for evaluator in evaluators:
             path = folder / f"{number}-{evaluator}.json"
-            for figure in _evaluate(evaluator, config, weights, path, comparison, name):
+            try:
+                measured = _evaluate(evaluator, config, weights, path, comparison, name)
+            except ValueError as error:
+                others = ", ".join(other for other in evaluators if other != evaluator)
+                advice = f"; to leave this out, use measures=[{others}]" if others else ""
+                raise ValueError(f"{evaluator}: {error}{advice}") from error
+            for figure in measured:
                 comparison.measured.setdefault(figure.title, {})[name] = figure
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
