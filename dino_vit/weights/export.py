@@ -298,10 +298,10 @@ def _compare_features(model: Backbone, written: Path, format: str, *, larger: bo
     error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()
     if not error <= TOLERANCE:
         raise WeightsError(
-            f"the exported features differ by {error:.1e} of the largest (allowed: {TOLERANCE:.0e}); nothing "
-            "was written"
+            f"largest relative difference of the CLS features: {error:.1e} (allowed: {TOLERANCE:.0e}); "
+            "nothing was written"
         )
-    return f"CLS features differ by at most {error:.1e} of the largest, checked {how}"
+    return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
 
 
 def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:

@@ -323,7 +323,7 @@ def request(url: str, start: int, size: int) -> bytes:
 
 def check_length(data: bytes, size: int, path: str) -> bytes:
     if len(data) != size:
-        raise OSError(f"{path} is truncated: {len(data):,} bytes came where there should be {size:,}")
+        raise OSError(f"{path} is truncated: {len(data):,} bytes instead of {size:,}")
     return data
 
 
