@@ -137,7 +137,7 @@ def _check_graph(model: Backbone, *, dynamic: bool) -> None:
         raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     if size > LARGEST:
-        text = f"an ONNX file holds {LARGEST / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
+        text = f"an ONNX file can hold {LARGEST / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
         raise WeightsError(f"{text}: use another --format")
     if dynamic and not isinstance(model, VisionTransformer):
         name = model.architecture["name"]

@@ -98,12 +98,8 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     write_results(output, content)
     listed = f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}"
     lines = [
-        *(describe(conflicts, "different labels, perhaps of one image", "labels") if conflicts.total else []),
-        *(
-            describe(leaks, "different splits, perhaps with one image in both", "splits")
-            if leaks.total
-            else []
-        ),
+        *describe(conflicts, "different labels, perhaps of one image", "labels"),
+        *describe(leaks, "different splits, perhaps with one image in both", "splits"),
         *describe(pairs, f"a cosine of {config.threshold:g} or more"),
         f"{output}: {listed}",
     ]
@@ -163,6 +159,8 @@ def to_json(pairs: PairList) -> dict[str, Any]:
 
 def describe(pairs: PairList, title: str, differing: Literal["labels", "splits"] | None = None) -> list[str]:
     """Return lines about pairs: how many, the closest ones with what differs in them, and their sheet."""
+    if differing and not pairs.total:
+        return []
     lines = [f"{title}: {plural(pairs.total, 'pair')}"]
     for pair in pairs.closest[:PAIRS_PRINTED]:
         values = getattr(pair, differing) if differing else (None, None)

@@ -119,7 +119,7 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
     train = open_masks(config.train, config.train_masks, **values)
     refuse_same_images(config.source, queries, config.train, train)
     if list(train.classes) != list(queries.classes):
-        raise ValueError(f"{config.train} has other classes than {config.source}")
+        raise ValueError(f"{config.train} has different classes from {config.source}")
     return train, range(len(train)), queries, range(len(queries))
 
 
