@@ -45,7 +45,7 @@ class ReportConfig(Settings):
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: str | None = setting(None, "where the images are now; null: where the run read them")
     images: int = Field(
-        600,
+        500,
         ge=MIN_IMAGES,
         le=MAX_IMAGES,
         description="images on the map; with more, their pictures are smaller",

@@ -42,8 +42,8 @@ THUMBNAIL_SIDE, PHOTO_SIDE = (
     64,
     320,
 )  # pixels of the longer side, at most: on the map, and of a selected image
-# Of all images: the page stays below 8 MB with 600 of them, which are as large as their sides allow.
-THUMBNAIL_PIXELS, PHOTO_PIXELS = 5_000_000, 600 * PHOTO_SIDE**2
+# Of all images: the page stays below 8 MB with 500 of them, which are as large as their sides allow.
+THUMBNAIL_PIXELS, PHOTO_PIXELS = 5_000_000, 500 * PHOTO_SIDE**2
 MIN_ATTENTION_SIDE = 64  # pixels of the shorter side of an image whose attention is drawn
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
 TINY = 1e-30

@@ -145,7 +145,7 @@ def test_deep_images_and_other_channels_are_not_reduced(tmp_path, capsys):
     source = open_source(str(tmp_path / "in"))
     packed = pack_reduced(tmp_path / "in", tmp_path / "out")
     assert images(packed) == images(source)
-    assert "0 now have a shorter side of 16 pixels" in capsys.readouterr().out
+    assert "0 reduced to a shorter side of 16 pixels" in capsys.readouterr().out
 
 
 def test_arrays_are_reduced(tmp_path):

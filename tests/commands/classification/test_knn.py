@@ -135,7 +135,7 @@ def test_of_very_many_images_only_some_rank_all(tmp_path, weights, monkeypatch):
     precision, recall = ranking_of(among_the_others(*features_of(weights, images), spread(24, 5)))
     assert result.details["ranking"]["map"]["percent"] == pytest.approx(precision)
     assert result.details["ranking"]["recall_at_1"]["percent"] == pytest.approx(recall)
-    assert "by cosine, for 5 of them: mAP" in str(result)
+    assert "by cosine for 5 queries: mAP" in str(result)
 
 
 def test_two_processes_find_what_one_does(tmp_path, weights):
