@@ -28,7 +28,7 @@ IMITATED = "1 minus the cosine with the features of the frozen teacher."
 ENTROPIES = (
     "Both at the dashed line: a collapse to uniform outputs. Both 0: a collapse to a single prototype."
 )
-GAP = "The difference of the two: how much the teacher's output depends on the image. 0 is a collapse."
+GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
 KNN = "Share of the held-out images whose class is predicted, in per cent."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
