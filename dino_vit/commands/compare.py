@@ -103,7 +103,13 @@ def run(config: CompareConfig) -> ComparisonResult:
         _describe(config, weights, comparison, name)
         for evaluator in evaluators:
             path = folder / f"{number}-{evaluator}.json"
-            for figure in _evaluate(evaluator, config, weights, path, comparison, name):
+            try:
+                measured = _evaluate(evaluator, config, weights, path, comparison, name)
+            except ValueError as error:
+                others = ", ".join(other for other in evaluators if other != evaluator)
+                advice = f"; to leave this out, use measures=[{others}]" if others else ""
+                raise ValueError(f"{evaluator}: {error}{advice}") from error
+            for figure in measured:
                 comparison.measured.setdefault(figure.title, {})[name] = figure
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
@@ -210,7 +216,7 @@ def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:
 
 
 def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the figures as a table, the best and those as good marked."""
+    """Return the figures as a table, the best and those that cannot be told from it marked."""
     rows = []
     for name, rank in comparison.ranks.items():
         row = [name]
@@ -218,6 +224,6 @@ def _table(comparison: Comparison, best: Mapping[str, tuple[str, ...]]) -> str:
             mark = "*" if name == best[title][0] else "=" if name in best[title] else " "
             row.append(f"{by_name[name].interval}{mark}")
         rows.append([*row, f"{rank:.1f}"])
-    table = format_table(["in %", *(f"{title} " for title in best), "effective rank"], rows)
-    legend = "* best, = on these images as good (image by image, p times the number of others at least 0.05)"
+    table = format_table(["per cent", *(f"{title} " for title in best), "effective rank"], rows)
+    legend = "* best; = cannot be told from the best on these images (paired by image, Bonferroni)"
     return f"{table}\n{legend}" if best else table

@@ -17,7 +17,7 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.text import printable
+from dino_vit.core.text import plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import splits_of
@@ -128,13 +128,13 @@ def _range(numbers: Iterable[float]) -> dict[str, float]:
 def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the facts as lines for a person."""
     labels, unlabelled = facts["labels"], facts["without_label"]
-    text = f"{len(labels):,} labels: {_counts(labels)}" if labels else "no labels (none are needed)"
+    text = f"{plural(len(labels), 'label')}: {_counts(labels)}" if labels else "no labels (none are needed)"
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
-    yield f"{facts['source']}: {facts['images']:,} images, {text}"
+    yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
     if facts["looked_at"] < facts["images"]:
-        yield f"{facts['looked_at']:,} of them were inspected (count=null: all)"
+        yield f"{facts['looked_at']:,} of them inspected (count=null: all)"
     yield f"  format      {_counts(facts['formats'])}"
     yield f"  pixels      {_counts(facts['pixels'])}"
     for name in ("height", "width", "shorter_side"):

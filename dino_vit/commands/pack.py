@@ -102,11 +102,13 @@ def run(config: PackConfig) -> PackResult:
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
     shards = [output / shard.name for shard in packed.shards]
     file_bytes = sum(shard.stat().st_size for shard in shards)
-    images = f"{packed.images:,} images in {plural(len(shards), 'shard')}, {file_bytes / 2**20:,.1f} MiB"
+    images = (
+        f"{plural(packed.images, 'image')} in {plural(len(shards), 'shard')}, {file_bytes / 2**20:,.1f} MiB"
+    )
     lines = [f"{output}: {images}", f"verify a copy with: cd {output} && sha256sum --check {SUMS}"]
     if config.size:
         lines.insert(
-            1, f"{packed.reduced:,} now have a shorter side of {config.size} pixels, others are as they were"
+            1, f"{packed.reduced:,} reduced to a shorter side of {config.size} pixels, the others unchanged"
         )
     return replace(packed, shards=shards, text="\n".join(lines))
 

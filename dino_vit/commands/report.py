@@ -44,7 +44,12 @@ class ReportConfig(Settings):
     run: str = Field(description="folder of the run")
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: str | None = setting(None, "where the images are now; null: where the run read them")
-    images: int = Field(3000, ge=MIN_IMAGES, le=MAX_IMAGES, description="number of images on the map")
+    images: int = Field(
+        500,
+        ge=MIN_IMAGES,
+        le=MAX_IMAGES,
+        description="images on the map; with more, their pictures are smaller",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ def _hint(cls: type[Settings], key: str) -> str:
     if section in sections(cls):
         inside = [name for name in settings_of(cls) if name.startswith(f"{section}.")]
         return f"the section {section} has {', '.join(inside)}"
-    return f"there are {', '.join(cls.model_fields)}"
+    return f"the settings are {', '.join(cls.model_fields)}"
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:

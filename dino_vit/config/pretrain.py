@@ -135,7 +135,9 @@ def _check_model(config: PretrainConfig) -> Iterator[Problem]:
         default = values(PretrainConfig())
         unused = [key for key in sections.OF_OUR_TRANSFORMERS if get(config, key) != default[key]]
         if "." in model.timm:
-            text = f"model.arch={model.arch} names weights, but model.arch is a network without any"
+            text = (
+                f"model.arch={model.arch} names pretrained weights, but model.arch takes only an architecture"
+            )
             yield Problem(f"{text}; give init.weights={model.arch}", keys)
         elif given or unused:
             text = f"model.arch={model.arch} is built as timm defines it"

@@ -161,9 +161,9 @@ def restore(checkpoint: Checkpoint, modules: Mapping[str, nn.Module], optimizer:
     if wrong:
         name, more = wrong[0], f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise StorageError(
-            f"{checkpoint.path} is of another network or optimiser: {name} is {saved.get(name, 'missing')} "
-            f"in the file and {shapes.get(name, 'missing')} here{more}. For a new run from its weights give "
-            f"another output and init.weights={checkpoint.path}"
+            f"{checkpoint.path} belongs to a different network or optimiser: {name} is "
+            f"{saved.get(name, 'missing')} in the file and {shapes.get(name, 'missing')} here{more}. "
+            f"For a new run from its weights give another output and init.weights={checkpoint.path}"
         )
     # Nothing was changed so far: a checkpoint that does not fit leaves everything as it is.
     for name, target in targets.items():

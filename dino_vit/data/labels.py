@@ -354,7 +354,8 @@ def describe_sampling(weights: NDArray[np.float64]) -> str:
     """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
     probabilities = weights / weights.sum()
     never = np.count_nonzero(weights == 0)
-    text = f"sampling weights: {1 / (probabilities**2).sum():,.0f} of {len(weights):,} images effectively"
+    alike = f"{1 / (probabilities**2).sum():,.0f} of {len(weights):,} images"
+    text = f"sampling weights: as varied as {alike} drawn equally often"
     return f"{text}; {never:,} are never drawn" if never else text
 
 

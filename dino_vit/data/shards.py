@@ -252,7 +252,7 @@ class Prefetch:
             except SourceLost:  # logged already; a run may do without as long as there are other copies
                 pause = POLL_S
             except OSError as error:
-                log.warning("no shard is copied to data.cache at present: %s", brief(error, 300))
+                log.warning("shards are not copied to data.cache for now: %s", brief(error, 300))
                 pause = 10
             stop.wait(pause)
 

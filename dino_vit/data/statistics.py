@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.core.text import progress
+from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_image, read_item
 from dino_vit.data.images.pixels import MAX_PIXELS, NOT_FINITE, Pixels, kind_of, unit_scale
 from dino_vit.data.sources.files import in_threads
@@ -87,7 +87,7 @@ class ImageSummary:
         steps = Counter(step for image in self.images for step in _conversions(image, pixels))
         if self.unreadable:
             steps[f"unreadable, first {self.unreadable[0]}"] = len(self.unreadable)
-        text = f"{len(self.images)} images inspected: {', '.join(kinds)}"
+        text = f"{plural(len(self.images), 'image')} inspected: {', '.join(kinds)}"
         return "; ".join([text, *(f"{count} {step}" for step, count in steps.most_common())])
 
 
@@ -120,7 +120,7 @@ def inspect_images(source: Source, indices: Sequence[int], *, max_pixels: int = 
     unreadable = [result for result in results if isinstance(result, UnreadableImage)]
     if not images:
         raise ValueError(
-            f"none of the {len(indices):,} inspected images can be read; the first: {unreadable[0]}"
+            f"none of {plural(len(indices), 'inspected image')} can be read; the first: {unreadable[0]}"
         )
     return ImageSummary(images=images, unreadable=unreadable)
 

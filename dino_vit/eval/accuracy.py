@@ -18,7 +18,7 @@ from torch.distributions import Binomial
 
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import public
+from dino_vit.core.text import plural, public
 
 RESAMPLES = 1000  # of the images
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
@@ -94,15 +94,15 @@ class Predictions:
 
     def summary(self) -> str:
         """Return the top-1 and top-5 accuracy as a text, beside that of guesses."""
-        accuracies = f"top-1 {self.top(1)} %, top-5 {self.top(5)} % of {len(self.targets):,} images"
-        return f"{accuracies} of {len(self.classes)} classes; {self.guesses()}"
+        accuracies = f"top-1 {self.top(1)} %, top-5 {self.top(5)} % of {plural(len(self.targets), 'image')}"
+        return f"{accuracies} of {plural(len(self.classes), 'class', 'classes')}; {self.guesses()}"
 
     def guesses(self) -> str:
         """Return the accuracy of guesses as a text."""
         trivial = trivial_baselines(self.targets, self.classes)
         name, percent = trivial["largest_class"].values()
-        guess = f"always guessing {name}, the largest class, is right in {percent:.1f} %"
-        return f"{guess}, chance in {trivial['chance']:.1f} %"
+        random = f"random guessing {trivial['chance']:.1f} %"
+        return f"always guessing {name} scores {percent:.1f} %, {random}"
 
 
 def trivial_baselines(targets: NDArray[np.int64], classes: Sequence[str]) -> dict[str, Any]:
@@ -254,9 +254,12 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
         )
     top = [*by_title.values()]
     if everywhere := [name for name in top[0] if all(name in names for names in top)]:
-        return f"Take {' or '.join(everywhere)}: on these images none is better by {' or '.join(by_title)}."
+        which = "they" if len(everywhere) > 1 else "it"
+        won = all(names == (everywhere[0],) for names in top)
+        why = "it is the best by" if won else f"{which} cannot be told from the best by"
+        return f"Take {' or '.join(everywhere)}: on these images {why} {' and '.join(by_title)}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
-    return f"It depends on what you need. The best is {wins}."
+    return f"It depends on the figure. The best is {wins}."
 
 
 def results_path(name: str, *, weights: str, output: str | None = None) -> Path:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.core import log
+from dino_vit.core.text import plural
 
 Matrix = Tensor | NDArray[Any]  # an array may be a memory map, larger than the memory
 
@@ -117,7 +118,8 @@ def weighted_knn(
         raise ValueError(f"the bank has {len(bank)} images, but {len(bank_labels)} labels")
     available = len(bank) - (self_offset is not None)
     if beyond := sorted(wanted for wanted in k if wanted > available):
-        log.warning("k-NN: for k = %s, all %d images of the bank vote", str(beyond)[1:-1], available)
+        text = "k-NN with k = %s: the bank has only %s, and all of them vote"
+        log.warning(text, str(beyond)[1:-1], plural(available, "image"))
     device = device or queries.device
     labels, classes = torch.unique(bank_labels.to(device), return_inverse=True)
     ranked: dict[int, list[Tensor]] = {wanted: [] for wanted in k}

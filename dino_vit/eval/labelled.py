@@ -127,11 +127,11 @@ def refuse_same_images(name: str, source: Source, of_train: str, train: Source) 
     shared = sum(origin in learned for origin in _origins(source))
     if shared == len(source):
         raise ValueError(
-            f"all {plural(shared, 'image')} of {name} are in train={of_train} too, so the result would say "
+            f"all {plural(shared, 'image')} of {name} are in train={of_train} too, so the result would mean "
             "nothing; give other images, or leave out train"
         )
     if shared:
-        text = "%d of the %d images of %s are in train=%s too, which flatters the result"
+        text = "%d of the %d images of %s are in train=%s too: the result is too good to be true"
         log.warning(text, shared, len(source), name, of_train)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
-from dino_vit.core.text import progress
+from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import plain
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset
@@ -43,7 +43,10 @@ class SupervisedLoader:
         self.device, transform, processes = backbone.device, backbone.transform, world_size()
         self.global_batch = processes * min(backbone.batch_size, len(subset) // processes)
         if not self.global_batch:
-            raise ValueError(f"{len(subset)} images are too few to train on in {processes} processes")
+            raise ValueError(
+                f"{plural(len(subset), 'image')} cannot be shared among {processes} processes: "
+                "give more images, or launch fewer processes"
+            )
         sampler = Sampler(
             length=len(subset),
             batch_size=self.global_batch,

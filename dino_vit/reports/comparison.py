@@ -5,19 +5,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dino_vit.data.images.decode import UnreadableImage
+from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import RGB, Pixels
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.eval.accuracy import Measured, Pair, Predictions, verdict
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.maps.attention import cls_attention, patch_tokens, principal_colours
+from dino_vit.eval.maps.attention import patch_tokens, principal_colours
 from dino_vit.eval.maps.pictures import heat, shorten, thumbnail
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import charts, fill
-from dino_vit.reports.pictures import MAX_NAME, TILE_SIDE, Row, Tile, data_uri, draw_tile
+from dino_vit.reports.pictures import (
+    MAX_NAME,
+    Row,
+    attention_of,
+    draw_patches,
+    draw_tile,
+    whole_patches,
+)
 from dino_vit.reports.record import RunRecord
 
 SHOWN = 4  # images whose features are drawn
@@ -68,26 +74,22 @@ def joint_charts(runs: dict[str, RunRecord]) -> list[dict[str, Any]]:
 
 
 def draw_maps(comparison: Comparison, frozen: FrozenBackbone, name: str) -> None:
-    """Draw a few images as a backbone sees them, its attention and its patches, as far as it has them."""
+    """Draw a few whole images, and a backbone's attention to them and its patches, as far as it has them."""
     source, model, images = comparison.source, frozen.model, dict[int, Tensor]()
     for index in spread(len(source), SHOWN):
         with suppress(UnreadableImage):
-            images[index] = frozen.transform.read(source, index)
+            images[index] = read_image(source, index, frozen.transform.pixels)
     if not (model.has_patches and images):
         return
-    batch = frozen.transform.normaliser(frozen.device)(torch.stack(list(images.values())))
-    maps = {}
-    if isinstance(model, VisionTransformer):
-        maps["attention"] = [heat(heads.mean(0)) for heads in cls_attention(model, batch).float().cpu()]
-    colours = principal_colours(list(patch_tokens(model, batch).float().cpu()))
-    maps["patches"] = [(255 * patches).byte().permute(2, 0, 1) for patches in colours]
-    for place, (index, image) in enumerate(images.items()):
+    batches = [whole_patches(frozen, image) for image in images.values()]
+    colours = principal_colours([patch_tokens(model, batch)[0].float().cpu() for batch in batches])
+    for (index, image), patches in zip(images.items(), colours, strict=True):
         row = Row(shorten(source.name(index), MAX_NAME), [draw_tile(image, "image")])
         tiles = comparison.maps.setdefault(index, row).tiles
-        for kind, drawn in maps.items():
-            side = max(1, TILE_SIDE // max(drawn[place].shape))  # squares of whole pixels have sharp edges
-            squares = drawn[place].repeat_interleave(side, 1).repeat_interleave(side, 2)
-            tiles.append(Tile(data_uri(squares), f"{name}, {kind}"))
+        if isinstance(model, VisionTransformer):
+            tiles.append(draw_patches(heat(attention_of(frozen, image).mean(0)), f"{name}, attention"))
+        picture = (255 * patches).byte().permute(2, 0, 1)
+        tiles.append(draw_patches(picture, f"{name}, patches"))
 
 
 def _differing(comparison: Comparison) -> list[Row]:

@@ -26,10 +26,10 @@ FIGURES = {  # field of a record and its format, by title
 LOSS = "Cross-entropy of student and teacher. At the dashed line the student's output is uniform."
 IMITATED = "1 minus the cosine with the features of the frozen teacher."
 ENTROPIES = (
-    "The gap measures how much the teacher's output depends on the image. A gap of 0 is a collapse: to "
-    "uniform outputs if both entropies are at the dashed line, to a single prototype if both are 0."
+    "Both at the dashed line: a collapse to uniform outputs. Both 0: a collapse to a single prototype."
 )
-KNN = "In per cent, of the images held out for it."
+GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
+KNN = "Share of the held-out images whose class is predicted, in per cent."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
@@ -91,7 +91,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
     uniform = {f"ln({prototypes})": math.log(prototypes)} if prototypes else {}
     share = MASKED_VIEWS  # of the global views, by which the loss of patches is divided
     uniform_patches = {f"{share:g} · {name}": share * value for name, value in uniform.items()}
-    entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy", "gap": "entropy_gap"}
+    entropies = {"mean output": "mean_output_entropy", "each output": "output_entropy"}
     of_patches = {name: f"patch_{field}" for name, field in entropies.items()}
     knn = record.baseline_levels("knn", "raw_pixels", "largest_class")
     rank = record.baseline_levels("rankme")
@@ -100,8 +100,10 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         # title, caption, fields of records by the name of their curve, values to compare with by name, unit
         ("Loss", loss, {"loss": "loss"}, uniform, ""),
         ("Teacher entropies", ENTROPIES, entropies, uniform, ""),
+        ("Entropy gap", GAP, {"gap": "entropy_gap"}, {}, ""),
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
+        ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
         ("k-NN accuracy", KNN, {"k-NN": "knn", "best features": "best_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),

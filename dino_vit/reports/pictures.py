@@ -27,21 +27,24 @@ from dino_vit.data.labels import read_sampling_weights
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import FrozenBackbone, eval_mode, in_batches
 from dino_vit.eval.knn import nearest
-from dino_vit.eval.maps.attention import cls_attention, pad, principal_components, with_attention
-from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
+from dino_vit.eval.maps.attention import cls_attention, principal_components, with_attention
+from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
-from dino_vit.views.eval_transform import resize_and_center_crop
+from dino_vit.views.eval_transform import resize, resize_and_center_crop
 from dino_vit.views.sampler import Sampler
 
 BATCH, NEIGHBOURS, MIN_IMAGES, MAX_IMAGES = 64, 8, 4, 6000
 MAX_NAME = 120  # characters
 ROWS, HEADS = 6, 12  # at most, of views and attention
 TILE_SIDE = 144  # pixels of a picture in a row
-ATTENTION_SIDE = 512  # pixels of the longer side of an image whose attention is drawn, at most
-SIDE = 64  # pixels of a thumbnail on the map, at most
-# Of all thumbnails and of all attention maps, so that the page stays below 5 MB.
-THUMBNAIL_PIXELS, ATTENTION_PIXELS = 5_000_000, 400_000
+THUMBNAIL_SIDE, PHOTO_SIDE = (
+    64,
+    320,
+)  # pixels of the longer side, at most: on the map, and of a selected image
+# Of all images: the page stays below 8 MB with 500 of them, which are as large as their sides allow.
+THUMBNAIL_PIXELS, PHOTO_PIXELS = 5_000_000, 500 * PHOTO_SIDE**2
+MIN_ATTENTION_SIDE = 64  # pixels of the shorter side of an image whose attention is drawn
 PERPLEXITY = 30  # of t-SNE: about how many neighbours of an image it tries to keep
 TINY = 1e-30
 
@@ -81,8 +84,9 @@ class ImageMap:
     neighbours: Tensor  # (n, k) positions in this map, the nearest first
     cosines: Tensor  # (n, k)
     positions: Tensor  # (n, 2), by t-SNE or, without scikit-learn, by PCA
-    thumbnails: Tensor  # uint8 (n, 3, y, x)
-    attention: Tensor | None  # (n, y, x); None of a network without heads to show
+    thumbnails: Tensor  # uint8 (n, 3, y, x), the middle of each image
+    photos: list[str]  # whole images, as addresses
+    attention: list[str]  # the same with a pixel for each patch; empty of a network without heads to show
 
 
 def view_rows(config: PretrainConfig, source: Source, epoch: int) -> list[Row]:
@@ -110,18 +114,11 @@ def attention_rows(teacher: FrozenBackbone, source: Source, images: ImageMap) ->
     rows = []
     for index, name in list(zip(images.indices, images.names, strict=True))[:ROWS]:
         image = read_image(source, index, teacher.transform.pixels)
-        image = resize_sides(image, None, ATTENTION_SIDE)
-        (heads,) = attention_of(teacher, image[None])
-        picture = resize_sides(as_picture(image), None, TILE_SIDE)
+        heads = attention_of(teacher, image)
         maps = {"mean of heads": heads.mean(dim=0)}
         maps |= {f"head {number}": values for number, values in enumerate(heads[:HEADS])}
-        tiles = [Tile(data_uri(picture), "image")]
-        for caption, values in maps.items():
-            squares = enlarge(values, (image.shape[-2], image.shape[-1]), teacher.model.patch_size)
-            # Not smoothed, so that patches stay squares with sharp edges.
-            squares = F.interpolate(squares[None, None], size=picture.shape[-2:], mode="nearest-exact")
-            tiles.append(Tile(data_uri(heat(squares[0, 0])), caption))
-        rows.append(Row(name, tiles))
+        tiles = [draw_patches(heat(values), caption) for caption, values in maps.items()]
+        rows.append(Row(name, [draw_tile(image, "image"), *tiles]))
     return rows
 
 
@@ -130,12 +127,18 @@ def draw_tile(image: Tensor, caption: str) -> Tile:
     return Tile(data_uri(resize_sides(as_picture(image), None, TILE_SIDE)), caption)
 
 
+def draw_patches(colours: Tensor, caption: str) -> Tile:
+    """Draw the colours of patches (3, y, x) as squares of whole pixels, which have sharp edges."""
+    side = max(1, TILE_SIDE // max(colours.shape))
+    return Tile(data_uri(colours.repeat_interleave(side, 1).repeat_interleave(side, 2)), caption)
+
+
 def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> ImageMap:
     """Compute the map of some images of a source, without those that cannot be read."""
     kept, outputs = _outputs(teacher, source, indices)
     if len(kept) < MIN_IMAGES:
         raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
-    features, thumbnails, *attention = outputs
+    features, thumbnails = torch.stack(outputs.features), torch.stack(outputs.thumbnails)
     cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
     labels = [source.label(index) for index in kept]
     return ImageMap(
@@ -147,40 +150,65 @@ def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> Im
         cosines=cosines,
         positions=tsne(features) if find_spec("sklearn") else principal_components(features, 2),
         thumbnails=thumbnails,
-        attention=attention[0] if attention else None,
+        photos=outputs.photos,
+        attention=outputs.attention,
     )
 
 
-def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tuple[list[int], list[Tensor]]:
-    """Return the readable indices and, of each, its features, thumbnail and attention."""
-    (height, width), side = teacher.transform.size, min(SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
-    factor = math.ceil(SIDE / min(height, width))  # the attention of small networks is of larger images
-    kept, parts = list[int](), list[tuple[Tensor, ...]]()
+@dataclass(frozen=True, kw_only=True)
+class _Outputs:
+    """What is shown of each image that can be read."""
+
+    features: list[Tensor] = field(default_factory=list)
+    thumbnails: list[Tensor] = field(default_factory=list)
+    photos: list[str] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+
+
+def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tuple[list[int], _Outputs]:
+    """Return the readable indices, and what is shown of each."""
+    side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
+    photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
+    kept, outputs = list[int](), _Outputs()
     model, normalise = teacher.model, teacher.transform.normaliser(teacher.device)
     with progress("Computing features and attention", len(indices)) as advance:
         for batch in in_batches(indices, BATCH):
-            images, larger = [], []
+            prepared = []
             for index in batch:
                 with suppress(UnreadableImage):
                     image = read_image(source, index, teacher.transform.pixels)
-                    images.append(resize_and_center_crop(image, (height, width)))
-                    larger.append(resize_and_center_crop(image, (factor * height, factor * width)))
+                    prepared.append(teacher.transform.resize(image))
                     kept.append(index)
-            if images:
+                    outputs.thumbnails.append(resize_and_center_crop(as_picture(image), (side, side)))
+                    photo = resize_sides(as_picture(image), None, photo_side)
+                    outputs.photos.append(data_uri(photo, quality=60))
+                    if isinstance(model, VisionTransformer):
+                        mean = attention_of(teacher, image).mean(dim=0)
+                        outputs.attention.append(data_uri(heat(mean), quality=None))
+            if prepared:
                 with eval_mode(model):
-                    features = model.forward_cls(normalise(torch.stack(images))).float().cpu()
-                pictures = torch.stack([resize_sides(as_picture(image), None, side) for image in larger])
-                has_heads = isinstance(model, VisionTransformer)
-                attention = [attention_of(teacher, torch.stack(larger)).mean(1)] if has_heads else []
-                parts.append((F.normalize(features, dim=-1), pictures, *attention))
+                    features = model.forward_cls(normalise(torch.stack(prepared))).float().cpu()
+                outputs.features.extend(F.normalize(features, dim=-1))
             advance(len(batch))
-    return kept, [torch.cat(part) for part in zip(*parts, strict=True)]
+    return kept, outputs
 
 
-def attention_of(teacher: FrozenBackbone, images: Tensor) -> Tensor:
-    """Return the attention of the CLS token in the last block, by head: (n, heads, y, x)."""
-    padded = pad(teacher.transform.normaliser(teacher.device)(images), teacher.model.patch_size)
-    return cls_attention(with_attention(teacher.model), padded).float().cpu()
+def whole_patches(frozen: FrozenBackbone, image: Tensor) -> Tensor:
+    """Return a whole image (C, H, W) for a network, (1, C, y · patch, x · patch).
+
+    Its shorter side is as long as in training, or a multiple of that: maps of few patches show little.
+    """
+    side = min(frozen.transform.size)
+    shorter = side * math.ceil(MIN_ATTENTION_SIDE / side)
+    image = resize_sides(image, shorter, 2 * shorter)
+    sides = zip(image.shape[-2:], frozen.model.patch_size, strict=True)
+    height, width = (max(1, round(side / patch)) * patch for side, patch in sides)
+    return frozen.transform.normaliser(frozen.device)(resize(image, (height, width))[None])
+
+
+def attention_of(frozen: FrozenBackbone, image: Tensor) -> Tensor:
+    """Return the attention of the CLS token to a whole image in the last block, by head: (heads, y, x)."""
+    return cls_attention(with_attention(frozen.model), whole_patches(frozen, image))[0].float().cpu()
 
 
 def tsne(features: Tensor) -> Tensor:
@@ -206,8 +234,9 @@ def to_json(images: ImageMap) -> dict[str, Any]:
         "positions": _on_unit_square(images.positions),
         "neighbours": images.neighbours.tolist(),
         "cosines": images.cosines.double().round(decimals=4).tolist(),
-        "thumbnails": build_atlas(images.thumbnails, quality=75),
-        "attention": None if images.attention is None else _attention_atlas(images.attention),
+        "thumbnails": build_atlas(images.thumbnails),
+        "photos": images.photos,
+        "attention": images.attention,
     }
 
 
@@ -218,20 +247,12 @@ def _on_unit_square(positions: Tensor) -> list[list[float]]:
     return [[round(x, 4), round(y, 4)] for x, y in scaled.tolist()]
 
 
-def _attention_atlas(maps: Tensor) -> dict[str, Any]:
-    """Colour maps (n, y, x), averaged over neighbouring patches if they are too many."""
-    side = min(16, math.isqrt(ATTENTION_PIXELS // len(maps)))
-    size = min(side, maps.shape[-2]), min(side, maps.shape[-1])
-    pooled = F.adaptive_avg_pool2d(maps[:, None], size)[:, 0]
-    return build_atlas(torch.stack([heat(values) for values in pooled]))
-
-
-def build_atlas(images: Tensor, quality: int | None = None) -> dict[str, Any]:
+def build_atlas(images: Tensor) -> dict[str, Any]:
     """Join pictures (n, 3, y, x), row by row, into one."""
     columns = math.ceil(math.sqrt(len(images)))
     cells = torch.cat([images, images.new_zeros(-len(images) % columns, *images.shape[1:])])
     picture = rearrange(cells, "(row column) c y x -> c (row y) (column x)", column=columns)
-    return {"uri": data_uri(picture, quality=quality), "columns": columns, "size": list(images.shape[-2:])}
+    return {"uri": data_uri(picture, quality=75), "columns": columns, "size": list(images.shape[-2:])}
 
 
 def data_uri(picture: Tensor, *, quality: int | None = 80) -> str:

@@ -137,7 +137,7 @@ def _check_graph(model: Backbone, *, dynamic: bool) -> None:
         raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     if size > LARGEST:
-        text = f"an ONNX file holds {LARGEST / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
+        text = f"an ONNX file can hold {LARGEST / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
         raise WeightsError(f"{text}: use another --format")
     if dynamic and not isinstance(model, VisionTransformer):
         name = model.architecture["name"]
@@ -298,10 +298,10 @@ def _compare_features(model: Backbone, written: Path, format: str, *, larger: bo
     error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()
     if not error <= TOLERANCE:
         raise WeightsError(
-            f"the exported features differ by {error:.1e} of the largest (allowed: {TOLERANCE:.0e}); nothing "
-            "was written"
+            f"largest relative difference of the CLS features: {error:.1e} (allowed: {TOLERANCE:.0e}); "
+            "nothing was written"
         )
-    return f"CLS features differ by at most {error:.1e} of the largest, checked {how}"
+    return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
 
 
 def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:

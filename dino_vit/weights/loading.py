@@ -101,7 +101,9 @@ def load_backbone(
     """
     parameters = signature(VisionTransformer).parameters
     if unknown := [name for name in overrides if name not in parameters]:
-        raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(parameters)}")
+        raise TypeError(
+            f"load_backbone() has no argument {unknown[0]!r}; its arguments are {', '.join(parameters)}"
+        )
     raw = read_weights(source, network)
     model: LoadedBackbone
     if _is_timm(raw):
@@ -245,7 +247,11 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
     arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
     if unknown := [name for name in overrides if name not in arguments]:
         text = f"{raw.source} is a model of timm, which has no {unknown[0].replace('_', ' ')}"
-        advice = "set loss.patch_weight=0" if "mask_token" in unknown else f"there are {', '.join(arguments)}"
+        advice = (
+            "set loss.patch_weight=0"
+            if "mask_token" in unknown
+            else f"its arguments are {', '.join(arguments)}"
+        )
         raise WeightsError(f"{text}; {advice}")
     if changed := raw.hub_config.get("model_args"):
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"

@@ -13,6 +13,7 @@ from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
 from dino_vit.eval.online import rankme
+from tests.support.images import write_synthetic
 from tests.support.reports import ParsedPage, picture_of
 
 SETTINGS = {"precision": "no", "verbose": False}
@@ -137,9 +138,39 @@ def test_images_without_labels_are_compared_by_the_rank_which_does_not_tell(tmp_
     pictures = [picture_of(value) for _, name, value in page.attributes if name == "src"]
     assert len(pictures) == 4 * (1 + 2 * 2)
     assert all(np.ptp(picture) > 0 for picture in pictures)
-    assert {picture.shape[0] / picture.shape[1] for picture in pictures} == {1}, "cropped as the maps"
+    assert {picture.shape[0] / picture.shape[1] for picture in pictures} == {2 / 3}, "whole, as the maps"
     with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
         dino_vit.compare(tmp_path / "scenes.npy", weights=["a", "b"], measures=["knn"], **SETTINGS)
+
+
+def test_two_images_are_compared_by_k_nn_and_are_too_few_for_a_linear_classifier(tmp_path, others):
+    for number, name in enumerate("ab"):
+        write_synthetic(tmp_path / "two" / name / "0.png", number)
+    settings = {"weights": others, "output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
+    found = dino_vit.compare(tmp_path / "two", measures=["knn"], **settings)
+    assert [of.percent for of in found.figures["k-NN top-1"].values()] == [0, 0]  # each by the other alone
+    assert "they cannot be told from the best" in found.verdict
+    message = r"linear: all labelled images .* of one class, a; two or more .* use measures=\[knn\]"
+    with pytest.raises(ValueError, match=message):
+        dino_vit.compare(tmp_path / "two", **settings)
+
+
+def test_queries_of_classes_that_the_bank_lacks_are_refused(tmp_path, others):
+    for number, name in enumerate(("train/a", "train/b", "test/c", "test/d")):
+        write_synthetic(tmp_path / "photos" / name / "0.png", number)
+    settings = {"output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
+    with pytest.raises(ValueError, match=r"knn: .*test has classes that are not among the 2 of the training"):
+        dino_vit.compare(tmp_path / "photos", weights=others, **settings)
+
+
+def test_one_labelled_image_is_compared_by_the_rank_alone(tmp_path, others):
+    for number, name in enumerate(("photos/a/0.png", "photos/1.png")):
+        write_synthetic(tmp_path / name, number)
+    settings = {"output": tmp_path / "out", "cache": tmp_path / "cache", **SETTINGS}
+    found = dino_vit.compare(tmp_path / "photos", weights=others, **settings)
+    assert not found.figures
+    with pytest.raises(ValueError, match="measures=knn: the images need labels of two classes or more"):
+        dino_vit.compare(tmp_path / "photos", weights=others, measures=["knn"], **settings)
 
 
 def test_names_are_short_and_differ():

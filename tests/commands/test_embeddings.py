@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
+import dino_vit
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.embeddings.duplicates import find_duplicates, unite
+from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicates, unite
 from dino_vit.commands.embeddings.embed import EmbedConfig, provenance
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
@@ -145,7 +146,10 @@ def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
     values = generator.standard_normal((60, 6)).astype(np.float32)
     values[[7, 40, 41]] = 3 * values[2]
     values[55] = values[20] + 0.05 * generator.standard_normal(6)
-    closest, total, groups = find_duplicates(values, threshold, keep=1000, device=torch.device("cpu"))
+    labels = [None if i == 40 else "ab"[i % 2] for i in range(60)]
+    kinds = every, few, conflicts = ClosestPairs(1000), ClosestPairs(3), ClosestPairs(1000, labels)
+    groups = find_duplicates(values, threshold, kinds, device=torch.device("cpu"))
+    closest = every.closest()
     unit = values / np.linalg.norm(values, axis=1, keepdims=True)
     linked = {i: {i} for i in range(60)}
     pairs = {}
@@ -158,13 +162,15 @@ def test_duplicates_are_those_of_two_loops(monkeypatch, threshold, block):
                 for member in together:
                     linked[member] = together
     assert {(a, b): cosine for a, b, cosine in closest} == pytest.approx(pairs, abs=1e-6)
-    assert total == len(pairs) >= 6
+    assert every.total == few.total == len(pairs) >= 6
     cosines = [cosine for _, _, cosine in closest]
     assert cosines == sorted(cosines, reverse=True)
     expected = {tuple(sorted(group)) for group in linked.values() if len(group) > 1}
     assert {tuple(group) for group in groups} == expected
-    few = find_duplicates(values, threshold, keep=3, device=torch.device("cpu"))
-    assert few == (closest[:3], total, groups)
+    assert few.closest() == closest[:3]
+    differing = [pair for pair in closest if 40 not in pair[:2] and (pair[0] - pair[1]) % 2]
+    assert conflicts.closest() == differing
+    assert conflicts.total == len(differing) >= 2
 
 
 def test_chains_are_linked_in_whatever_order():
@@ -186,13 +192,40 @@ def test_the_duplicates_of_a_folder_are_listed(tmp_path, weights, folder, capsys
     expected = {("a/00.png", "b/again, 00.png"), ("c/05 $x$ ünï.png", "c/05.png")}
     out = capsys.readouterr().out
     assert "2 of 2 pairs, 2 groups" in out
-    assert "1.0000  a/00.png  b/again, 00.png" in out
+    assert out.startswith(
+        "different labels, perhaps of one image: 1 pair\n  1.0000  a/00.png (a)  b/again, 00.png (b)\n"
+    )
+    assert "different splits" not in out
     listed = json.loads((tmp_path / "d.json").read_text())
     assert {tuple(pair["images"]) for pair in listed["pairs"]} == expected
     assert {tuple(group) for group in listed["groups"]} == expected
     assert listed["pair_count"] == 2
-    with Image.open(tmp_path / "d.png") as sheet:
-        assert sheet.height > 200
+    (conflict,) = listed["label_conflicts"]["pairs"]
+    assert conflict["labels"] == ["a", "b"]
+    with Image.open(tmp_path / "d.png") as of_all, Image.open(tmp_path / "d-label-conflicts.png") as of_one:
+        assert of_all.height > of_one.height > 100
+    assert not (tmp_path / "d-split-leaks.png").exists()
+
+
+def test_test_images_among_those_to_learn_from_are_found(tmp_path, weights, folder):
+    shutil.copytree(folder, tmp_path / "photos" / "train")
+    for name in ("a/00.png", "c/05.png"):  # the first is in train under two labels
+        (tmp_path / "photos" / "test" / name).parent.mkdir(parents=True)
+        shutil.copy(folder / name, tmp_path / "photos" / "test" / name)
+    embed(tmp_path, weights, tmp_path / "photos", f"output={tmp_path / 'e.parquet'}")
+    found = dino_vit.duplicates(
+        tmp_path / "e.parquet", threshold=1, output=tmp_path / "d.json", verbose=False
+    )
+    assert found.pairs.total == 3 + 3
+    assert {pair[:2] for pair in found.split_leaks.closest} == {
+        ("test/a/00.png", "train/a/00.png"),
+        ("test/a/00.png", "train/b/again, 00.png"),
+        ("test/c/05.png", "train/c/05 $x$ ünï.png"),
+        ("test/c/05.png", "train/c/05.png"),
+    }
+    assert all(pair.splits == ("test", "train") for pair in found.split_leaks.closest)
+    assert found.label_conflicts.total == 2
+    assert found.split_leaks.sheet == tmp_path / "d-split-leaks.png"
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):

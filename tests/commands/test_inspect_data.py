@@ -60,7 +60,7 @@ def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     np.save(tmp_path / "a.npy", np.linspace(-500, 3000, 4 * 16 * 16, dtype=np.float32).reshape(4, 16, 16))
     assert main(["inspect-data", str(tmp_path / "a.npy"), "count=2"]) == 0
     said = capsys.readouterr().out
-    assert "2 of them were inspected" in said
+    assert "2 of them inspected" in said
     assert "grey (float32) 2" in said
     assert "from -500 to " in said
     assert "set data.range" in said
@@ -85,5 +85,5 @@ def test_images_that_training_cannot_use_are_said_and_not_drawn(mixed, tmp_path,
 def test_a_source_without_readable_images_is_an_error(tmp_path, capsys):
     (tmp_path / "a.png").write_bytes(b"")
     assert main(["inspect-data", str(tmp_path), f"sheet={tmp_path / 'sheet.png'}"]) == 2
-    assert "none of the 1 inspected images can be read" in capsys.readouterr().err
+    assert "none of 1 inspected image can be read" in capsys.readouterr().err
     assert not (tmp_path / "sheet.png").exists()

@@ -122,7 +122,7 @@ def test_larger_images_are_reduced_upright_and_the_others_kept(tmp_path, orienta
     smooth(size=(60, 16)).save(tmp_path / "in" / "d.jpg", exif=exif)
     source = open_source(str(tmp_path / "in"))
     packed = pack_reduced(tmp_path / "in", tmp_path / "out")
-    assert "3 now have a shorter side of 16 pixels, others are as they were" in capsys.readouterr().out
+    assert "3 reduced to a shorter side of 16 pixels, the others unchanged" in capsys.readouterr().out
     assert [packed.name(index) for index in range(4)] == ["a.jpg", "b.webp", "c.bmp", "d.jpg"]
     assert [format_of(packed.read(index)) for index in range(4)] == ["JPEG", "PNG", "PNG", "JPEG"]
     assert packed.read(3) == source.read(3)
@@ -145,7 +145,7 @@ def test_deep_images_and_other_channels_are_not_reduced(tmp_path, capsys):
     source = open_source(str(tmp_path / "in"))
     packed = pack_reduced(tmp_path / "in", tmp_path / "out")
     assert images(packed) == images(source)
-    assert "0 now have a shorter side of 16 pixels" in capsys.readouterr().out
+    assert "0 reduced to a shorter side of 16 pixels" in capsys.readouterr().out
 
 
 def test_arrays_are_reduced(tmp_path):

@@ -89,7 +89,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
     (text,) = refused("oven.whatever_it_is=3")
     assert text.endswith("the section oven has oven.degrees, oven.gas, oven.mark, oven.fan")
     (text,) = refused("whatever=3")
-    assert text.endswith("there are name, eggs, sizes, tiers, oven, icing")
+    assert text.endswith("the settings are name, eggs, sizes, tiers, oven, icing")
     for argument, hint in (("strawberry", "write settings as name=value"), ("eggs", "write eggs=...")):
         with pytest.raises(ValueError, match=hint):
             load(Cake, None, [argument])

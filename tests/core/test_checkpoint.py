@@ -162,7 +162,7 @@ def test_every_tensor_must_find_its_place_and_every_place_its_tensor(tmp_path):
     for message, tensors in cases.items():
         checkpoints = Checkpoints(tmp_path / message[:20])
         checkpoints.save(1, {name: torch.ones_like(tensor) for name, tensor in tensors.items()}, {})
-        with pytest.raises(StorageError, match=f"of another network or optimiser: {message}"):
+        with pytest.raises(StorageError, match=f"belongs to a different network or optimiser: {message}"):
             restore(checkpoints.newest(), modules, optimizer)
         now = collect(modules, optimizer)
         assert all(torch.equal(now[name], whole[name]) for name in whole), "nothing of it was taken"

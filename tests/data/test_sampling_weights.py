@@ -73,7 +73,7 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
 def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
     settings = {**SHORT, "data.weights": of_classes(tmp_path / "w.csv")}
     said = run(tmp_path / "whole", settings)
-    assert "sampling weights: 15 of 64 images effectively; 46 are never drawn" in said
+    assert "sampling weights: as varied as 15 of 64 images drawn equally often; 46 are never drawn" in said
     killed = partial(signal_within_step, 8, signal.SIGKILL)
     run(tmp_path / "run", settings, code=-signal.SIGKILL, before=killed)
     wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}

@@ -112,5 +112,5 @@ def test_what_cannot_be_used_is_left_out_unless_it_is_all():
     assert found.images == 1
     with pytest.raises(ValueError, match=r"none of 1 images .* 0.png: the number of channels is 5"):
         channel_statistics(Items(torch.zeros(5, 4, 4)), [0], RGB)
-    with pytest.raises(ValueError, match="none of the 1 inspected images can be read"):
+    with pytest.raises(ValueError, match="none of 1 inspected image can be read"):
         inspect_images(Items(b""), [0])

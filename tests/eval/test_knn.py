@@ -107,7 +107,7 @@ def test_k_beyond_the_bank_is_the_whole_bank_with_a_warning(caplog):
     queries = clustered(4, seed=2)[0]
     ranked = weighted_knn(bank, labels, queries, k=(5, 100, 200))
     assert torch.equal(ranked[100], weighted_knn(bank, labels, queries, k=(8,))[8])
-    assert "for k = 100, 200, all 8 images of the bank vote" in caplog.text
+    assert "with k = 100, 200: the bank has only 8 images, and all of them vote" in caplog.text
     assert len(caplog.records) == 1
 
 

@@ -39,11 +39,14 @@ def test_the_map_holds_the_features_and_neighbours_of_the_teacher(made):
         assert [cosines[other] for other in near] == pytest.approx([cosines[n] for n in nearest], abs=1e-5)
         assert row not in near
     assert [source.classes[source.label(index)] for index in images.indices] == images.labels
-    assert images.attention.shape == (40, 8, 8)  # of images of 64 px, although it was trained on 32
+    assert {picture_of(uri).shape for uri in images.photos} == {(32, 32, 3)}
+    assert {picture_of(uri).shape for uri in images.attention} == {(8, 8, 3)}, (
+        "of 64 px, although it was trained on 32"
+    )
     data = pictures.to_json(images)
     assert np.array(data["positions"]).min() >= 0
     assert np.ptp(data["positions"], axis=0).max() == pytest.approx(1, abs=1e-3)
-    assert picture_of(data["attention"]["uri"]).shape == (6 * 8, 7 * 8, 3)
+    assert picture_of(data["thumbnails"]["uri"]).shape == (6 * 64, 7 * 64, 3)
 
 
 def test_tsne_keeps_groups_together_and_stands_a_collapse():
@@ -80,7 +83,7 @@ def test_the_views_are_those_that_the_network_saw(made):
 
 def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
     for number in range(4):
-        write_synthetic(tmp_path / "images" / f"{number}.png", number, size=90)  # no whole number of patches
+        write_synthetic(tmp_path / "images" / f"{number}.png", number, size=64)
     source = open_source(str(tmp_path / "images"))
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     found = pictures.build_map(teacher, source, [0, 1, 2, 3])
@@ -88,10 +91,30 @@ def test_attention_is_drawn_at_the_resolution_of_the_command(made, tmp_path):
     assert main(command) == 0
     for row in pictures.attention_rows(teacher, source, found):
         maps = torch.from_numpy(np.load(tmp_path / "maps" / f"{row.name[:-4]}-{row.name[:-4]}.attention.npy"))
-        assert maps.shape == (2, 12, 12)
+        assert maps.shape == (2, 8, 8)
         assert [tile.caption for tile in row.tiles] == ["image", "mean of heads", "head 0", "head 1"]
         for values, tile in zip((maps.mean(dim=0), *maps), row.tiles[1:], strict=True):
             pixels = torch.from_numpy(picture_of(tile.uri))
-            middles = (torch.arange(11) * 8 + 4) * len(pixels) // 90
-            shown, expected = pixels[middles][:, middles, 2], heat(values)[2, :11, :11]  # blue varies most
+            middles = torch.arange(8) * 18 + 9
+            shown, expected = pixels[middles][:, middles, 2], heat(values)[2]  # blue varies most
             assert torch.corrcoef(torch.stack([shown.flatten(), expected.flatten()]))[0, 1] > 0.85
+
+
+def test_whole_images_of_any_shape_are_shown_and_attended_to(made, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (4, 400, 1000, 3), dtype=np.uint8)
+    np.save(tmp_path / "wide.npy", pixels)
+    teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
+    images = pictures.build_map(teacher, open_source(str(tmp_path / "wide.npy")), [0, 1, 2, 3])
+    assert {picture_of(uri).shape for uri in images.photos} == {(128, 320, 3)}
+    assert {picture_of(uri).shape for uri in images.attention} == {
+        (6, 16, 3)
+    }  # twice as wide as high at most: 51 × 128 px
+
+
+def test_one_hot_patch_does_not_make_all_others_black():
+    values = torch.linspace(0, 1, 64).reshape(8, 8)
+    values[0, 0] = 1000
+    brightness = heat(values).float().mean(0).flatten()
+    assert brightness[1:].max() > 100
+    assert brightness[1:].diff().ge(-1).all()
+    assert heat(torch.zeros(4, 4)).max() <= 4

@@ -219,7 +219,7 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
     assert "budget.steps was 5 and is 20" in str(error.value)
     for changes, message in (
         ({"run.resume": "never", "budget.steps": 5}, "run.resume=never does not overwrite it"),
-        ({"model.width": 64, "run.resume": "changed"}, "is of another network or optimiser"),
+        ({"model.width": 64, "run.resume": "changed"}, "belongs to a different network or optimiser"),
         ({"data.source": "synthetic:72:32"}, "the images of synthetic:72:32 have changed"),
     ):
         with pytest.raises(ValueError, match=message):

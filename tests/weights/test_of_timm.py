@@ -44,7 +44,7 @@ def test_our_file_holds_the_name_and_what_rebuilds_it(tmp_path):
 def test_wrong_arguments_and_damaged_files_are_said(tmp_path):
     saved(tmp_path)
     with pytest.raises(
-        WeightsError, match="a model of timm, which has no heads; there are image_size, channels"
+        WeightsError, match="a model of timm, which has no heads; its arguments are image_size, channels"
     ):
         dino_vit.load_backbone(tmp_path / "a.safetensors", heads=3)
     with pytest.raises(WeightsError, match=r"which has no mask token; set loss\.patch_weight=0"):

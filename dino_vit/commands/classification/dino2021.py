@@ -119,7 +119,7 @@ def train_on_views(
     results = {**counts, **predictions.figures(), "head": str(path), "percents": percents}
     text = (
         f"{predictions.summary()}\n"
-        f"trained on {len(train):,} images for {plural(settings.epochs, 'epoch')}; best after "
-        f"epoch {percents.index(best) + 1}: {best:.2f} %, which is what the 2021 code reports\n{path}"
+        f"trained on {plural(len(train), 'image')} for {plural(settings.epochs, 'epoch')}; best after "
+        f"epoch {percents.index(best) + 1}: {best:.2f} %, the figure that the 2021 code reports\n{path}"
     )
     return results, text, predictions

@@ -14,7 +14,7 @@ from dino_vit.commands.classification import Classification, write_classificatio
 from dino_vit.config.settings import Count, NonEmpty, Positive, setting
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
-from dino_vit.core.text import progress
+from dino_vit.core.text import plural, progress
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share, results_path
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
@@ -72,13 +72,15 @@ def run(config: KnnConfig) -> Classification:
     }
     rows = [[str(k), str(of_k["top1"]), str(of_k["top5"])] for k, of_k in figures.items()]
     lines = [
-        f"{len(queries):,} images of {val.name} by their neighbours among {among}\n",
-        format_table(["k", "top-1 %", "top-5 %"], rows),
+        f"per cent, on {plural(len(queries), 'image')} of {val.name}, by their neighbours among {among}\n",
+        format_table(["k", "top-1", "top-5"], rows),
         predictions[first].guesses(),
     ]
     if ranking:
         line = f"mAP {ranking['map']} %, recall at 1 {ranking['recall_at_1']} %"
-        lines.append(f"ranking all images by cosine, for {ranking['queries']:,} of them: {line}")
+        lines.append(
+            f"ranking all images by cosine for {plural(ranking['queries'], 'query', 'queries')}: {line}"
+        )
     if few_shot:
         lines.append(_few_shot_table(few_shot))
     lines.append(_class_table(first, figures[first]["per_class"]))

@@ -15,7 +15,7 @@ from dino_vit.commands.classification import Classification, write_classificatio
 from dino_vit.commands.classification.dino2021 import Dino2021, train_on_views
 from dino_vit.config.settings import Count, NonEmpty, Positive, Settings, setting
 from dino_vit.core import log
-from dino_vit.core.text import progress
+from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, results_path
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, simple_specs
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
@@ -124,13 +124,13 @@ def _train_on_features(
     ]
     best = max(range(len(cells)), key=lambda index: chosen_by[index].correct)
     how_chosen = (
-        "chosen on the images that it is evaluated on, as published, which is slightly optimistic; "
+        "chosen on the images that it is evaluated on, as published: slightly optimistic; "
         "select=train chooses on a tenth of the training images"
     )
     if config.select == "train":
         for cell, on_held_out in zip(cells, chosen_by, strict=True):
             cell["held_out"] = on_held_out
-        images = f"{len(chosen_on):,} training images that no head was trained on"
+        images = f"{plural(len(chosen_on), 'training image')} that no head was trained on"
         how_chosen = f"chosen on {images}: {chosen_by[best]} %"
     row, column = divmod(best, len(inputs))
     predictions = val.predictions(top_classes(heads[column], val.features, head=row))
@@ -142,7 +142,7 @@ def _train_on_features(
         "table": cells,
     }
     text = [
-        f"top-1 in %, trained on {len(train):,} images",
+        f"per cent, on {plural(len(val), 'image')}, trained on {len(train):,}",
         _table(setting, values, inputs, top1, best),
         f"* best, {setting} {values[row]:.3g}, {inputs[column].title}: {predictions.summary()}",
         how_chosen,

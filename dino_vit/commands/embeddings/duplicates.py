@@ -1,10 +1,14 @@
-"""Find near-duplicates in an embedding file: pairs of images with a high cosine, and groups of such pairs."""
+"""Find near-duplicates in an embedding file: pairs of images with a high cosine, and groups of such pairs.
+
+Pairs with two labels and pairs in two splits come first: the one is a mistake in the labels, with the other
+a network is judged on images that it may have learned from.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,25 +19,26 @@ from dino_vit.commands import Result
 from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural, progress
+from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
 from dino_vit.eval.maps.pictures import write_sheet
 
-PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on the sheet
+PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on a sheet
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine
 _BLOCK = 2048  # rows that are compared with as many others at a time
 _ROUNDING = 1e-6  # of the cosine of a row with itself
 
 
 class DuplicatesConfig(Settings):
-    """List images that are nearly the same."""
+    """List images that are nearly the same, those with two labels or in two splits first."""
 
     examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: str = setting("duplicates.json", "JSON file to write; the sheet goes beside it as PNG")
+    output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
 
     positional: ClassVar = ("embeddings",)
 
@@ -44,61 +49,165 @@ class NamedPair(NamedTuple):
     first: str
     second: str
     cosine: float
+    labels: tuple[str | None, str | None]
+    splits: tuple[str | None, str | None]
+
+
+class PairList(NamedTuple):
+    """Pairs of one kind."""
+
+    closest: list[NamedPair]  # at most as many as asked for, the closest first
+    total: int
+    sheet: Path | None  # a picture of the first ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicatesResult(Result):
     """Images that are nearly the same."""
 
-    pairs: list[NamedPair]  # the closest ones, the closest first
-    total: int  # number of pairs, listed or not
+    label_conflicts: PairList  # with different labels
+    split_leaks: PairList  # in different splits, such as train and test
+    pairs: PairList  # all
     groups: list[list[str]]  # formed by all pairs, the largest first
     path: Path
-    sheet: Path | None
 
 
 def run(config: DuplicatesConfig) -> DuplicatesResult:
-    """Write pairs and groups of near-duplicates and a sheet of the closest pairs."""
+    """Write pairs and groups of near-duplicates, and sheets of the closest pairs."""
     output = Path(config.output)
     if output.suffix != ".json":
         raise ValueError(f"output={output} must end in .json")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
-    names, values = embeddings.names, embeddings.values
-    closest, total, linked = find_duplicates(values, config.threshold, keep=config.pairs, device=device)
-    pairs = [NamedPair(names[first], names[second], cosine) for first, second, cosine in closest]
-    groups = [[names[row] for row in rows] for rows in linked]
+    splits, keep = splits_of_names(embeddings.names), config.pairs
+    kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)
+    linked = find_duplicates(embeddings.values, config.threshold, kinds, device=device)
+    stems = f"{output.stem}-label-conflicts", f"{output.stem}-split-leaks", output.stem
+    conflicts, leaks, pairs = (
+        list_pairs(embeddings, splits, kind, output.with_name(f"{stem}.png"))
+        for kind, stem in zip(kinds, stems, strict=True)
+    )
+    groups = [[embeddings.names[row] for row in rows] for rows in linked]
     content = {
         "embeddings": str(Path(config.embeddings).absolute()),
         "threshold": config.threshold,
-        "pair_count": total,
-        "pairs": [{"images": pair[:2], "cosine": round(pair.cosine, 6)} for pair in pairs],
+        "label_conflicts": to_json(conflicts),
+        "split_leaks": to_json(leaks),
+        **to_json(pairs),
         "groups": groups,
     }
     write_results(output, content)
-    lines = [f"{cosine:.4f}  {first}  {second}" for first, second, cosine in pairs[:PAIRS_PRINTED]]
-    above = f"a cosine of {config.threshold:g} or more"
-    if not pairs:
-        lines.append(f"no two of the {plural(len(names), 'image')} have {above}")
-    lines.append(f"{output}: {len(pairs):,} of {plural(total, 'pair')}, {plural(len(groups), 'group')}")
-    sheet = output.with_suffix(".png") if pairs else None
-    if sheet:
-        draw_pairs(embeddings, closest[:PAIRS_SHOWN], sheet)
-        lines.append(f"{sheet}: the closest pairs")
+    listed = f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}"
+    lines = [
+        *describe(conflicts, "different labels, perhaps of one image", "labels"),
+        *describe(leaks, "different splits, perhaps with one image in both", "splits"),
+        *describe(pairs, f"a cosine of {config.threshold:g} or more"),
+        f"{output}: {listed}",
+    ]
     return DuplicatesResult(
-        pairs=pairs, total=total, groups=groups, path=output, sheet=sheet, text="\n".join(lines)
+        label_conflicts=conflicts,
+        split_leaks=leaks,
+        pairs=pairs,
+        groups=groups,
+        path=output,
+        text="\n".join(lines),
     )
 
 
-def find_duplicates(
-    values: Array, threshold: float, *, keep: int, device: torch.device
-) -> tuple[list[Pair], int, list[list[int]]]:
-    """Compare all rows block by block.
+def splits_of_names(names: Sequence[str]) -> list[str | None]:
+    """Return the split of each image by the first-level folder in its name, such as train."""
+    splits: list[str | None] = [None] * len(names)
+    for split, (start, stop) in find_splits(below_shared([name.encode() for name in names])).items():
+        splits[start:stop] = [split] * (stop - start)
+    return splits
 
-    Return the `keep` closest pairs, the closest first; the number of pairs; and the groups that all of them
-    form, the largest first.
+
+def list_pairs(
+    embeddings: Embeddings, splits: Sequence[str | None], found: "ClosestPairs", sheet: Path
+) -> PairList:
+    """Name the images of pairs, and draw the closest pairs if there are any."""
+    names, labels, pairs = embeddings.names, embeddings.labels, found.closest()
+    closest = [
+        NamedPair(names[a], names[b], cosine, (labels[a], labels[b]), (splits[a], splits[b]))
+        for a, b, cosine in pairs
+    ]
+    if pairs:
+        shown = pairs[:PAIRS_SHOWN]
+        captions = [
+            (row, with_value(names[row], found.values[row] if found.values else None))
+            for first, second, _ in shown
+            for row in (first, second)
+        ]
+        panels = embedded_panels(embeddings, captions)
+        rows = list(zip(panels[::2], panels[1::2], strict=True))
+        write_sheet(rows, sheet, names=[f"{cosine:.4f}" for _, _, cosine in shown])
+    return PairList(closest, found.total, sheet if pairs else None)
+
+
+def with_value(name: str, value: str | None) -> str:
+    """Return the name of an image with its label or split."""
+    return f"{name} ({value})" if value else name
+
+
+def to_json(pairs: PairList) -> dict[str, Any]:
+    """Return pairs for the JSON file."""
+    listed = [
+        {"images": pair[:2], "cosine": round(pair.cosine, 6), "labels": pair.labels, "splits": pair.splits}
+        for pair in pairs.closest
+    ]
+    return {"pair_count": pairs.total, "pairs": listed}
+
+
+def describe(pairs: PairList, title: str, differing: Literal["labels", "splits"] | None = None) -> list[str]:
+    """Return lines about pairs: how many, the closest ones with what differs in them, and their sheet."""
+    if differing and not pairs.total:
+        return []
+    lines = [f"{title}: {plural(pairs.total, 'pair')}"]
+    for pair in pairs.closest[:PAIRS_PRINTED]:
+        values = getattr(pair, differing) if differing else (None, None)
+        first, second = map(with_value, pair[:2], values)
+        lines.append(f"  {pair.cosine:.4f}  {first}  {second}")
+    return [*lines, *([f"  {pairs.sheet}: the closest of them"] if pairs.sheet else [])]
+
+
+class ClosestPairs:
+    """The closest of the pairs that are added, and the number of all.
+
+    With a label or a split of each row, only pairs count in which both have one and they differ.
     """
+
+    def __init__(self, keep: int, values: Sequence[str | None] | None = None) -> None:
+        self.keep, self.values, self.total = keep, values, 0
+        self.codes = None if values is None else number_labels(values).numbers
+        self.pairs, self.cosines = np.empty((0, 2), np.int64), np.empty(0, np.float32)
+
+    def add(self, pairs: Array, cosines: Array) -> None:
+        """Add pairs of rows, the lesser one first."""
+        if self.codes is not None:
+            first, second = self.codes[pairs].T
+            differ = (first != second) & (first >= 0) & (second >= 0)
+            pairs, cosines = pairs[differ], cosines[differ]
+        self.total += len(pairs)
+        self.pairs = np.concatenate([self.pairs, pairs])
+        self.cosines = np.concatenate([self.cosines, cosines])
+        if len(self.pairs) > 2 * self.keep:
+            self._prune()
+
+    def closest(self) -> list[Pair]:
+        """Return the closest pairs, the closest first."""
+        self._prune()
+        rows, cosines = self.pairs.tolist(), self.cosines.tolist()
+        return [(first, second, cosine) for (first, second), cosine in zip(rows, cosines, strict=True)]
+
+    def _prune(self) -> None:
+        order = np.lexsort((self.pairs[:, 1], self.pairs[:, 0], -self.cosines))[: self.keep]
+        self.pairs, self.cosines = self.pairs[order], self.cosines[order]
+
+
+def find_duplicates(
+    values: Array, threshold: float, kinds: Sequence[ClosestPairs], *, device: torch.device
+) -> list[list[int]]:
+    """Compare all rows block by block, add pairs to each kind, and return the groups, the largest first."""
     parents = np.arange(len(values))
-    pairs, cosines, total = np.empty((0, 2), np.int64), np.empty(0, np.float32), 0
     blocks = list(combinations_with_replacement(range(0, len(values), _BLOCK), 2))
     with progress("Comparing blocks of images", len(blocks)) as advance:
         for first, second in blocks:
@@ -110,24 +219,14 @@ def find_duplicates(
                 above = above.triu(1)
             rows = (above.nonzero() + torch.tensor([first, second], device=device)).cpu().numpy()
             unite(parents, rows)
-            total += len(rows)
-            pairs = np.concatenate([pairs, rows])
-            cosines = np.concatenate([cosines, products[above].cpu().numpy()])
-            if len(pairs) > 2 * keep:
-                pairs, cosines = _closest(pairs, cosines, keep)
+            cosines = products[above].cpu().numpy()
+            for kind in kinds:
+                kind.add(rows, cosines)
             advance(1)
-    pairs, cosines = _closest(pairs, cosines, keep)
     members: dict[int, list[int]] = {}
     for row, root in enumerate(_roots(parents, parents).tolist()):
         members.setdefault(root, []).append(row)
-    groups = sorted((rows for rows in members.values() if len(rows) > 1), key=len, reverse=True)
-    closest = [(a, b, cosine) for (a, b), cosine in zip(pairs.tolist(), cosines.tolist(), strict=True)]
-    return closest, total, groups
-
-
-def _closest(pairs: Array, cosines: Array, keep: int) -> tuple[Array, Array]:
-    order = np.lexsort((pairs[:, 1], pairs[:, 0], -cosines))[:keep]
-    return pairs[order], cosines[order]
+    return sorted((rows for rows in members.values() if len(rows) > 1), key=len, reverse=True)
 
 
 def unite(parents: NDArray[np.int64], pairs: NDArray[np.int64]) -> None:
@@ -148,11 +247,3 @@ def _roots(parents: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.in
     while (parents[roots] != roots).any():
         roots = parents[roots]
     return roots
-
-
-def draw_pairs(embeddings: Embeddings, pairs: Sequence[Pair], path: Path) -> None:
-    """Draw pairs, one in a row."""
-    captions = [(row, embeddings.names[row]) for first, second, _ in pairs for row in (first, second)]
-    panels = embedded_panels(embeddings, captions)
-    rows = list(zip(panels[::2], panels[1::2], strict=True))
-    write_sheet(rows, path, names=[f"{cosine:.4f}" for _, _, cosine in pairs])

@@ -21,7 +21,7 @@ from dino_vit.config.settings import Count, Few, setting
 from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
-from dino_vit.core.text import progress
+from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
@@ -101,7 +101,7 @@ def run(config: DenseConfig) -> DenseResult:
     write_results(path, results)
     rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
     text = (
-        f"pixels of {images:,} images, learned from {len(bank.features):,} patches of others\n\n"
+        f"pixels of {plural(images, 'image')}, learned from {len(bank.features):,} patches of others\n\n"
         f"{format_table(['', 'mIoU %', 'pixels %'], rows)}\n"
         f"{largest}, the largest class, has {percent:.1f} % of the pixels\n\n{path}"
     )
@@ -114,12 +114,12 @@ def _open(config: DenseConfig) -> tuple[MaskedSource, Sequence[int], MaskedSourc
     queries = open_masks(config.source, config.masks, **values)
     if config.train is None:
         if len(queries) < 2:
-            raise ValueError(f"{config.source} has one image with a mask, which leaves none to judge")
+            raise ValueError(f"{config.source} has one image with a mask, which leaves none to evaluate on")
         return queries, range(0, len(queries), 2), queries, range(1, len(queries), 2)
     train = open_masks(config.train, config.train_masks, **values)
     refuse_same_images(config.source, queries, config.train, train)
     if list(train.classes) != list(queries.classes):
-        raise ValueError(f"{config.train} has other classes than {config.source}")
+        raise ValueError(f"{config.train} has different classes from {config.source}")
     return train, range(len(train)), queries, range(len(queries))
 
 

@@ -177,7 +177,7 @@ def retry(work: Callable[[], R], path: str, stop: Stop | None = None, timeout_s:
                 ) from error
             if attempt == 5 and _last_warning[0] < end - 2 * timeout_s:  # not from each thread
                 _last_warning[0] = end - timeout_s
-                log.warning("%s cannot be read (%s); trying for %.0f seconds more", path, reason, left)
+                log.warning("%s cannot be read (%s); retrying for %.0f more seconds", path, reason, left)
             if (stop or process_stops).wait(min(2**attempt / 4, 10, left)):
                 raise SourceLost(f"{path} is no longer needed") from error
     raise AssertionError
@@ -323,7 +323,7 @@ def request(url: str, start: int, size: int) -> bytes:
 
 def check_length(data: bytes, size: int, path: str) -> bytes:
     if len(data) != size:
-        raise OSError(f"{path} is truncated: {len(data):,} bytes came where there should be {size:,}")
+        raise OSError(f"{path} is truncated: {len(data):,} bytes instead of {size:,}")
     return data
 
 

@@ -99,7 +99,7 @@ def open_masks(
             f"there is no {_stem(source.name(0))}.png, for example"
         )
     if len(with_mask) < len(source):
-        text = "%s of %s have no mask in %s and are left out"
+        text = "left out: %s of %s without a mask in %s"
         log.info(text, plural(len(source) - len(with_mask), "image"), spec, masks or beside)
     of_images = [masks_by_stem[_stem(source.name(index))] for index in with_mask]
     return FilesWithMasks(

@@ -125,7 +125,7 @@ def _list_tables(spec: str, files: Sequence[str]) -> tuple[Rows, dict[str, int],
     columns = listed[0][0].columns
     for path, (rows, _) in zip(files, listed, strict=True):
         if rows.columns != columns:
-            raise ValueError(f"{path} has other columns than {files[0]}. Open them one by one.")
+            raise ValueError(f"{path} has different columns from {files[0]}. Open them one by one.")
     names = [name for rows, _ in listed for name in rows.names]
     labels = [label for rows, _ in listed for label in rows.labels]
     counts = [len(rows.names) for rows, _ in listed]

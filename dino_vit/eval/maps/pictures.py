@@ -58,20 +58,30 @@ def enlarge(values: Tensor, size: Size, patch: Size, mode: str = "nearest") -> T
     return enlarged.reshape(*values.shape[:-2], *pixels)[..., : size[0], : size[1]]
 
 
+def relative(values: Tensor) -> Tensor:
+    """Divide values of 0 or more by their 97th percentile, at most 1, so that a hot patch hides no others."""
+    flat = values.flatten()
+    sample = flat[:: 1 + len(flat) // 1_000_000]  # torch.quantile takes at most 2**24 values
+    return (values / torch.quantile(sample, 0.97).clamp_min(1e-12)).clamp_max(1)
+
+
 def heat(values: Tensor) -> Tensor:
-    """Colour values (H, W) of 0 or more, relative to the largest: black, purple, orange, yellow."""
+    """Colour the relative size of values (H, W) of 0 or more: black, purple, orange, yellow."""
+    return _inferno(relative(values))
+
+
+def _inferno(values: Tensor) -> Tensor:
     from matplotlib import colormaps
 
-    relative = values / values.max().clamp_min(1e-12)
-    colours = torch.from_numpy(colormaps["inferno"](relative.numpy(), bytes=True)[..., :3])
+    colours = torch.from_numpy(colormaps["inferno"](values.numpy(), bytes=True)[..., :3])
     return rearrange(colours, "y x c -> c y x").contiguous()
 
 
 def overlay(picture: Tensor, values: Tensor, patch: Size) -> Tensor:
     """Blend the heat of patches (y, x) over their picture, more opaque where the values are larger."""
-    values = enlarge(values, (picture.shape[-2], picture.shape[-1]), patch, "bilinear")
-    opacity = 0.35 + 0.5 * (values / values.max().clamp_min(1e-12)).sqrt()
-    blended = picture * (1 - opacity) + heat(values) * opacity
+    values = enlarge(relative(values), (picture.shape[-2], picture.shape[-1]), patch, "bilinear")
+    opacity = 0.35 + 0.5 * values.sqrt()
+    blended = picture * (1 - opacity) + _inferno(values) * opacity
     return blended.round().to(torch.uint8)
 
 

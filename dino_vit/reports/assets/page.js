@@ -6,7 +6,7 @@
 // Written by hand because Bokeh adds 1.5 MB to every page, has no colours that follow the theme of the page, and
 // its styles and callbacks do not work under a strict content security policy.
 
-const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 };
+const MARGIN = { top: 10, right: 12, bottom: 24, left: 46 }; // wider at the right by the names of levels
 const COLOURS = 6; // of curves
 
 function append(parent, child, attributes, text) {
@@ -60,8 +60,12 @@ class Chart {
 
   draw() {
     const width = this.figure.clientWidth, height = 190;
-    const right = width - MARGIN.right, bottom = height - MARGIN.bottom;
     const levels = Object.entries(this.data.levels).sort((a, b) => b[1] - a[1]);
+    this.svg.replaceChildren();
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    const names = levels.map(([name, value]) => this.text(`${name} ${format(value)}`, 0, 0, "name"));
+    const widest = Math.max(0, ...names.map((name) => name.getComputedTextLength()));
+    const right = width - MARGIN.right - widest, bottom = height - MARGIN.bottom;
     const values = [...this.series.flatMap(([, points]) => [...points.values()]), ...levels.map(([, value]) => value)];
     const least = this.data.unit === "%" ? 0 : Math.min(...values), greatest = Math.max(...values);
     const room = (greatest - least) * 0.06 || Math.abs(greatest) * 0.05 || 1;
@@ -69,24 +73,22 @@ class Chart {
     const last = Math.max(this.steps.at(-1), 1);
     this.x = (step) => MARGIN.left + (step / last) * (right - MARGIN.left);
     this.y = (value) => bottom - ((value - low) / (high - low)) * (bottom - MARGIN.top);
-    this.svg.replaceChildren();
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     for (const value of ticks(low, high, 4)) {
       this.line("grid", MARGIN.left, right, this.y(value));
       this.text(format(value), MARGIN.left - 8, this.y(value) + 4);
     }
-    for (const step of ticks(0, last, width / 110).filter(Number.isInteger)) this.text(step || "step 0", this.x(step) + 18, height - 6);
+    for (const step of ticks(0, last, right / 110).filter(Number.isInteger)) this.text(step || "step 0", this.x(step) + 18, height - 6);
     this.series.forEach(([, points], n) => {
       const corners = [...points].map(([step, value]) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`);
       shape(this.svg, "polyline", { class: `curve c${n % COLOURS}`, points: corners.join(" ") });
     });
-    let above = -Infinity; // names are above their lines, or below where two lines are close
-    for (const [name, value] of levels) {
-      const y = this.y(value);
-      above = y - 5 - above < 13 ? Math.max(y, above) + 13 : y - 5;
-      this.line("level", MARGIN.left, right, y);
-      this.text(`${name} ${format(value)}`, right, above);
-    }
+    let above = -Infinity; // the names are beside their lines, and not on each other
+    levels.forEach(([, value], n) => {
+      this.line("level", MARGIN.left, right, this.y(value));
+      above = Math.max(this.y(value) + 4, above + 13);
+      names[n].setAttribute("x", right + 6);
+      names[n].setAttribute("y", above);
+    });
     this.cursor = shape(this.svg, "g", {});
     this.read(this.steps.at(-1));
   }
@@ -95,8 +97,8 @@ class Chart {
     shape(this.svg, "line", { class: kind, x1, x2, y1: y, y2: y });
   }
 
-  text(text, x, y) {
-    shape(this.svg, "text", { x, y }, text);
+  text(text, x, y, kind = "tick") {
+    return shape(this.svg, "text", { class: kind, x, y }, text);
   }
 
   // Mark a step, and show its values beside the names of the curves.
@@ -125,14 +127,11 @@ class Explorer {
   constructor(parent, data) {
     this.data = data;
     this.reset();
-    for (const atlas of [data.thumbnails, data.attention]) {
-      if (!atlas) continue;
-      atlas.image = new Image();
-      atlas.image.onload = () => this.redraw();
-      atlas.image.src = atlas.uri;
-    }
+    this.atlas = new Image();
+    this.atlas.onload = () => this.redraw();
+    this.atlas.src = data.thumbnails.uri;
     const tools = element(parent, "p", { class: "tools" });
-    for (const [text, act] of [["−", () => this.zoom(1 / 1.6)], ["+", () => this.zoom(1.6)], ["Show all", () => this.reset()]]) {
+    for (const [text, act] of [["−", () => this.zoomSelected(1 / 1.6)], ["+", () => this.zoomSelected(1.6)], ["Show all", () => this.reset()]]) {
       element(tools, "button", { type: "button" }, text).addEventListener("click", act);
     }
     this.drawLegend(tools);
@@ -218,6 +217,19 @@ class Explorer {
     this.pan((x - this.width / 2) * shift, (y - this.height / 2) * shift);
   }
 
+  // Zoom about the selected image, or the middle if there is none.
+  zoomSelected(factor) {
+    if (this.selected === null) return this.zoom(factor);
+    this.reveal(this.selected);
+    this.zoom(factor, ...this.onScreen(this.selected));
+  }
+
+  // Move an image to the middle if it is outside.
+  reveal(n) {
+    const [x, y] = this.onScreen(n);
+    if (x < 0 || y < 0 || x > this.width || y > this.height) this.middle = [...this.data.positions[n]];
+  }
+
   pan(x, y) {
     this.middle = [this.middle[0] + x, this.middle[1] + y];
     this.redraw();
@@ -251,13 +263,8 @@ class Explorer {
 
   picture(n, side) {
     this.square(n, side + 3);
-    this.paint(this.pen, this.data.thumbnails, n, ...this.onScreen(n), side);
-  }
-
-  // Draw picture n of an atlas, a grid of pictures, centred at (x, y), its longer side `side` long.
-  paint(pen, { image, columns, size: [h, w] }, n, x, y, side) {
-    const fit = side / Math.max(h, w);
-    pen.drawImage(image, (n % columns) * w, Math.floor(n / columns) * h, w, h, x - (w * fit) / 2, y - (h * fit) / 2, w * fit, h * fit);
+    const { columns, size: [h, w] } = this.data.thumbnails, [x, y] = this.onScreen(n);
+    this.pen.drawImage(this.atlas, (n % columns) * w, Math.floor(n / columns) * h, w, h, x - side / 2, y - side / 2, side, side);
   }
 
   label(n) {
@@ -274,21 +281,28 @@ class Explorer {
     this.selected = n;
     this.hover(null);
     this.panel.replaceChildren();
-    element(this.panel, "p", { class: "caption" }, n === null ? "Select an image to see its nearest neighbours." : `${this.data.names[n]} ${this.label(n)}`);
+    element(this.panel, "p", { class: "caption" }, n === null ? "Select an image to see it whole, and its nearest neighbours." : `${this.data.names[n]} ${this.label(n)}`);
     if (n === null) return;
-    this.show(this.panel, this.data.thumbnails, n, "image");
-    if (this.data.attention) this.show(this.panel, this.data.attention, n, "attention (mean of heads)");
+    this.show(this.panel, n, "image");
+    if (this.data.attention.length) {
+      const attended = this.show(this.panel, n, "attention (mean of heads)");
+      element(attended, "img", { src: this.data.attention[n], alt: "attention" });
+    }
     this.data.neighbours[n].forEach((other, rank) => {
       const button = element(this.panel, "button", { type: "button", title: this.data.names[other] });
-      this.show(button, this.data.thumbnails, other, `${this.data.cosines[n][rank].toFixed(4)} ${this.label(other)}`);
-      button.addEventListener("click", () => this.select(other));
+      this.show(button, other, `${this.data.cosines[n][rank].toFixed(4)} ${this.label(other)}`);
+      button.addEventListener("click", () => {
+        this.reveal(other);
+        this.select(other);
+      });
     });
   }
 
-  show(parent, atlas, n, caption) {
-    const figure = element(parent, "figure"), canvas = element(figure, "canvas", { width: 192, height: 192 });
-    this.paint(canvas.getContext("2d"), atlas, n, 96, 96, 192);
+  show(parent, n, caption) {
+    const figure = element(parent, "figure"), frame = element(figure, "div", { class: "frame" });
+    element(frame, "img", { src: this.data.photos[n], alt: this.data.names[n] });
     element(figure, "figcaption", {}, caption);
+    return frame;
   }
 }
 

@@ -118,7 +118,7 @@ def test_folders_of_photos_and_masks_are_as_good_as_scenes(folders, weights):
     said, found = of_folders(folders, weights, f"class_names={folders / 'names.txt'}")
     expected = json.loads((folders / "scenes.json").read_text())
     assert "1 image of" in said
-    assert "have no mask in" in said
+    assert "without a mask in" in said
     for key in ("images", "bank", "largest_class"):
         assert found[key] == expected[key], key
     for judge, figure in (("knn", "mean_iou"), ("linear", "iou")):

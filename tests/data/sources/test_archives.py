@@ -173,5 +173,5 @@ def test_a_range_beyond_the_end_of_a_file_is_truncated(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"abc")
     reader = files.ByteRangeReader([path], files.file_signatures([path]))
     assert reader.read(0, 1, 2) == b"bc"
-    with pytest.raises(OSError, match="truncated: 2 bytes came where there should be 1,125,899,906,842,624"):
+    with pytest.raises(OSError, match="truncated: 2 bytes instead of 1,125,899,906,842,624"):
         reader.read(0, 1, 2**50)

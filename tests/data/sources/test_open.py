@@ -204,7 +204,7 @@ def test_tables_that_do_not_say_which_column(tmp_path):
         open_source(write(image=pa.array([{"bytes": None, "path": "a.png"}], kind)))
     pq.write_table(pa.table({"image": [b"1"]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"img": [b"1"]}), tmp_path / "2.parquet")
-    with pytest.raises(ValueError, match=r"2\.parquet has other columns than .*1\.parquet"):
+    with pytest.raises(ValueError, match=r"2\.parquet has different columns from .*1\.parquet"):
         open_source(str(tmp_path / "[12].parquet"))
 
 
