@@ -43,7 +43,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help)
-        if name in argv:  # its settings may be declared next to code that imports torch
+        if name in argv:  # to list the settings of all would take longer
             cls = command.config_class
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
             add_config_arguments(subparser, cls)

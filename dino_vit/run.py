@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dino_vit.commands import report
+from dino_vit.config.commands import ReportConfig
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
@@ -47,7 +48,7 @@ class Run:
 
     def report(self, **settings: Any) -> Path:
         """Write the page about the run, and return its file."""
-        written = report.run(load(report.ReportConfig, None, {**settings, "run": self.folder}))
+        written = report.run(load(ReportConfig, None, {**settings, "run": self.folder}))
         return written.path if written else Path(settings.get("output") or self.folder / "report.html")
 
     def backbone(self, network: Literal["teacher", "student"] = "teacher") -> LoadedBackbone:

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
+from dino_vit.config.commands import CachedConfig
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
 from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import CachedConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import (
     LabelledFeatures,

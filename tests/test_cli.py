@@ -42,6 +42,21 @@ def test_the_package_shows_its_public_names_and_imports_them_when_used():
         dino_vit.vit_gigantic  # noqa: B018
 
 
+def test_help_and_mistakes_of_every_command_need_no_torch():
+    code = (
+        "import contextlib, io, sys\n"
+        "from dino_vit.cli import main\n"
+        "from dino_vit.commands import COMMANDS\n"
+        "for command in ([name] for name in COMMANDS):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main([*command, '--help'])\n"
+        "    with contextlib.redirect_stderr(io.StringIO()):\n"
+        "        assert main([*command, 'no_such_setting=1']) == 2\n"
+        "print(sorted({'torch', 'numpy', 'PIL'} & set(sys.modules)))"
+    )
+    assert python(code) == "[]"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
     with pytest.raises(SystemExit, match="0"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,37 +11,20 @@ from torch import Tensor
 
 from dino_vit.commands import format_table
 from dino_vit.commands.classification import Classification, write_classification
-from dino_vit.config.settings import Count, NonEmpty, Positive, setting
+from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import progress
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share, results_path
-from dino_vit.eval.frozen import CachedConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
-from dino_vit.eval.labelled import LabelledFeatures, Rows, SupervisedConfig, given_sets, labelled_features
+from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
 
 REPEATS = 5  # random choices of the images for each of `shots`
 _CLASSES_SHOWN = 20
 _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
-
-
-class KnnConfig(SupervisedConfig, CachedConfig):
-    """Classify images by their nearest neighbours, on features of a frozen backbone."""
-
-    examples: ClassVar = ("knn photos weights=runs/demo", "knn val train=train weights=runs/demo")
-    train: str | None = setting(
-        None, "labelled images of the bank; null: the split train of source, or for each image the others"
-    )
-    k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
-    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting(
-        (), "also classify by only this many images per class, such as 1 and 5, five times"
-    )
-    output: str | None = setting(
-        None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
-    )
 
 
 def run(config: KnnConfig) -> Classification:

@@ -4,30 +4,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from dino_vit import __version__
 from dino_vit.commands import Result
-from dino_vit.config.settings import Few, setting
+from dino_vit.config.commands import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
-from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone
+from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.weights.reading import is_name
-
-
-class EmbedConfig(CachedConfig):
-    """Write the embeddings of images to a file."""
-
-    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: str = setting("embeddings.parquet", "Parquet file to write")
-    tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
-    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
-    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
-
-    examples: ClassVar = ("embed photos weights=runs/pretrain output=photos.parquet",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,12 @@
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Dimension, Settings, setting
+from dino_vit.config.commands import SearchConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import printable
 from dino_vit.data.custom import CustomSource
@@ -21,19 +19,6 @@ from dino_vit.eval.features import FeatureSpec, FrozenBackbone
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.weights import load_backbone
-
-
-class SearchConfig(Settings):
-    """Find the images nearest to given ones among those that were embedded."""
-
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    images: tuple[str, ...] = Field(description="image files to find similar images to")
-    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
-    k: Dimension = setting(8, "nearest images to show")
-    output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
-
-    positional: ClassVar = ("embeddings", "images")
-    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
 
 
 @dataclass(frozen=True)

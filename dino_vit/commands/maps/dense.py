@@ -7,28 +7,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result, format_table
-from dino_vit.config.settings import Count, Few, setting
+from dino_vit.config.commands import IGNORED, DenseConfig
 from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
-from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
+from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite, in_batches
-from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import refuse_same_images
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
@@ -36,28 +35,6 @@ from dino_vit.models.positions import Grid
 
 JUDGES = {"knn": "k-NN of patches", "linear": "linear layer"}
 CS = (0.01, 1.0, 100.0)  # inverse penalties of the linear layer
-Value = Annotated[int, Field(ge=0, le=255)]  # of a pixel of a mask
-
-
-class DenseConfig(BackboneConfig):
-    """Classify the pixels of images by their patches, on features of a frozen backbone."""
-
-    examples: ClassVar = ("dense synthetic:scenes:1000 weights=runs/pretrain",)
-    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    train_masks: str | None = setting(None, "the same of train")
-    class_names: str | None = setting(None, "text file with the name of each class, a line each")
-    ignore_value: Value = setting(IGNORED, "value of pixels that belong to no class")
-    train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
-    k: Few = setting(20, "neighbours of a patch")
-    patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
-    output: str | None = setting(
-        None, "JSON file; null: dense.json in eval/ of the run or beside the weights"
-    )
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield a setting that would have no effect."""
-        if self.train_masks and not self.train:
-            yield "train_masks are those of train, which is not given"
 
 
 class PixelFigures(NamedTuple):
