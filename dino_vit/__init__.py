@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # each command is a function that returns this; see functions
     from dino_vit.commands.compare import ComparisonResult
     from dino_vit.commands.demo import DemoResult
     from dino_vit.commands.embeddings.duplicates import DuplicatesResult
-    from dino_vit.commands.embeddings.embed import EmbeddingFile
+    from dino_vit.commands.embeddings.embed import ImageEmbeddings
     from dino_vit.commands.embeddings.search import SearchResult
     from dino_vit.commands.inspect_data import SourceFacts
     from dino_vit.commands.maps.attention import AttentionMaps
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # each command is a function that returns this; see functions
     demo: Callable[..., DemoResult]
     dense: Callable[..., DenseResult]
     duplicates: Callable[..., DuplicatesResult]
-    embed: Callable[..., EmbeddingFile]
+    embed: Callable[..., ImageEmbeddings]
     export: Callable[..., ExportResult]
     finetune: Callable[..., Classification]
     inspect_data: Callable[..., SourceFacts]

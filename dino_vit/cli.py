@@ -13,8 +13,8 @@ from typing import Any
 
 import dino_vit
 from dino_vit.commands import COMMANDS, Result
-from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, to_yaml
-from dino_vit.config.settings import Settings
+from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
+from dino_vit.config.settings import Settings, values
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
@@ -32,7 +32,7 @@ def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
-    return _exit_code(lambda: _print(run(config_from(args, cls))), parser.prog)
+    return _exit_code(lambda: _print(run(_with_output(config_from(args, cls)))), parser.prog)
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -69,7 +69,15 @@ def _run(args: argparse.Namespace) -> None:
         return
     # The function is imported after the config is validated: its imports may take seconds.
     with Interruption() if cls.resumes else nullcontext():
-        _print(command.run(config))
+        _print(command.run(_with_output(config)))
+
+
+def _with_output(config: Settings) -> Settings:
+    """Return the settings with an output, which a command line always has."""
+    from dino_vit.eval.results import default_output  # imports torch
+
+    has_none = config.writes and values(config)["output"] is None
+    return replace(config, {"output": default_output(config)}) if has_none else config
 
 
 def _print(result: Result | None) -> None:

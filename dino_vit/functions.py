@@ -31,6 +31,7 @@ from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
+EMBEDDINGS = "embeddings"  # takes what `embed` returned
 MODULE = "augment.module"  # and this a module or a function
 
 
@@ -93,12 +94,14 @@ def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) ->
 def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted key, with the names of objects where they are objects."""
     named = flat(settings)
-    for key in named.keys() & {MODULE, *OBJECTS}:
+    for key in named.keys() & {MODULE, EMBEDDINGS, *OBJECTS}:
         value: Any = named[key]
         if isinstance(value, str | os.PathLike | None):
             continue
         if key == MODULE:
             named[key] = pass_object(value, title_of(value))
+        elif key == EMBEDDINGS:
+            named[key] = value.path or pass_object(value.content, EMBEDDINGS)
         else:
             from dino_vit.data.custom import CustomSource  # imports torch
 

@@ -36,10 +36,10 @@ from dino_vit.eval.accuracy import (
     measured_share,
     standings,
     verdict,
-    write_results,
 )
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
+from dino_vit.eval.results import write_results
 from dino_vit.reports.comparison import Comparison, draw_maps, render
 from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone

@@ -33,6 +33,10 @@ RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2,
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
 IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
+OF_PYTHON = "in Python none"
+RESULTS: str | None = setting(
+    None, f"JSON file; null: one for this command in eval/ of the run, {OF_PYTHON}", resumable=True
+)
 
 
 class BackboneConfig(Settings):
@@ -84,9 +88,8 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     shots: tuple[Count, ...] = setting(
         (), "also classify by only this many images per class, such as 1 and 5, five times"
     )
-    output: str | None = setting(
-        None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
-    )
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/knn"
 
 
 class ProbeGrid(Settings):
@@ -123,9 +126,8 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     select: Literal["source", "train"] = setting(
         "source", "choose the best head on source, as published, or on a held-out tenth of train"
     )
-    output: str | None = setting(
-        None, "JSON file; null: linear[-METHOD][-held-out].json, in eval/ of the run or beside the weights"
-    )
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/linear"
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
@@ -188,9 +190,8 @@ class DenseConfig(BackboneConfig):
     train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
     k: Few = setting(20, "neighbours of a patch")
     patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
-    output: str | None = setting(
-        None, "JSON file; null: dense.json in eval/ of the run or beside the weights"
-    )
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/dense"
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
@@ -242,7 +243,8 @@ class EmbedConfig(CachedConfig):
     """Write the embeddings of images to a file."""
 
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: str = setting("embeddings.parquet", "Parquet file to write")
+    output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
+    writes: ClassVar = "embeddings.parquet"
     tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
     blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
@@ -257,7 +259,8 @@ class SearchConfig(Settings):
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
-    output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
+    output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
+    writes: ClassVar = "search.png"
 
     positional: ClassVar = ("embeddings", "images")
     examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from dino_vit.commands.classification import Classification, write_classification
+from dino_vit.commands.classification import Classification, classification
 from dino_vit.config.commands import FinetuneConfig
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
@@ -162,4 +162,5 @@ def _result(tuning: Finetuning) -> Classification:
         f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
-    return write_classification(predictions, folder / "eval" / "finetune.json", details, text)
+    path = folder / "eval" / "finetune.json"
+    return classification("finetune", path, "top-1", predictions, details, text)

@@ -10,13 +10,13 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, write_classification
+from dino_vit.commands.classification import Classification, classification
 from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import progress
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share, results_path
+from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
@@ -28,16 +28,16 @@ _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than
 
 
 def run(config: KnnConfig) -> Classification:
-    """Classify and write the JSON; the result's own figures are those of the first k."""
+    """Classify; with an output, write the JSON. The result's own figures are those of the first k."""
     frozen = frozen_backbone(config)
     train, val = given_sets(config)
     if train is None:  # each image is classified by the others
-        name, among = "knn-leave-one-out", "the others"
+        among = "the others"
         bank = queries = labelled_features(frozen, val)
     else:
         bank = labelled_features(frozen, train, title="features of the bank")
         queries = labelled_features(frozen, val, title="features of the query images")
-        name, among = "knn", f"{len(bank):,} of {train.name}"
+        among = f"{len(bank):,} of {train.name}"
     predictions = _classify(config, bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
     ranking = _rank(bank, queries, frozen.device)
@@ -65,8 +65,8 @@ def run(config: KnnConfig) -> Classification:
     if few_shot:
         lines.append(_few_shot_table(few_shot))
     lines.append(_class_table(first, figures[first]["per_class"]))
-    path = results_path(name, weights=config.weights, output=config.output)
-    return write_classification(predictions[first], path, details, "\n".join(lines))
+    title, text = f"k-NN top-1, k={first}", "\n".join(lines)
+    return classification("knn", config.output, title, predictions[first], details, text)
 
 
 def _classify(

@@ -6,17 +6,18 @@ mean patch token of the last block. Each head reads a contiguous range of these 
 
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, write_classification
+from dino_vit.commands.classification import Classification, classification
 from dino_vit.commands.classification.dino2021 import train_on_views
 from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
 from dino_vit.core.text import progress
-from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, results_path
+from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, simple_specs
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import (
@@ -41,21 +42,20 @@ CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as
 
 
 def run(config: LinearConfig) -> Classification:
-    """Train and evaluate, and write the JSON; the result's own figures are those of the best classifier."""
+    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     frozen = frozen_backbone(config)
     train, val = open_sets(config)
-    method = "" if config.method == "grid" else f"-{config.method}"
-    held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
-    path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
     if config.method == "dino2021":
-        head = path.with_suffix(".pth")
+        if config.output is None:
+            raise ValueError("method=dino2021 needs output=FILE.json: the head and its state go beside it")
+        head = Path(config.output).with_suffix(".pth")
         results, text, predictions = train_on_views(config.dino2021, frozen, train, val, config.seed, head)
     else:
         results, text, predictions = _train_on_features(config, frozen, train, val)
     settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
     weights = frozen.describe_weights()
     details = {"method": config.method, "weights": weights, "settings": settings, **results}
-    return write_classification(predictions, path, details, text)
+    return classification("linear", config.output, "linear top-1", predictions, details, text)
 
 
 def _train_on_features(

@@ -14,10 +14,10 @@ from dino_vit.commands import Result
 from dino_vit.config.commands import DuplicatesConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural, progress
-from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
 from dino_vit.eval.maps.pictures import write_sheet
+from dino_vit.eval.results import write_results
 
 PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on the sheet
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine

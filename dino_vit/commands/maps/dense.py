@@ -25,12 +25,13 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
+from dino_vit.eval.accuracy import Interval, Measured
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite, in_batches
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import refuse_same_images
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
+from dino_vit.eval.results import evaluation
 from dino_vit.models.positions import Grid
 
 JUDGES = {"knn": "k-NN of patches", "linear": "linear layer"}
@@ -52,11 +53,11 @@ class DenseResult(Result):
     knn: PixelFigures
     linear: PixelFigures
     measured: list[Measured] = field(repr=False)  # mIoU of both judges, with each image's part
-    path: Path  # of the JSON file
+    path: Path | None  # of the JSON file, if one was written
 
 
 def run(config: DenseConfig) -> DenseResult:
-    """Learn from the patches of some images, judge the pixels of others, and write the JSON."""
+    """Learn from the patches of some images and judge the pixels of others; with an output, write JSON."""
     frozen = frozen_backbone(config)
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, patches=config.patches)
@@ -66,7 +67,7 @@ def run(config: DenseConfig) -> DenseResult:
         raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
     figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
-    path = results_path("dense", weights=config.weights, output=config.output)
+    path = None if config.output is None else Path(config.output)
     results = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -75,13 +76,14 @@ def run(config: DenseConfig) -> DenseResult:
         "largest_class": {"name": largest, "percent": percent},
         **{name: of._asdict() for name, of in figures.items()},
     }
-    write_results(path, results)
+    evaluation("dense", path, "linear mIoU", figures["linear"].mean_iou, results)
     rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
     text = (
         f"pixels of {images:,} images, learned from {len(bank.features):,} patches of others\n\n"
         f"{format_table(['', 'mIoU %', 'pixels %'], rows)}\n"
-        f"{largest}, the largest class, has {percent:.1f} % of the pixels\n\n{path}"
+        f"{largest}, the largest class, has {percent:.1f} % of the pixels"
     )
+    text += f"\n\n{path}" if path else ""
     return DenseResult(**figures, measured=measured, path=path, text=text)
 
 
