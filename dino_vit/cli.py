@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from typing import Any
 
 import dino_vit
@@ -22,7 +23,11 @@ from dino_vit.core.text import PrintableFormatter, printable_lines
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(build_parser(argv), argv)
+    parser, names = build_parser(argv), (*COMMANDS, "config")
+    given = next((text for text in argv if not text.startswith("-")), "")
+    if given not in names and (similar := get_close_matches(given, names, n=1)):
+        parser.error(f"there is no command {given}; did you mean {similar[0]}?")
+    args = parse_arguments(parser, argv)
     return _exit_code(lambda: _run(args), f"dino-vit {args.command}", show_traceback=args.traceback)
 
 

@@ -65,6 +65,7 @@ def function_of(name: str) -> Callable[..., Any]:
             return Run(ready.output)
         if verbose and result is not None and is_rank_0():
             print(printable_lines(str(result)))
+            vars(result)["printed"] = True  # a notebook need not show it again
         return result
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")

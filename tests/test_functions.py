@@ -1,5 +1,6 @@
 """The commands as functions: what they return is what they wrote, and wrong input is a sentence."""
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -95,7 +96,15 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert run.state == run.metrics()[-1]["state"]
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")
     assert f"step 20 of 20, {run.state}" in repr(run)
-    assert run.outcome
+    assert run.outcome in str(run)
+    assert 3 <= len(str(run).splitlines()) <= 6
+    assert f"{run.folder}: {run.config.model.title} on synthetic" in str(run)
+    with contextlib.chdir(tmp_path):
+        assert len(run.features("synthetic:7:32").names) == 7
+        assert run.knn("synthetic:60:16", k=3).top1.images == 60
+        assert run.show_attention("synthetic:3:32", count=2).width > 100
+        assert run.features().values.shape == (len(run.features().names), 32)
+        assert list(tmp_path.iterdir()) == []
     newest, before = run.backbone("student"), dino_vit.load_backbone(run.checkpoints[0])
     assert (newest.provenance.step, newest.provenance.network, before.provenance.step) == (20, "student", 15)
     assert run.report(output=tmp_path / "page.html", images=20).read_text().startswith("<!doctype html>")

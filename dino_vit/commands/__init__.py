@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ class Result:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows, or None if the text was printed."""
+        return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
 
 
 class Command(NamedTuple):
