@@ -229,6 +229,10 @@ def demo(
 ) -> DemoResult:
     """Pretrain small networks on generated images, and show what they learned.
 
+    Pretrain, draw attention maps and write a report.
+
+    Textures have classes, so k-NN says what was learned of them; scenes have regions, which one can see.
+
     The settings and their defaults:
 
       output=runs/demo                    folder of the runs; a second call resumes them
@@ -249,6 +253,8 @@ def inspect_data(
     verbose: bool = True,
 ) -> SourceFacts:
     """Inspect the images of a source before training on them.
+
+    Inspect the images, and draw the views.
 
     The settings and their defaults:
 
@@ -272,6 +278,8 @@ def pack(
     verbose: bool = True,
 ) -> PackResult:
     """Pack a source of images into tar shards.
+
+    Pack the source into a hidden folder, and rename it when it is complete.
 
     The settings and their defaults:
 
@@ -307,6 +315,10 @@ def pretrain(
     verbose: bool = True,
 ) -> Run:
     """Self-supervised pretraining of a vision transformer with DINO.
+
+    Train as configured, resuming where the output folder has a run.
+
+    On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
 
     The settings and their defaults:
 
@@ -428,6 +440,8 @@ def report(
 ) -> ReportFile | None:
     """Write one HTML file about a run.
 
+    Write the page and return its file; only rank 0 does.
+
     The settings and their defaults:
 
       run=...                             folder of the run
@@ -459,6 +473,8 @@ def knn(
     verbose: bool = True,
 ) -> Classification:
     """Classify images by their nearest neighbours, on features of a frozen backbone.
+
+    Classify; with an output, write the JSON. The result's own figures are those of the first k.
 
     The settings and their defaults:
 
@@ -506,6 +522,8 @@ def linear(
     verbose: bool = True,
 ) -> Classification:
     """Train linear classifiers on a frozen backbone, and report their accuracy.
+
+    Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
 
     The settings and their defaults:
 
@@ -565,6 +583,8 @@ def finetune(
 ) -> Classification:
     """Train a whole network with a classifier on labelled images.
 
+    Train from where the output folder left off, and write the results once the last epoch is done.
+
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
@@ -615,6 +635,8 @@ def dense(
 ) -> DenseResult:
     """Classify the pixels of images by their patches, on features of a frozen backbone.
 
+    Learn from the patches of some images and judge the pixels of others; with an output, write JSON.
+
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
@@ -660,6 +682,8 @@ def compare(
 ) -> ComparisonResult:
     """Compare backbones on the same images.
 
+    Measure all backbones, compare them by pairs of images, and write a page and JSON.
+
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
@@ -696,6 +720,8 @@ def attention(
 ) -> AttentionMaps | None:
     """Draw the self-attention maps of images.
 
+    Write pictures and maps of every image, or an overlay of a video; only rank 0 does.
+
     The settings and their defaults:
 
       source=...                          image, video, folder, glob or any other source of images
@@ -729,6 +755,8 @@ def embed(
 ) -> ImageEmbeddings:
     """Write the embeddings of images to a file.
 
+    Compute the embeddings of a source, and write them to a file if there is an output.
+
     The settings and their defaults:
 
       source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
@@ -759,6 +787,8 @@ def search(
 ) -> SearchResult:
     """Find the images nearest to given ones among those that were embedded.
 
+    Find the nearest images to each given one; with an output, write a sheet and the same as JSON.
+
     The settings and their defaults:
 
       embeddings=...                      file that `dino-vit embed` wrote
@@ -778,6 +808,8 @@ def duplicates(
     verbose: bool = True,
 ) -> DuplicatesResult:
     """List images that are nearly the same.
+
+    Write pairs and groups of near-duplicates and a sheet of the closest pairs.
 
     The settings and their defaults:
 
@@ -800,6 +832,8 @@ def inspect_weights(
     verbose: bool = True,
 ) -> WeightsFacts:
     """Show the format, architecture, normalisation, network and step of a weights file or folder.
+
+    Return the facts about a backbone; as text, two columns or JSON.
 
     The settings and their defaults:
 
@@ -828,6 +862,8 @@ def export(
     verbose: bool = True,
 ) -> ExportResult:
     """Write a backbone in the format of another library, and check that its features agree.
+
+    Write a backbone for another library.
 
     The settings and their defaults:
 

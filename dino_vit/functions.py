@@ -10,7 +10,7 @@ command would print. `verbose=False` prints nothing but warnings. Results are wr
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
 (see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What one function
-returns another takes: a run for weights, a file of embeddings.
+returns another takes: a run for weights, embeddings to search.
 """
 
 import logging
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, cleandoc, signature
 from operator import or_
 from pathlib import Path
 from types import GenericAlias, UnionType
@@ -70,7 +70,8 @@ def function_of(name: str) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name.replace("-", "_")
     function.__module__ = "dino_vit"
-    function.__doc__ = f"{cls.__doc__}\n\nThe settings and their defaults:\n\n{list_settings(cls)}\n"
+    texts = [str(cls.__doc__), cleandoc(str(run.__doc__)), "The settings and their defaults:"]
+    function.__doc__ = "\n\n".join([*texts, f"{list_settings(cls)}\n"])
     function.__signature__ = taken  # type: ignore[attr-defined]
     return function
 

@@ -150,7 +150,7 @@ class FinetuneConfig(SupervisedConfig):
     network: Network = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
     size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
-    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes")
+    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
     batch_size: Dimension = setting(64, "images per process and step")
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
     epochs: Count = setting(100, "passes over the images")

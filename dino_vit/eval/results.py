@@ -21,7 +21,7 @@ from dino_vit.eval.accuracy import Interval
 
 CONFIGS = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig, "finetune": FinetuneConfig}
 FOLDER = "eval"  # in that of a run
-_OWN_COLUMNS = ("source", "train", "weights", "output")  # in the list
+_OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
 
 def default_output(config: Settings) -> str:
@@ -39,7 +39,7 @@ def results_path(config: Settings) -> Path:
         facts[key] = os.path.abspath(str(value)) if is_file else value
     facts = {key: value for key, value in facts.items() if not infos[key].resumable}
     mark = hashlib.sha256(json.dumps([name, facts], sort_keys=True).encode()).hexdigest()[:6]
-    source = str(given[config.positional[0]])
+    source = public(str(given[config.positional[0]]))
     data = re.sub(r"[^\w.-]+", "-", "/".join(Path(source).parts[-2:])).strip("-.")[-40:]
     return _beside(str(given["weights"]), f"{name}-{data}-{mark}.json")
 
@@ -84,11 +84,10 @@ def evaluation(
 class Evaluation(NamedTuple):
     """What a file of results says first, as text."""
 
-    command: str
-    data: str
-    weights: str
+    command: str  # and the step of a checkpoint
     figure: str
     percent: str  # with its confidence interval
+    data: str
     settings: str  # that differ from the defaults
     written: str  # UTC
     file: str
@@ -114,15 +113,17 @@ def _read(path: Path) -> Evaluation:
     changed = [
         f"{key}={write_yaml(settings[key])}"
         for key, info in settings_of(CONFIGS.get(command, Settings)).items()
-        if key in settings and key not in _OWN_COLUMNS and settings[key] != plain({key: info.default})[key]
+        if key in settings.keys() - {*_OWN_COLUMNS}
+        and not info.resumable
+        and settings[key] != plain({key: info.default})[key]
     ]
+    step = weights.get("step") if isinstance(weights, dict) else None
     return Evaluation(
-        command=command,
-        data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
-        weights=f"step {weights['step']:,}" if isinstance(weights, dict) and weights.get("step") else "",
+        command=f"{command}, step {step:,}" if step else command,
         figure=figure["title"],
         percent=str(Interval(figure["percent"], figure["low"], figure["high"])) if figure["title"] else "",
+        data=" by ".join(str(settings[key]) for key in ("source", "train") if settings.get(key)),
         settings=", ".join(changed),
-        written=content.get("written", "")[:16].replace("T", " "),
+        written=content.get("written", "")[:19].replace("T", " "),
         file=path.name,
     )

@@ -24,6 +24,8 @@ def test_results_lie_with_the_weights(tmp_path):
     path = results_path(KnnConfig(source="synthetic:60:16", weights=str(tmp_path / "dino.pth")))
     assert path.parent == tmp_path
     assert path.name.startswith("dino.knn-synthetic-60-16-")
+    secret = "https://user:word@host/photos/a.tar?token=word"
+    assert "word" not in results_path(KnnConfig(source=secret, weights="hf:owner/name")).name
     path = results_path(KnnConfig(source="a", weights="hf:owner/name"))
     assert path.name.startswith("hf-owner-name.knn-a-")
 
@@ -55,14 +57,14 @@ def test_what_changes_no_result_changes_no_file(tmp_path, monkeypatch):
 
 def test_the_list_is_read_from_the_files(tmp_path, caplog):
     folder = tmp_path / "eval"
-    settings = KnnConfig(**GIVEN, train="photos/train", k=(5, 20)).model_dump(mode="json")
+    settings = KnnConfig(**GIVEN, train="photos/train", k=(5, 20), batch_size=7).model_dump(mode="json")
     details = {"weights": {"step": 1200}, "settings": settings}
     evaluation("knn", folder / "new.json", "top-1, k=5", accuracy(3, 4), details)
     (folder / "linear.json").write_text('{"settings": {"source": "photos"}}')  # as earlier versions wrote
     (folder / "damaged.json").write_text('{"command": "kn')
     (folder / "other.json").write_text("[1]")
     knn, linear = read_evaluations(tmp_path)
-    assert (knn.command, knn.data, knn.weights) == ("knn", "photos/test by photos/train", "step 1,200")
+    assert (knn.command, knn.data) == ("knn, step 1,200", "photos/test by photos/train")
     assert (knn.figure, knn.percent) == ("top-1, k=5", "75.00 (30.06 to 95.44)")
     assert (knn.settings, knn.file) == ("k=[5, 20]", "new.json")
     assert json.loads((folder / "new.json").read_text())["written"].startswith(knn.written.replace(" ", "T"))
