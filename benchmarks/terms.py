@@ -32,8 +32,9 @@ from dino_vit.commands.maps.dense import (
     pixel_accuracy,
     read_patches,
 )
+from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import normalisation

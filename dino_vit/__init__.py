@@ -2,56 +2,11 @@
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 if sys.platform == "win32":
     raise ImportError("dino-vit runs on Linux and macOS; on Windows use it in WSL")
 
 from dino_vit.commands import COMMANDS
-
-if TYPE_CHECKING:  # each command is a function that returns this; see functions.py
-    from collections.abc import Callable
-
-    from dino_vit.commands.classification import Classification
-    from dino_vit.commands.compare import ComparisonResult
-    from dino_vit.commands.demo import DemoResult
-    from dino_vit.commands.embeddings.duplicates import DuplicatesResult
-    from dino_vit.commands.embeddings.embed import EmbeddingFile
-    from dino_vit.commands.embeddings.search import SearchResult
-    from dino_vit.commands.inspect_data import SourceFacts
-    from dino_vit.commands.maps.attention import AttentionMaps
-    from dino_vit.commands.maps.dense import DenseResult
-    from dino_vit.commands.pack import PackResult
-    from dino_vit.commands.report import ReportFile
-    from dino_vit.commands.weights import ExportResult, WeightsFacts
-    from dino_vit.models.vit import VisionTransformer as VisionTransformer
-    from dino_vit.models.vit import vit_base as vit_base
-    from dino_vit.models.vit import vit_huge as vit_huge
-    from dino_vit.models.vit import vit_large as vit_large
-    from dino_vit.models.vit import vit_small as vit_small
-    from dino_vit.models.vit import vit_tiny as vit_tiny
-    from dino_vit.run import Run as Run
-    from dino_vit.weights import WeightsError as WeightsError
-    from dino_vit.weights import load_backbone as load_backbone
-    from dino_vit.weights import save_backbone as save_backbone
-    from dino_vit.weights.export import export_backbone as export_backbone
-
-    attention: Callable[..., AttentionMaps]
-    compare: Callable[..., ComparisonResult]
-    demo: Callable[..., DemoResult]
-    dense: Callable[..., DenseResult]
-    duplicates: Callable[..., DuplicatesResult]
-    embed: Callable[..., EmbeddingFile]
-    export: Callable[..., ExportResult]
-    finetune: Callable[..., Classification]
-    inspect_data: Callable[..., SourceFacts]
-    inspect_weights: Callable[..., WeightsFacts]
-    knn: Callable[..., Classification]
-    linear: Callable[..., Classification]
-    pack: Callable[..., PackResult]
-    pretrain: Callable[..., Run]
-    report: Callable[..., ReportFile | None]
-    search: Callable[..., SearchResult]
 
 __version__ = "0.1.0"
 

@@ -10,12 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from typing import Any
 
 import dino_vit
 from dino_vit.commands import COMMANDS, Result
-from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, to_yaml
-from dino_vit.config.settings import Settings
+from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments, replace, to_yaml
+from dino_vit.config.settings import Settings, values
 from dino_vit.core.process import REQUEUE, Interruption, is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
@@ -25,7 +26,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt(3)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `dino-vit`."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(build_parser(argv), argv)
+    parser, names = build_parser(argv), (*COMMANDS, "config")
+    given = next((text for text in argv if not text.startswith("-")), "")
+    if given not in names and (similar := get_close_matches(given, names, n=1)):
+        parser.error(f"there is no command {given}; did you mean {similar[0]}?")
+    args = parse_arguments(parser, argv)
     return _exit_code(lambda: _run(args), f"dino-vit {args.command}", show_traceback=args.traceback)
 
 
@@ -35,7 +40,7 @@ def run_program(cls: type[Settings], run: Callable[[Any], Result]) -> int:
     add_config_arguments(parser, cls)
     parser.description = sys.modules[run.__module__].__doc__
     args = parse_arguments(parser)
-    return _exit_code(lambda: _print(run(config_from(args, cls))), parser.prog)
+    return _exit_code(lambda: _print(run(_with_output(config_from(args, cls)))), parser.prog)
 
 
 def tune_process() -> None:
@@ -59,7 +64,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help)
-        if name in argv:  # its settings may be declared next to code that imports torch
+        if name in argv:  # to list the settings of all would take longer
             cls = command.config_class
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
             add_config_arguments(subparser, cls)
@@ -85,7 +90,15 @@ def _run(args: argparse.Namespace) -> None:
         return
     # The function is imported after the config is validated: its imports may take seconds.
     with Interruption() if cls.resumes else nullcontext():
-        _print(command.run(config))
+        _print(command.run(_with_output(config)))
+
+
+def _with_output(config: Settings) -> Settings:
+    """Return the settings with an output, which a command line always has."""
+    from dino_vit.eval.results import default_output  # imports torch
+
+    has_none = config.writes and values(config)["output"] is None
+    return replace(config, {"output": default_output(config)}) if has_none else config
 
 
 def _print(result: Result | None) -> None:

@@ -1,37 +1,43 @@
 """The commands of `dino-vit` as functions: the same settings, results instead of exit codes.
 
-    run = dino_vit.pretrain("photos", "runs/photos", **{"budget.minutes": 20})
-    print(dino_vit.knn("photos", weights="runs/photos").top1)
+    run = dino_vit.pretrain("photos", "runs/photos", budget={"minutes": 20})
+    print(dino_vit.knn("photos", "runs/photos").top1)
 
-Each takes what its command takes by position, then settings by keyword: those in sections by their dotted
-name in a dictionary, or a section as a dictionary (`optim={"lr": 1e-3}`). `config` is a file of settings, or
-an object of them, that these change. A mistake raises a ValueError with the sentence that the command would
-print. `verbose=False` prints nothing but warnings.
+Each takes what its command takes by position, then settings by keyword: a section as a dictionary
+(`optim={"lr": 1e-3}`), or its settings by their dotted name (`**{"optim.lr": 1e-3}`). `config` is a file of
+settings, or an object of them, that these change. A mistake raises a ValueError with the sentence that the
+command would print. `verbose=False` prints nothing but warnings. Results are written if `output` is given.
 
 A source may be an object of your own: with a length and `read(i)`, or a `torch.utils.data.Dataset` of images
 (see `data/custom.py`); "augment.module" a module on batches of views from 0 to 1. What one function
-returns another takes: a run for weights, a file of embeddings.
+returns another takes: a run for weights, embeddings to search.
 """
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import Parameter, Signature, signature
+from functools import reduce
+from inspect import Parameter, Signature, cleandoc, signature
+from operator import or_
 from pathlib import Path
-from typing import Any
+from types import GenericAlias, UnionType
+from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 
 from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import flat, list_settings, load, replace
 from dino_vit.config.objects import pass_object, title_of
-from dino_vit.config.settings import Settings, section_of
+from dino_vit.config.settings import ConfigError, Settings, section_of, settings_of
 from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
 
 OBJECTS = "source", "train", "data.source"  # settings that take an object of the caller too
+EMBEDDINGS = "embeddings"  # takes what `embed` returned
 MODULE = "augment.module"  # and this a module or a function
+FileName = str | os.PathLike[str]
+CALLBACKS = "callbacks is not a setting; give functions as on_metrics= and on_checkpoint="
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -40,13 +46,16 @@ def function_of(name: str) -> Callable[..., Any]:
     cls, run = command.config_class, command.run
     hooks = list(signature(run).parameters.values())[1:]
     positional = {key.rpartition(".")[2]: key for key in cls.positional}
+    taken = _signature(name, cls, positional)
 
     def function(*args: object, **keywords: object) -> object:
-        arguments = taken.bind(*args, **keywords).arguments
-        config, verbose = arguments.pop("config", None), arguments.pop("verbose", True)
-        called = {hook.name: arguments.pop(hook.name, None) for hook in hooks}
-        settings = arguments.pop("settings", {})
-        settings |= {positional.get(name, name): value for name, value in arguments.items()}
+        named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
+        given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
+        config, verbose = given.pop("config", None), given.pop("verbose", True)
+        called = {hook.name: given.pop(hook.name, None) for hook in hooks}
+        if hooks and "callbacks" in keywords:
+            raise ConfigError([CALLBACKS])
+        settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
         with _logging(verbose):
             result = run(ready, **called)
@@ -56,29 +65,70 @@ def function_of(name: str) -> Callable[..., Any]:
             return Run(ready.output)
         if verbose and result is not None and is_rank_0():
             print(printable_lines(str(result)))
+            vars(result)["printed"] = True  # a notebook need not show it again
         return result
 
-    taken = _signature(cls, positional, hooks)
     function.__name__ = function.__qualname__ = name.replace("-", "_")
     function.__module__ = "dino_vit"
-    function.__doc__ = (
-        f"{cls.__doc__}\n\n{run.__doc__}\n\nThe settings and their defaults:\n{list_settings(cls)}\n"
-    )
+    texts = [str(cls.__doc__), cleandoc(str(run.__doc__)), "The settings and their defaults:"]
+    function.__doc__ = "\n\n".join([*texts, f"{list_settings(cls)}\n"])
     function.__signature__ = taken  # type: ignore[attr-defined]
     return function
 
 
-def _signature(cls: type[Settings], positional: Mapping[str, str], hooks: list[Parameter]) -> Signature:
-    """Return what the function of a command takes; a setting without a default may come from `config`."""
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in positional]
-    for name, default in (("config", None), ("verbose", True)):
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
-    parameters += hooks
-    for name, field in cls.model_fields.items():
-        if name not in positional and not section_of(field.annotation):
-            default = None if field.is_required() else field.default
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
-    return Signature([*parameters, Parameter("settings", Parameter.VAR_KEYWORD)])
+def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) -> Signature:
+    """Return what the function of a command takes and returns."""
+    infos, of_run = settings_of(cls), signature(COMMANDS[name].run, eval_str=True)
+    keyword_only = {key: key for key in cls.model_fields if key not in positional}
+    parameters = []
+    for title, key in {**positional, **keyword_only}.items():
+        info: Any = infos.get(key)  # of a section there is none
+        default = {} if info is None else Parameter.empty if info.required else info.default
+        kind = Parameter.POSITIONAL_OR_KEYWORD if title in positional else Parameter.KEYWORD_ONLY
+        accepted = FileName | object if key in OBJECTS else _accepted(_type_of(cls, key))
+        parameters.append(Parameter(title, kind, default=default, annotation=accepted))
+    parameters += list(of_run.parameters.values())[1:]
+    config: Any = FileName | cls | None
+    for title, accepted, default in (("config", config, None), ("verbose", bool, True)):
+        parameters.append(Parameter(title, Parameter.KEYWORD_ONLY, default=default, annotation=accepted))
+    return Signature(parameters, return_annotation=_returned(name, of_run.return_annotation))
+
+
+def _returned(name: str, by_run: Any) -> Any:
+    if name != "pretrain":
+        return by_run
+    from dino_vit.run import Run
+
+    return Run
+
+
+def _type_of(cls: type[Settings], key: str) -> object:
+    """Return the type of a dotted key."""
+    name, _, inner = key.partition(".")
+    annotation = cls.model_fields[name].annotation
+    section = section_of(annotation)
+    return _type_of(section, inner) if section and inner else annotation
+
+
+def _accepted(annotation: Any) -> Any:
+    """Return what a call may give for a setting of some type: paths for text, one value for a list of it."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if annotation is str:
+        return FileName
+    if origin is Annotated:
+        return _accepted(inner[0])
+    if origin is tuple:
+        item = _accepted(inner[0])
+        several: Any = GenericAlias(Sequence, (item,))
+        return item | several if Ellipsis in inner else several
+    if origin in (Union, UnionType):
+        return reduce(or_, map(_accepted, inner))
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        keys = {name: _accepted(field.annotation) for name, field in annotation.model_fields.items()}
+        section = TypedDict(f"_{annotation.__name__}", keys, total=False)  # type: ignore[misc]
+        section.__module__, section.__doc__ = "dino_vit", annotation.__doc__
+        return section
+    return annotation
 
 
 def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) -> Settings:
@@ -93,12 +143,14 @@ def _config(cls: type[Settings], config: object, settings: Mapping[str, Any]) ->
 def _with_objects_named(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted key, with the names of objects where they are objects."""
     named = flat(settings)
-    for key in named.keys() & {MODULE, *OBJECTS}:
+    for key in named.keys() & {MODULE, EMBEDDINGS, *OBJECTS}:
         value: Any = named[key]
         if isinstance(value, str | os.PathLike | None):
             continue
         if key == MODULE:
             named[key] = pass_object(value, title_of(value))
+        elif key == EMBEDDINGS:
+            named[key] = value.path or pass_object(value.content, EMBEDDINGS)
         else:
             from dino_vit.data.custom import CustomSource  # imports torch
 

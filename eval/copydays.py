@@ -31,13 +31,14 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
+from dino_vit.config.commands import RESULTS
 from dino_vit.config.settings import Dimension, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.features import eval_mode
+from dino_vit.eval.results import results_path, write_results
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -58,7 +59,8 @@ class CopydaysConfig(Settings):
     pairs: str | None = setting(None, "CSV file of query,original; null: equal first four characters")
     size: Dimension | None = setting(None, "side in pixels; null: that of the weights")
     batch_size: Dimension = setting(32, "images per forward pass")
-    output: str | None = setting(None, "JSON file; null: copydays.json beside the weights")
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/copydays"
 
     positional: ClassVar = ("originals",)
 
@@ -160,7 +162,7 @@ def run(config: CopydaysConfig) -> CopydaysResult:
     model = load_backbone(config.weights).to(start_processes().device)
     if not model.has_patches:
         raise ValueError(f"{config.weights} has no patches: its features are made after pooling")
-    path = results_path("copydays", weights=config.weights, output=config.output)
+    path = Path(config.output or results_path(config))
     whiten: Callable[[Tensor], Tensor] = F.normalize
     with eval_mode(model):
         originals, bank = describe(config, model, config.originals, "features of the originals")

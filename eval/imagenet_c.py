@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
+from dino_vit.config.commands import RESULTS, CachedConfig
 from dino_vit.config.settings import NonEmpty, Positive, Seed, setting
 from dino_vit.core import log
-from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.frozen import CachedConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import (
     LabelledFeatures,
@@ -41,6 +41,7 @@ from dino_vit.eval.labelled import (
     open_subset,
 )
 from dino_vit.eval.linear import count_correct, grid_steps, top_classes, train_heads
+from dino_vit.eval.results import results_path, write_results
 
 # Mean error of AlexNet over the severities, as published.
 ALEXNET = {
@@ -76,7 +77,8 @@ class ImageNetCConfig(CachedConfig):
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), "learning rates at a batch of 256"
     )
     seed: Seed = setting(0, "of all random numbers")
-    output: str | None = setting(None, "JSON file; null: imagenet-c-CLASSIFIER.json beside the weights")
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/imagenet-c"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
     if not folders:
         raise ValueError(f"{config.source} has no folders KIND/SEVERITY/CLASS, as ImageNet-C has")
     frozen = frozen_backbone(config)
-    path = results_path(f"imagenet-c-{config.classifier}", weights=config.weights, output=config.output)
+    path = Path(config.output or results_path(config))
     train = open_subset(config.train, None)
     features = labelled_features(frozen, train, title="features of the training images")
     classify = make_classifier(config, features, len(train.classes), frozen.device)

@@ -32,15 +32,16 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
+from dino_vit.config.commands import RESULTS
 from dino_vit.config.settings import Dimension, NonEmpty, Positive, Settings, setting
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.accuracy import results_path, write_results
 from dino_vit.eval.features import eval_mode
 from dino_vit.eval.maps.pictures import resize_sides
+from dino_vit.eval.results import results_path, write_results
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -62,7 +63,8 @@ class OxfordParisConfig(Settings):
     boxes: bool = setting(False, "cut queries to the boxes of the ground truth")
     scales: NonEmpty[Positive] = setting((1.0, 0.7071, 0.5), "sizes to take the mean of the features at")
     longest: Dimension = setting(512, "pixels of the longer side of an image, at most")
-    output: str | None = setting(None, "JSON file; null: oxford-paris.json beside the weights")
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/oxford-paris"
 
     positional: ClassVar = ("source",)
 
@@ -203,7 +205,7 @@ def run(config: OxfordParisConfig) -> OxfordParisResult:
     names, queries = read_ground_truth(Path(config.source))
     source = open_source(config.source)
     model = load_backbone(config.weights).to(start_processes().device)
-    path = results_path("oxford-paris", weights=config.weights, output=config.output)
+    path = Path(config.output or results_path(config))
     with eval_mode(model):
         bank = describe(config, model, source, names, [None] * len(names), "features of the bank")
         boxes = [query.box if config.boxes else None for query in queries]

@@ -43,6 +43,21 @@ def test_the_package_shows_its_public_names_and_imports_them_when_used():
         dino_vit.vit_gigantic  # noqa: B018
 
 
+def test_help_and_mistakes_of_every_command_need_no_torch():
+    code = (
+        "import contextlib, io, sys\n"
+        "from dino_vit.cli import main\n"
+        "from dino_vit.commands import COMMANDS\n"
+        "for command in ([name] for name in COMMANDS):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main([*command, '--help'])\n"
+        "    with contextlib.redirect_stderr(io.StringIO()):\n"
+        "        assert main([*command, 'no_such_setting=1']) == 2\n"
+        "print(sorted({'torch', 'numpy', 'PIL'} & set(sys.modules)))"
+    )
+    assert python(code) == "[]"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
     with pytest.raises(SystemExit, match="0"):
@@ -61,6 +76,8 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
         (["pretrain", "a", "b", "c"], "'c' on the command line is not key=value; write settings as"),
         (["knn", "photos", "weihgts=a"], "weihgts is not a setting; did you mean weights?"),
         (["knn", "photos"], "dino-vit knn: weights is needed: run folder or weights file"),
+        (["pretrain", "model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
+        (["pretrain", "model=vit_small"], "model is not a setting; did you mean model.arch?"),
         (["inspect-weights", "a", "--image-size", "[8, 8, 8]"], "image_size = [8, 8, 8]: "),
     ],
 )
@@ -73,6 +90,13 @@ def test_mistakes_are_a_message_and_exit_code_2(argv, message, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")
     assert message.removeprefix("dino-vit knn: ") in shown
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("pretrian", "pretrain"), ("kn", "knn"), ("lineer", "linear")])
+def test_a_mistyped_command_leads_to_its_name(typed, meant, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([typed, "photos"])
+    assert f"there is no command {typed}; did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_memory_that_runs_out_is_a_sentence(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The commands as functions: what they return is what they wrote, and wrong input is a sentence."""
 
+import contextlib
 import json
 import logging
 import os
@@ -14,11 +15,13 @@ from PIL import Image
 
 import dino_vit
 from dino_vit.commands import COMMANDS
+from dino_vit.commands.classification import Classification
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of
 from tests.support.processes import torchrun_environs
-from tests.support.runs import CPU, SETTINGS
+from tests.support.runs import CPU, ROOT, SETTINGS
+from tests.support.stub import PATH, stub
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +49,45 @@ def test_every_command_is_a_function_that_says_what_it_takes(name):
     parameters = signature(function).parameters.values()
     taken = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert taken == [key.rpartition(".")[2] for key in cls.positional]
-    assert {one.name for one in parameters} >= {"config", "verbose", "settings"}
+    assert [one.name for one in parameters][-2:] == ["config", "verbose"]
+    assert {one.name for one in parameters} >= cls.model_fields.keys() - set(cls.positional) - {"data"}
+    assert all(one.annotation is not one.empty for one in parameters)
     assert function.__doc__.startswith(cls.__doc__)
     assert all(f"{key}=" in function.__doc__ for key in settings_of(cls))
+
+
+def test_signatures_have_types_and_defaults():
+    knn = signature(dino_vit.knn)
+    assert str(knn.parameters["network"]) == "network: Literal['teacher', 'student'] = 'teacher'"
+    assert str(knn.parameters["k"]) == "k: int | collections.abc.Sequence[int] = (10, 20, 100, 200)"
+    assert str(knn.parameters["weights"]) == "weights: str | os.PathLike[str]"
+    assert knn.return_annotation is Classification
+    pretrain = signature(dino_vit.pretrain)
+    assert pretrain.parameters["optim"].annotation.__annotations__["lr"] is float
+    assert pretrain.return_annotation is dino_vit.Run
+
+
+def test_editors_and_type_checkers_know_the_same_signatures():
+    assert PATH.read_text() == stub(), "run `python -m tests.support.stub`"
+
+
+@pytest.mark.slow
+def test_mypy_understands_calls_and_finds_mistakes(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from pathlib import Path\n"
+        "import dino_vit\n"
+        "run = dino_vit.pretrain('photos', budget={'minutes': 1}, model={'arch': 'vit_small'}, seed=3)\n"
+        "percent: float = dino_vit.knn(Path('photos'), run, k=[5, 20], output=None).top1.percent\n"
+        "dino_vit.pretrain(budget={'minute': 1})\n"
+        "dino_vit.pretrain(model='vit_small')\n"
+        "dino_vit.pretrain(budget_minutes=1)\n"
+        "dino_vit.knn('photos', run, fit='cropped')\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "pyproject.toml", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = sorted({int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line})
+    assert lines == [5, 6, 7, 8], done.stdout
 
 
 def test_pretrain_returns_its_run(run, tmp_path):
@@ -59,7 +98,15 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert run.state == run.metrics()[-1]["state"]
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")
     assert f"step 20 of 20, {run.state}" in repr(run)
-    assert run.outcome
+    assert run.outcome in str(run)
+    assert 3 <= len(str(run).splitlines()) <= 6
+    assert f"{run.folder}: {run.config.model.title} on synthetic" in str(run)
+    with contextlib.chdir(tmp_path):
+        assert len(run.features("synthetic:7:32").names) == 7
+        assert run.knn("synthetic:60:16", k=3).top1.images == 60
+        assert run.show_attention("synthetic:3:32", count=2).width > 100
+        assert run.features().values.shape == (len(run.features().names), 32)
+        assert list(tmp_path.iterdir()) == []
     newest, before = run.backbone("student"), dino_vit.load_backbone(run.checkpoints[0])
     assert (newest.provenance.step, newest.provenance.network, before.provenance.step) == (20, "student", 15)
     assert run.report(output=tmp_path / "page.html", images=20).read_text().startswith("<!doctype html>")
@@ -110,16 +157,21 @@ def test_figures_are_those_of_the_file(run, photos, tmp_path):
         (dino_vit.knn, {"k": [3, 5]}),
         (dino_vit.linear, {"grid": {"rates": 0.1, "steps": 5}}),
     ):
-        found = function(photos, weights=run.folder, cache=tmp_path, verbose=False, **more)
-        assert found.details == json.loads(found.path.read_text())
-        assert found.path.parent == run.folder / "eval"
+        settings = {"cache": tmp_path, "verbose": False, **more}
+        output = tmp_path / f"{function.__name__}.json"
+        found = function(photos, run.folder, output=output, **settings)
+        assert found.path == output
+        assert found.details == json.loads(output.read_text())
+        again = function(photos, run, **settings)
+        assert (again.path, again.top1) == (None, found.top1)
+        assert not (run.folder / "eval").exists(), "nothing is written unless output says so"
         assert found.top1.images == 12
         assert {name: one.images for name, one in found.per_class.items()} == {"class0": 6, "class1": 6}
 
 
 def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = dino_vit.embed(photos, weights=run.folder, cache=tmp_path, verbose=False)
+    found = dino_vit.embed(photos, run, cache=tmp_path, verbose=False)
     assert found.values.shape == (24, 32)
     assert found.names[0] == "train/class0/0.png"
     assert found.labels.count("class0") == 12
@@ -128,7 +180,8 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert near.images == [str(image)]
     assert near.nearest[0][0].name == found.names[3]
     assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
-    same = dino_vit.duplicates(found.path, threshold=0.999999, verbose=False)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"], "features in the cache only"
+    same = dino_vit.duplicates(found, threshold=0.999999, verbose=False)
     assert same.pairs.total >= len(same.pairs.closest)
     assert all(pair.cosine >= 0.99999 for pair in same.pairs.closest)
 
@@ -157,7 +210,20 @@ def test_settings_come_from_a_file_an_object_and_by_name(run, tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: dino_vit.pretrain(epochs=3), ValueError, "epochs is not .* did you mean budget.epochs"),
+        (lambda: dino_vit.pretrain(epochs=3), ValueError, "did you mean budget={'epochs': 3}"),
+        (lambda: dino_vit.pretrain(budget_minutes=1), ValueError, "did you mean budget={'minutes': 1}"),
+        (
+            lambda: dino_vit.pretrain(model="vit_small"),
+            ValueError,
+            "did you mean model={'arch': 'vit_small'}",
+        ),
+        (lambda: dino_vit.pretrain(budget={"minute": 1}), ValueError, "did you mean budget={'minutes': 1}"),
+        (
+            lambda: dino_vit.pretrain(callbacks=[]),
+            ValueError,
+            "give functions as on_metrics= and on_",
+        ),
+        (lambda: dino_vit.knn("photos", "a", "b"), TypeError, "too many positional arguments"),
         (lambda: dino_vit.pretrain(**{"optim.lr": "fast"}), ValueError, "optim.lr = fast: must be"),
         (lambda: dino_vit.knn("photos"), ValueError, "weights is needed: run folder or weights file"),
         (lambda: dino_vit.knn("nowhere", weights="x.pth"), ValueError, "x.pth does not exist"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -15,58 +16,99 @@ class Result:
     def __str__(self) -> str:
         return self.text
 
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows, or None if the text was printed."""
+        return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
+
 
 class Command(NamedTuple):
     """A command: its line in `dino-vit --help`, its settings and the function that takes them."""
 
     help: str
     config: str  # module:class
-    function: str = ""  # module:function; `run` in the module of the settings if empty
+    function: str  # module:function
 
     @property
     def config_class(self) -> Any:
-        """The settings; their module is imported now, which may take seconds."""
+        """The settings, which are imported now, without torch."""
         return resolve_name(f"dino_vit.{self.config}")
 
     @property
     def run(self) -> Callable[..., Any]:
-        """The function that takes the settings and returns a `Result`, or None."""
-        module = self.config.partition(":")[0]
-        return resolve_name(f"dino_vit.{self.function or f'{module}:run'}")
+        """The function of the settings, which returns a `Result` or None; its import takes seconds."""
+        return resolve_name(f"dino_vit.{self.function}")
 
 
 # Each is `dino-vit NAME` and, with underscores, a function of `dino_vit`.
 COMMANDS = {
-    "demo": Command("see a transformer learn without labels, in minutes", "commands.demo:DemoConfig"),
-    "inspect-data": Command("show what is in a source of images", "commands.inspect_data:InspectConfig"),
-    "pack": Command("write a source of images as tar shards", "commands.pack:PackConfig"),
+    "demo": Command(
+        "see a transformer learn without labels, in minutes",
+        "config.commands:DemoConfig",
+        "commands.demo:run",
+    ),
+    "inspect-data": Command(
+        "show what is in a source of images", "config.commands:InspectConfig", "commands.inspect_data:run"
+    ),
+    "pack": Command(
+        "write a source of images as tar shards", "config.commands:PackConfig", "commands.pack:run"
+    ),
     "pretrain": Command(
         "train on images without labels", "config.pretrain:PretrainConfig", "training.loop:pretrain"
     ),
-    "report": Command("write an HTML page about a run", "commands.report:ReportConfig"),
-    "knn": Command("classify images by their nearest neighbours", "commands.classification.knn:KnnConfig"),
+    "report": Command(
+        "write an HTML page about a run", "config.commands:ReportConfig", "commands.report:run"
+    ),
+    "knn": Command(
+        "classify images by their nearest neighbours",
+        "config.commands:KnnConfig",
+        "commands.classification.knn:run",
+    ),
     "linear": Command(
-        "train linear classifiers on a frozen backbone", "commands.classification.linear:LinearConfig"
+        "train linear classifiers on a frozen backbone",
+        "config.commands:LinearConfig",
+        "commands.classification.linear:run",
     ),
     "finetune": Command(
-        "train a backbone and a classifier", "commands.classification.finetune:FinetuneConfig"
+        "train a backbone and a classifier",
+        "config.commands:FinetuneConfig",
+        "commands.classification.finetune:run",
     ),
-    "dense": Command("classify the pixels of images that have masks", "commands.maps.dense:DenseConfig"),
-    "compare": Command("measure several weights on the same images", "commands.compare:CompareConfig"),
-    "attention": Command("draw the attention of the CLS token", "commands.maps.attention:AttentionConfig"),
-    "embed": Command("write the embeddings of images to a file", "commands.embeddings.embed:EmbedConfig"),
-    "search": Command("find embedded images like given ones", "commands.embeddings.search:SearchConfig"),
+    "dense": Command(
+        "classify the pixels of images that have masks",
+        "config.commands:DenseConfig",
+        "commands.maps.dense:run",
+    ),
+    "compare": Command(
+        "measure several weights on the same images", "config.commands:CompareConfig", "commands.compare:run"
+    ),
+    "attention": Command(
+        "draw the attention of the CLS token",
+        "config.commands:AttentionConfig",
+        "commands.maps.attention:run",
+    ),
+    "embed": Command(
+        "write the embeddings of images to a file",
+        "config.commands:EmbedConfig",
+        "commands.embeddings.embed:run",
+    ),
+    "search": Command(
+        "find embedded images like given ones",
+        "config.commands:SearchConfig",
+        "commands.embeddings.search:run",
+    ),
     "duplicates": Command(
-        "list embedded images that are nearly the same", "commands.embeddings.duplicates:DuplicatesConfig"
+        "list embedded images that are nearly the same",
+        "config.commands:DuplicatesConfig",
+        "commands.embeddings.duplicates:run",
     ),
     "inspect-weights": Command(
         "show what is in a weights file or run folder",
-        "commands.weights:InspectWeightsConfig",
+        "config.commands:InspectWeightsConfig",
         "commands.weights:inspect",
     ),
     "export": Command(
         "write a backbone for timm, Hugging Face, ONNX or the DINO repository",
-        "commands.weights:ExportConfig",
+        "config.commands:ExportConfig",
         "commands.weights:export",
     ),
 }

@@ -2,19 +2,26 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from dino_vit.commands import Result, format_table
 from dino_vit.commands.classification import knn, linear
 from dino_vit.commands.maps import dense
-from dino_vit.config.settings import NonEmpty, Settings, setting
+from dino_vit.config.commands import (
+    CachedConfig,
+    CompareConfig,
+    DenseConfig,
+    Evaluator,
+    KnnConfig,
+    LinearConfig,
+)
+from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -29,51 +36,24 @@ from dino_vit.eval.accuracy import (
     measured_share,
     standings,
     verdict,
-    write_results,
 )
-from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
-from dino_vit.eval.labelled import SupervisedConfig
+from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
+from dino_vit.eval.results import write_results
 from dino_vit.reports.comparison import Comparison, draw_maps, render
 from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
 from dino_vit.weights.reading import is_name
 
-Evaluator = Literal["knn", "linear", "dense"]
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
 CONFIGS: dict[Evaluator, type[Settings]] = {
-    "knn": knn.KnnConfig,
-    "linear": linear.LinearConfig,
-    "dense": dense.DenseConfig,
+    "knn": KnnConfig,
+    "linear": LinearConfig,
+    "dense": DenseConfig,
 }
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
 UNTRAINED = "untrained"
-
-
-class CompareConfig(SupervisedConfig, CachedConfig):
-    """Compare backbones on the same images."""
-
-    examples: ClassVar = (
-        "compare photos 'weights=[runs/a, runs/b]'",
-        "compare photos weights=runs/a untrained=true",
-    )
-    weights: NonEmpty[str] = Field(  # type: ignore[assignment]  # several, where the other commands take one
-        description="run folders or weights files, two or more"
-    )
-    measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
-    untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
-    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
-
-    positional: ClassVar = ("source",)
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield weights that leave nothing to compare."""
-        if len(set(self.weights)) < len(self.weights):
-            yield "weights are given twice; give each once"
-        if len(self.weights) + self.untrained < 2:
-            yield "give two weights or more, or one and untrained=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +181,11 @@ def _evaluate(
     """Run one evaluator on one backbone."""
     values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": str(path)}
     if evaluator == "dense":
-        return dense.run(dense.DenseConfig(**values)).measured
+        return dense.run(DenseConfig(**values)).measured
     if evaluator == "knn":
-        result, title = knn.run(knn.KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
+        result, title = knn.run(KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
     else:
-        result, title = linear.run(linear.LinearConfig(**values, select="train")), "linear top-1"
+        result, title = linear.run(LinearConfig(**values, select="train")), "linear top-1"
     comparison.predictions.setdefault(name, result.predictions)
     return [measured_share(title, result.predictions.images, torch.from_numpy(result.predictions.right))]
 

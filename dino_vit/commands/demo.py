@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
 from dino_vit.commands import Result, report
 from dino_vit.commands.maps import attention
+from dino_vit.config.commands import AttentionConfig, DemoConfig, ReportConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, Seed, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.runtime import choose_precision
 from dino_vit.reports.record import read_run
@@ -20,15 +19,6 @@ from dino_vit.training.loop import pretrain
 # Without native bf16 a step takes twice as long or more: then the runs take the steps that fit into these.
 MINUTES = {"textures": 2.5, "scenes": 1.5}
 PICTURES = "synthetic:scenes:100:192"  # twice as large as the views, so patches are small beside the regions
-
-
-class DemoConfig(Settings):
-    """Pretrain small networks on generated images, and show what they learned."""
-
-    resumes: ClassVar = True
-    output: str = setting("runs/demo", "folder of the runs; a second call resumes them")
-    seed: Seed = setting(0, "seed of every random number")
-    steps: Count | None = setting(None, "optimiser steps of each run; null: 4 minutes of both on two cores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +41,8 @@ def run(config: DemoConfig) -> DemoResult:
     pretrain(scenes)
     maps, page = folder / "attention", folder / "report.html"
     settings = {"weights": scenes.output, "source": PICTURES, "output": str(maps)}
-    attention.run(load(attention.AttentionConfig, None, settings))
-    report.run(load(report.ReportConfig, None, {"run": str(folder)}))
+    attention.run(load(AttentionConfig, None, settings))
+    report.run(load(ReportConfig, None, {"run": str(folder)}))
     record = read_run(folder)
     of_baseline = record.baseline
     levels = {"untrained": of_baseline.knn, "trained": record.latest("knn")}

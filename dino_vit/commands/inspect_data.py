@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result
 from dino_vit.config.auto import auto_choices
+from dino_vit.config.commands import InspectConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.config.settings import Count, Settings, setting
 from dino_vit.core import log
 from dino_vit.core.text import plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
@@ -29,20 +28,6 @@ from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
 ROWS = 8  # images on the sheet
-
-
-class InspectConfig(Settings):
-    """Inspect the images of a source before training on them."""
-
-    source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
-    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
-    count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
-    max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
-    sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
-    pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
-    as_json: bool = setting(False, "print JSON, with every unreadable image")
-
-    positional: ClassVar = ("source",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from einops import rearrange
 from PIL import Image
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
@@ -49,18 +48,6 @@ _SUFFIXES = {
     "TIFF": ".tiff",
     "unknown": ".img",
 }  # of others, the format in lower case
-
-
-class PackConfig(Settings):
-    """Pack a source of images into tar shards."""
-
-    source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
-    output: str = Field(description="folder to write; it must not exist or be empty")
-    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
-    shard_size: Count = setting(512, "approximate size of a shard in MiB")
-    size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")
-
-    positional: ClassVar = ("source", "output")
 
 
 @dataclass(frozen=True, kw_only=True)

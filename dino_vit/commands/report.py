@@ -5,12 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
-
-from pydantic import Field
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Settings, setting
+from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.runtime import start_processes
@@ -18,13 +15,11 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.labels import join_labels
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import render
 from dino_vit.reports.pictures import (
-    MAX_IMAGES,
-    MIN_IMAGES,
     Pictures,
     attention_rows,
     build_map,
@@ -33,23 +28,6 @@ from dino_vit.reports.pictures import (
     write_embedding,
 )
 from dino_vit.reports.record import RunRecord, read_run
-
-
-class ReportConfig(Settings):
-    """Write one HTML file about a run."""
-
-    examples: ClassVar = ("report runs/pretrain",)
-    positional: ClassVar = ("run",)
-
-    run: str = Field(description="folder of the run")
-    output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
-    source: str | None = setting(None, "where the images are now; null: where the run read them")
-    images: int = Field(
-        500,
-        ge=MIN_IMAGES,
-        le=MAX_IMAGES,
-        description="images on the map; with more, their pictures are smaller",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

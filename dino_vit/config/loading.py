@@ -42,7 +42,7 @@ def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapp
     """Return the defaults of `cls` changed by a YAML file, then by `section.name=value` texts or values."""
     below = flat(read_yaml(file.read_bytes(), str(file))) if file else {}
     if isinstance(overrides, Mapping):
-        return _build(cls, below, flat(overrides), str(file))
+        return _build(cls, below, flat(overrides), str(file), python=True)
     above: _Layer = {}
     for text in overrides:
         layer = _read_override(cls, text)
@@ -52,7 +52,7 @@ def load(cls: type[C], file: Path | None = None, overrides: Sequence[str] | Mapp
 
 def replace(config: C, changes: Mapping[str, object]) -> C:
     """Return `config` with other values for some dotted keys, validated as a whole again."""
-    return _build(type(config), values(config, given=True), flat(changes), "unchanged")
+    return _build(type(config), values(config, given=True), flat(changes), "unchanged", python=True)
 
 
 def flat(nested: Mapping[str, object], prefix: str = "") -> _Layer:
@@ -85,7 +85,7 @@ def _without(layer: _Layer, keys: Iterable[str]) -> _Layer:
     }
 
 
-def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
+def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: bool = False) -> C:
     """Lay `above` over `below`, in which it replaces the groups that it excludes too, and validate."""
     infos = settings_of(cls)
     layer = _without(below, [*above, *_rivals(cls, above)]) | above
@@ -100,7 +100,10 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str) -> C:
             inside = nested.setdefault(section, {}) if section else nested
             inside[name] = value
         elif not is_empty and not (key in FIXED and value == FIXED[key]):
-            problems.append(f"{brief(key)} is not a setting{origins.get(key, '')}; {_hint(cls, key)}")
+            of_program = python and key in above
+            problems.append(
+                f"{brief(key)} is not a setting{origins.get(key, '')}; {_hint(cls, key, value, of_program)}"
+            )
     try:
         config = cls.model_validate(nested)
     except ValidationError as error:
@@ -118,17 +121,27 @@ def _rivals(cls: type[Settings], layer: _Layer) -> set[str]:
     return {rival for key in layer if key in infos and layer[key] is not None for rival in infos[key].rivals}
 
 
-def _hint(cls: type[Settings], key: str) -> str:
-    """Return what to write instead of an unknown key."""
+def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
+    """Return what to write instead of an unknown key, in Python or on the command line and in files."""
     section = key.partition(".")[0]
+    inside = {name: info for name, info in settings_of(cls).items() if name.startswith(f"{section}.")}
     if key in FIXED:
         return f"its value is fixed at {write_yaml(FIXED[key])}"
-    if key not in sections(cls) and (guesses := nearest(key, cls)):
-        return f"did you mean {' or '.join(guesses)}?"
-    if section in sections(cls):
-        inside = [name for name in settings_of(cls) if name.startswith(f"{section}.")]
+    if key in sections(cls):  # as model=vit_small
+        guesses = [name for name, info in inside.items() if get_close_matches(str(value), info.choices)]
+    else:
+        guesses = nearest(key, cls)
+    if guesses:
+        return f"did you mean {' or '.join(_written(guess, value, python) for guess in guesses)}?"
+    if inside:
         return f"the section {section} has {', '.join(inside)}"
     return f"the settings are {', '.join(cls.model_fields)}"
+
+
+def _written(key: str, value: object, python: bool) -> str:
+    """Return how a setting is written: a section is a dictionary in Python."""
+    section, _, name = key.rpartition(".")
+    return f"{section}={{{name!r}: {brief(repr(value))}}}" if python and section else key
 
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:

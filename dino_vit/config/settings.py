@@ -64,6 +64,8 @@ class Settings(BaseModel):
     positional: ClassVar[tuple[str, ...]] = ()
     # Command lines shown by `--help`, without `dino-vit`.
     examples: ClassVar[tuple[str, ...]] = ()
+    # What a command line writes where `output` is null; after eval/ begins the name of a file of results.
+    writes: ClassVar[str] = ""
     # Whether the same command, given again, goes on with what a signal stopped.
     resumes: ClassVar[bool] = False
 

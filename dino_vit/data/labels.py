@@ -311,7 +311,14 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
-    data, table, contradictions = read_file(path), dict[str, object](), dict[str, tuple[object, object]]()
+    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
+    try:
+        data = read_file(path)
+    except FileNotFoundError:
+        kind = columns[0]
+        raise ValueError(
+            f"{path} does not exist; give a CSV or JSON file with a {kind} for each image"
+        ) from None
     entries: Iterable[tuple[str, object]]
     if suffix_of(path) == ".json":
         content = parse_json(data, path)

@@ -1,12 +1,10 @@
-"""Figures of backbones: how sure they are, which of several is best by them, and their JSON files."""
+"""Figures of backbones: how sure they are, and which of several is best by them."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -16,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributions import Binomial
 
-from dino_vit.core.distributed import is_main_process
-from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import plural, public
+from dino_vit.core.text import plural
 
 RESAMPLES = 1000  # of the images
 CHANCE = 0.05  # how often a backbone as good as the best may look worse, whatever the number of backbones
@@ -260,33 +256,3 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
         return f"Take {' or '.join(everywhere)}: on these images {why} {' and '.join(by_title)}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."
-
-
-def results_path(name: str, *, weights: str, output: str | None = None) -> Path:
-    """Return `output`, or eval/NAME.json in the run's folder, or a file beside the weights."""
-    if output is not None:
-        return Path(output)
-    from dino_vit.weights.reading import is_name  # a run that trains reads no weights
-
-    if is_name(weights):
-        return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}.json")
-    path = Path(weights)
-    if path.is_dir():
-        return path / "eval" / f"{name}.json"
-    if path.parent.name == "checkpoints":
-        return path.parent.parent / "eval" / f"{path.stem}.{name}.json"
-    return path.with_name(f"{path.stem}.{name}.json")
-
-
-def write_results(path: Path, results: Mapping[str, object]) -> dict[str, Any]:
-    """Write results as JSON on rank 0, and return what the file holds."""
-    content = plain(results)
-    if is_main_process():
-        write_bytes(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
-    return content
-
-
-def plain(results: Mapping[str, object]) -> dict[str, Any]:
-    """Return results as JSON holds them, without what is not public."""
-    content: dict[str, Any] = json.loads(public(json.dumps(results, default=asdict)))
-    return content

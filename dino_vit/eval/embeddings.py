@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from pydantic import TypeAdapter
 
+from dino_vit.config.objects import find, is_object
 from dino_vit.core import log
 from dino_vit.core.storage import OWN_KEY, replacing
 from dino_vit.core.text import brief
@@ -48,13 +49,18 @@ def check_suffix(path: Path) -> None:
         raise ValueError(f"{path} is not a name for embeddings: it must end in .parquet")
 
 
-def write_embeddings(path: Path, embeddings: Embeddings, *, dtype: str) -> None:
-    """Write an embedding file."""
-    highest = max(float(embeddings.values.max()), -float(embeddings.values.min()))
+def as_type(values: Array, dtype: str) -> Array:
+    """Return values in a type that holds them."""
+    highest = max(float(values.max()), -float(values.min()))
     if highest > float(np.finfo(dtype).max):
         raise ValueError(f"embeddings reach {highest:,.0f}, which is beyond {dtype}; use dtype=float32")
+    return values.astype(dtype, copy=False)
+
+
+def write_embeddings(path: Path, embeddings: Embeddings) -> None:
+    """Write an embedding file."""
     width = int(np.prod(embeddings.values.shape[1:]))
-    flat = pa.array(embeddings.values.astype(dtype, copy=False).ravel())
+    flat = pa.array(embeddings.values.ravel())
     columns = {
         "name": pa.array(embeddings.names, pa.string()),
         "label": pa.array(embeddings.labels, pa.string()),
@@ -98,8 +104,9 @@ def read_embeddings(path: Path) -> Embeddings:
 
 
 def read_image_embeddings(path: str) -> Embeddings:
-    """Read an embedding file that has one embedding per image."""
-    embeddings = read_embeddings(Path(path))
+    """Read embeddings, of a file or passed by a program, that have one for each image."""
+    embeddings = find(path) if is_object(path) else read_embeddings(Path(path))
+    assert isinstance(embeddings, Embeddings)
     if embeddings.values.ndim != 2:
         raise ValueError(f"{path} has patch tokens, but needs one embedding per image: embed with tokens=cls")
     return embeddings

@@ -10,19 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dino_vit.config.commands import Tokens
 from dino_vit.core import Size
 from dino_vit.core.storage import digest
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import EvalTransform
-
-Tokens = Literal["cls", "cls+mean", "patches"]
 
 
 @dataclass(frozen=True, kw_only=True)

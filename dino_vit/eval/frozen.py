@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.sections import Side
-from dino_vit.config.settings import Dimension, Few, Settings, setting
+from dino_vit.config.commands import BackboneConfig, CachedConfig
 from dino_vit.core import height_width, log
 from dino_vit.core.distributed import (
     all_gather,
@@ -33,33 +30,10 @@ from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, check_finite, in_batches, read_batches
-from dino_vit.views.eval_transform import Fit, eval_transform_of
+from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 
 _VERSION = 4  # of the files, and of how images are prepared
-
-
-class BackboneConfig(Settings):
-    """Send images through a frozen backbone."""
-
-    source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
-    weights: str = Field(description="run folder or weights file")
-    network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
-    size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
-    batch_size: Dimension = setting(128, "images per process and forward pass")
-    num_workers: Few | None = setting(
-        None, "threads that read images, not processes; null: one per core, at most 16"
-    )
-    precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
-
-    positional: ClassVar = ("source",)
-
-
-class CachedConfig(BackboneConfig):
-    """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
-
-    cache: str | None = setting(None, "folder that caches features; null: features/ in DINO_VIT_CACHE")
 
 
 def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:

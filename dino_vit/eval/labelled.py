@@ -4,15 +4,13 @@ import hashlib
 import os
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
-from dino_vit.config.settings import Seed, Settings, setting
+from dino_vit.config.commands import SupervisedConfig
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural
@@ -30,20 +28,6 @@ _NAMES_SHOWN = 5
 _VAL_SHARE = 5  # one in so many images is for validation where no training set is given
 _HELD_OUT_SHARE = 10  # one in so many training images is held out for model selection
 _DEVICE_SHARE = 0.25  # of the free memory, for the features of a set
-
-
-class SupervisedConfig(Settings):
-    """Labelled images to evaluate a classifier on, and to train it on."""
-
-    source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
-    labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
-    train: str | None = setting(
-        None, "images to train on; null: the split train of source, or all of it but a fifth"
-    )
-    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
-    seed: Seed = setting(0, "of all random numbers")
-
-    positional: ClassVar = ("source",)
 
 
 @dataclass(frozen=True)

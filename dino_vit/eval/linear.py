@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
@@ -28,9 +27,6 @@ from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.onednn import linear
 from dino_vit.views.sampler import Sampler
 
-# From DINOv2's linear evaluation.
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-CS = tuple(float(c) for c in np.logspace(-6, 5, 45))  # of the logistic regressions
 MOMENTUM = 0.9
 TOP_K = 5
 _INITIAL_STD = 0.01

@@ -15,9 +15,9 @@ from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
 from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
 from dino_vit.core.text import plural, progress
-from dino_vit.eval.accuracy import plain
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledSubset
+from dino_vit.eval.results import plain
 from dino_vit.views.augment import Augment
 from dino_vit.views.geometry import View
 from dino_vit.views.loader import Loader, choose_workers

@@ -60,6 +60,7 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         figures=figures(record),
         facts=facts(record),
         settings=changed_settings(record),
+        evaluations=record.evaluations,
         pictures=pictures,
         data={"charts": charts(record), "map": pictures.map},
     )

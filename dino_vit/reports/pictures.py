@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.commands import MIN_IMAGES
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
@@ -34,7 +35,7 @@ from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.eval_transform import resize, resize_and_center_crop
 from dino_vit.views.sampler import Sampler
 
-BATCH, NEIGHBOURS, MIN_IMAGES, MAX_IMAGES = 64, 8, 4, 6000
+BATCH, NEIGHBOURS = 64, 8
 MAX_NAME = 120  # characters
 ROWS, HEADS = 6, 12  # at most, of views and attention
 TILE_SIDE = 144  # pixels of a picture in a row

@@ -10,6 +10,7 @@ from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.text import plural
+from dino_vit.eval.results import Evaluation, read_evaluations
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
 from dino_vit.training.verdict import STATES, TOO_EARLY, Diagnosis, summarise
 
@@ -23,6 +24,7 @@ class RunRecord:
     history: list[MetricsRecord]
     starts: list[Start]
     baseline: Baseline
+    evaluations: list[Evaluation]
 
     @property
     def step(self) -> int:
@@ -58,6 +60,7 @@ def read_run(folder: Path) -> RunRecord:
         history=read_records(folder / "metrics.jsonl", METRICS),
         starts=read_records(folder / "starts.jsonl", START),
         baseline=next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline()),
+        evaluations=read_evaluations(folder),
     )
 
 

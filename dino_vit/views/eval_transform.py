@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_vit.config.commands import Fit
 from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, resized_side, unit_scale
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
-
-Fit = Literal["crop", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import pytest
 
 from dino_vit.cli import main
 from dino_vit.commands import demo
+from dino_vit.config.commands import DemoConfig
 from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.training.metrics import METRICS, read_records
@@ -54,17 +55,17 @@ def test_the_demo_shows_what_it_learned_and_resumes(tmp_path, small, capsys):
 
 
 def test_the_recipes_come_with_the_package():
-    config = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3), "textures")
+    config = demo.recipe(DemoConfig(output="elsewhere", seed=3), "textures")
     assert (config.output, config.seed, config.data.source) == ("elsewhere", 3, "synthetic")
     assert config.run.eval_every is not None
-    scenes = demo.recipe(demo.DemoConfig(output="elsewhere", seed=3), "scenes")
+    scenes = demo.recipe(DemoConfig(output="elsewhere", seed=3), "scenes")
     assert (scenes.output, scenes.seed, scenes.loss.patch_weight) == ("elsewhere/scenes", 3, 1)
     for name in ("textures", "scenes"):
-        assert demo.recipe(demo.DemoConfig(steps=777), name).budget.steps == 777
+        assert demo.recipe(DemoConfig(steps=777), name).budget.steps == 777
 
 
 def test_without_native_bf16_it_is_bounded_in_time(monkeypatch):
     monkeypatch.setattr(demo, "choose_precision", lambda *_: "no")
-    budget = demo.recipe(demo.DemoConfig(), "textures").budget
+    budget = demo.recipe(DemoConfig(), "textures").budget
     assert (budget.steps, budget.minutes) == (None, 2.5)
-    assert demo.recipe(demo.DemoConfig(steps=777), "textures").budget.steps == 777
+    assert demo.recipe(DemoConfig(steps=777), "textures").budget.steps == 777

@@ -37,7 +37,7 @@ def test_export_replaces_a_file_only_if_it_is_told_to(weights, tmp_path, capsys)
     assert main(export) == 0
     written = out.read_bytes()
     assert main(export) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "already exists; choose another name, or give --overwrite" in capsys.readouterr().err
     out.write_bytes(b"an older file")
     assert main([*export, "--overwrite"]) == 0
     assert out.read_bytes() == written

@@ -88,6 +88,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
     assert refused("degrees=3") == ["degrees is not a setting; did you mean oven.degrees?"]
     (text,) = refused("oven.whatever_it_is=3")
     assert text.endswith("the section oven has oven.degrees, oven.gas, oven.mark, oven.fan")
+    assert refused("oven=on") == ["oven is not a setting; did you mean oven.fan?"]
     (text,) = refused("whatever=3")
     assert text.endswith("the settings are name, eggs, sizes, tiers, oven, icing")
     for argument, hint in (("strawberry", "write settings as name=value"), ("eggs", "write eggs=...")):

@@ -144,7 +144,7 @@ def test_labels_for_other_names_are_refused(tmp_path):
     (tmp_path / "labels.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         open_source("synthetic:3", labels=tmp_path / "labels.json")
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(ValueError, match="give a CSV or JSON file with a label for each image"):
         open_source("synthetic:3", labels=tmp_path / "none.csv")
 
 

@@ -18,7 +18,6 @@ from dino_vit.eval.accuracy import (
     difference,
     mcnemar,
     measured_share,
-    results_path,
     standings,
     verdict,
 )
@@ -59,17 +58,6 @@ def test_figures_count_what_a_loop_counts():
     for name, of_class in figures["per_class"].items():
         first = [row[0] == target for row, target in rows if "abcdef"[target] == name]
         assert (of_class.correct, of_class.images) == (sum(first), len(first))
-
-
-def test_results_lie_with_the_weights_unless_told(tmp_path):
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    assert results_path("linear", weights=str(run)) == run / "eval" / "linear.json"
-    checkpoint = run / "checkpoints" / "step-00000005.safetensors"
-    assert results_path("knn", weights=str(checkpoint)) == run / "eval" / "step-00000005.knn.json"
-    assert results_path("knn", weights=str(tmp_path / "dino.pth")) == tmp_path / "dino.knn.json"
-    told = results_path("knn", weights=str(run), output="here.json")
-    assert str(told) == "here.json"
 
 
 def by_definition(first, second):

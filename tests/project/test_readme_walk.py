@@ -84,7 +84,7 @@ def test_every_command_works_in_its_order(place, monkeypatch, capsys):
 def test_the_python_block_works(place, monkeypatch):
     monkeypatch.chdir(place)
     (block,) = (text for text in blocks(README, "python") if "load_b" in text)
-    whole = 'recipe="auto", **{"budget.minutes": 20}'
+    whole = 'recipe="auto", budget={"minutes": 20}'
     assert whole in block
     for name in ("a.jpg", "b.jpg"):
         shutil.copy(place / "query.jpg", name)

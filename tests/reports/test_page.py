@@ -13,6 +13,8 @@ from dino_vit.cli import main
 from dino_vit.config.loading import load, to_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.data.sources.open import open_source
+from dino_vit.eval.accuracy import accuracy
+from dino_vit.eval.results import evaluation
 from dino_vit.reports.page import charts, figures, render, thin
 from dino_vit.reports.pictures import Pictures, Row, Tile
 from dino_vit.reports.record import read_run, state
@@ -27,6 +29,18 @@ def change_config(folder, old, new):
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
+
+
+def test_the_page_lists_the_results_of_a_run(folder):
+    assert 'id="evaluations"' not in render(read_run(folder), Pictures())
+    for command in ("knn", "linear"):
+        details = {"settings": {"source": HOSTILE, "k": [3]}}
+        evaluation(command, folder / "eval" / f"{command}.json", "top-1", accuracy(1, 4), details)
+    page = render(read_run(folder), Pictures())
+    rows = page[page.index('id="evaluations"') : page.index('id="map"')]
+    assert rows.count("25.00 (4.56 to 69.94)") == 2
+    assert rows.count("k=[3]") == 1, "a setting of knn only"
+    assert HOSTILE not in rows
 
 
 def test_the_page_loads_nothing_and_describes_the_run(made, capsys):

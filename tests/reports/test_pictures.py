@@ -8,9 +8,10 @@ import torch
 from einops import rearrange
 
 from dino_vit.cli import main
+from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import extract_features
-from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.maps.pictures import heat
 from dino_vit.eval.online import random_indices
 from dino_vit.reports import pictures

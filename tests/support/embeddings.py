@@ -33,4 +33,4 @@ def write(path: Path, metadata: Mapping[str, Any] = METADATA, width: int = 3) ->
         indices=np.arange(4),
         metadata={"shape": [width], **metadata},
     )
-    write_embeddings(path, embeddings, dtype="float32")
+    write_embeddings(path, embeddings)

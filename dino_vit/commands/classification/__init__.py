@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_vit.commands import Result
-from dino_vit.eval.accuracy import Accuracy, Predictions, write_results
+from dino_vit.eval.accuracy import Accuracy, Predictions
+from dino_vit.eval.results import evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,21 +18,26 @@ class Classification(Result):
     top5: Accuracy
     per_class: dict[str, Accuracy] = field(repr=False)  # top-1
     predictions: Predictions = field(repr=False)
-    path: Path  # of the JSON file
+    path: Path | None  # of the JSON file, if one was written
     details: dict[str, Any] = field(repr=False)  # all that the file holds
 
 
-def write_classification(
-    predictions: Predictions, path: Path, details: Mapping[str, Any], text: str
+def classification(
+    command: str,
+    path: str | Path | None,
+    title: str,
+    predictions: Predictions,
+    details: Mapping[str, Any],
+    text: str,
 ) -> Classification:
-    """Write the JSON file, and return the result whose own figures are those of the predictions."""
-    figures = predictions.figures()
+    """Return a result with the figures of predictions; with a path, write the JSON file."""
+    figures, path = predictions.figures(), None if path is None else Path(path)
     return Classification(
         top1=figures["top1"],
         top5=figures["top5"],
         per_class=figures["per_class"],
         predictions=predictions,
         path=path,
-        details=write_results(path, details),
-        text=f"{text}\n{path}",
+        details=evaluation(command, path, title, figures["top1"], details),
+        text=text if path is None else f"{text}\n{path}",
     )

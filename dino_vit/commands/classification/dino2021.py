@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.config.settings import Count, Few, FewOrZero, Positive, Settings, setting
+from dino_vit.config.commands import Dino2021
 from dino_vit.core.distributed import all_reduce_mean, is_main_process
 from dino_vit.core.storage import pickled, write_bytes
 from dino_vit.core.text import plural
@@ -25,24 +25,6 @@ from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.geometry import View
-
-
-class Dino2021(Settings):
-    """method=dino2021: one head on augmented views, through the backbone at every step."""
-
-    blocks: Few = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
-    mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
-    lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
-    epochs: Count = setting(100, "passes over the training images")
-    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores")
-
-    @property
-    def spec(self) -> FeatureSpec:
-        return FeatureSpec(tokens="cls+mean" if self.mean else "cls", blocks=self.blocks)
-
-    def arrange(self, features: Tensor) -> Tensor:
-        """Interleave CLS and mean patch token as the reference's heads read them: c0, p0, c1, p1, ..."""
-        return rearrange(features, "b (token d) -> b (d token)", token=2) if self.mean else features
 
 
 def train_on_views(
@@ -57,8 +39,14 @@ def train_on_views(
 
     The head is written to `path`, and the state to the folder beside it whose name ends in `.state`.
     """
-    on_val = labelled_features(frozen, val, settings.spec, "evaluation features")
-    on_val = replace(on_val, features=settings.arrange(on_val.features))
+    spec = FeatureSpec(tokens="cls+mean" if settings.mean else "cls", blocks=settings.blocks)
+
+    def arrange(features: Tensor) -> Tensor:
+        """Interleave CLS and mean patch token as the reference's heads read them: c0, p0, c1, p1, ..."""
+        return rearrange(features, "b (token d) -> b (d token)", token=2) if settings.mean else features
+
+    on_val = labelled_features(frozen, val, spec, "evaluation features")
+    on_val = replace(on_val, features=arrange(on_val.features))
     loader = SupervisedLoader(
         train,
         frozen,
@@ -97,7 +85,7 @@ def train_on_views(
         epoch = step // loader.steps_per_epoch
         rate = warmup_cosine(epoch, base=settings.lr, final=0.0, total=settings.epochs)
         optimizer.param_groups[0]["lr"] = rate * loader.global_batch / 256
-        features = settings.arrange(frozen.compute(images, settings.spec))
+        features = arrange(frozen.compute(images, spec))
         loss = F.cross_entropy(probe(features), targets)
         gradients = torch.autograd.grad(loss, parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):

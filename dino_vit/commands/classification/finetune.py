@@ -4,27 +4,16 @@ AdamW with a learning rate that decays from the classifier to the patch embeddin
 label smoothing. The state is saved after every epoch, and training resumes from there.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from dino_vit.commands.classification import Classification, write_classification
-from dino_vit.config.sections import Arch, PositiveShare, Share, Side
-from dino_vit.config.settings import (
-    BelowOne,
-    Count,
-    Dimension,
-    FewOrZero,
-    NonNegative,
-    Positive,
-    Probability,
-    setting,
-)
+from dino_vit.commands.classification import Classification, classification
+from dino_vit.config.commands import FinetuneConfig
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
 from dino_vit.core.process import locked
@@ -33,7 +22,7 @@ from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
 from dino_vit.eval.accuracy import Predictions
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.labelled import SupervisedConfig, open_sets
+from dino_vit.eval.labelled import open_sets
 from dino_vit.eval.linear import TOP_K
 from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method import optim
@@ -47,43 +36,6 @@ from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
 
 MIN_LR = 1e-6  # at the end
-
-
-class FinetuneConfig(SupervisedConfig):
-    """Train a whole network with a classifier on labelled images."""
-
-    examples: ClassVar = (
-        "finetune photos/val train=photos/train weights=runs/pretrain",
-        "finetune photos arch=vit_small",
-    )
-    resumes: ClassVar = True
-    weights: str | None = setting(None, "run folder or weights file to start from")
-    network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint to start from")
-    arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
-    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
-    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes")
-    batch_size: Dimension = setting(64, "images per process and step")
-    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores")
-    epochs: Count = setting(100, "passes over the images")
-    lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
-    warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
-    layer_decay: PositiveShare = setting(0.75, "factor on lr per block towards the input; 1: none")
-    weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
-    clip: Positive = setting(1.0, "maximum norm of all gradients together")
-    drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
-    smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
-    crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
-    flip: Probability = setting(0.5, "probability of a horizontal flip")
-    precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield problems with the start and the length of the run."""
-        if (self.weights is None) == (self.arch is None):
-            text = "give either weights to start from, or arch for a randomly initialised network"
-            yield text
-        if self.warmup_epochs >= self.epochs:
-            text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
-            yield text
 
 
 def run(config: FinetuneConfig) -> Classification:
@@ -210,4 +162,5 @@ def _result(tuning: Finetuning) -> Classification:
         f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
-    return write_classification(predictions, folder / "eval" / "finetune.json", details, text)
+    path = folder / "eval" / "finetune.json"
+    return classification("finetune", path, "top-1", predictions, details, text)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,16 +10,16 @@ from einops import rearrange
 from torch import Tensor
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, write_classification
-from dino_vit.config.settings import Count, NonEmpty, Positive, setting
+from dino_vit.commands.classification import Classification, classification
+from dino_vit.config.commands import KnnConfig
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import plural, progress
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share, results_path
-from dino_vit.eval.frozen import CachedConfig, frozen_backbone
+from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
-from dino_vit.eval.labelled import LabelledFeatures, Rows, SupervisedConfig, given_sets, labelled_features
+from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
 
 REPEATS = 5  # random choices of the images for each of `shots`
 _CLASSES_SHOWN = 20
@@ -27,34 +27,17 @@ _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
-class KnnConfig(SupervisedConfig, CachedConfig):
-    """Classify images by their nearest neighbours, on features of a frozen backbone."""
-
-    examples: ClassVar = ("knn photos weights=runs/demo", "knn val train=train weights=runs/demo")
-    train: str | None = setting(
-        None, "labelled images of the bank; null: the split train of source, or for each image the others"
-    )
-    k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
-    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting(
-        (), "also classify by only this many images per class, such as 1 and 5, five times"
-    )
-    output: str | None = setting(
-        None, "JSON file; null: knn[-leave-one-out].json, in eval/ of the run or beside the weights"
-    )
-
-
 def run(config: KnnConfig) -> Classification:
-    """Classify and write the JSON; the result's own figures are those of the first k."""
+    """Classify; with an output, write the JSON. The result's own figures are those of the first k."""
     frozen = frozen_backbone(config)
     train, val = given_sets(config)
     if train is None:  # each image is classified by the others
-        name, among = "knn-leave-one-out", "the others"
+        among = "the others"
         bank = queries = labelled_features(frozen, val)
     else:
         bank = labelled_features(frozen, train, title="features of the bank")
         queries = labelled_features(frozen, val, title="features of the query images")
-        name, among = "knn", f"{len(bank):,} of {train.name}"
+        among = f"{len(bank):,} of {train.name}"
     predictions = _classify(config, bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
     ranking = _rank(bank, queries, frozen.device)
@@ -84,8 +67,8 @@ def run(config: KnnConfig) -> Classification:
     if few_shot:
         lines.append(_few_shot_table(few_shot))
     lines.append(_class_table(first, figures[first]["per_class"]))
-    path = results_path(name, weights=config.weights, output=config.output)
-    return write_classification(predictions[first], path, details, "\n".join(lines))
+    title, text = f"k-NN top-1, k={first}", "\n".join(lines)
+    return classification("knn", config.output, title, predictions[first], details, text)
 
 
 def _classify(

@@ -4,32 +4,30 @@ The first two train on features that are computed once and cached: the CLS token
 mean patch token of the last block. Each head reads a contiguous range of these columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from dino_vit.commands import format_table
-from dino_vit.commands.classification import Classification, write_classification
-from dino_vit.commands.classification.dino2021 import Dino2021, train_on_views
-from dino_vit.config.settings import Count, NonEmpty, Positive, Settings, setting
+from dino_vit.commands.classification import Classification, classification
+from dino_vit.commands.classification.dino2021 import train_on_views
+from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
 from dino_vit.core.text import plural, progress
-from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, results_path
+from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy
 from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, simple_specs
-from dino_vit.eval.frozen import CachedConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import (
     LabelledFeatures,
     LabelledSubset,
-    SupervisedConfig,
     hold_out,
     labelled_features,
     open_sets,
 )
 from dino_vit.eval.linear import (
-    CS,
-    RATES,
     LinearHeads,
     count_correct,
     grid_steps,
@@ -43,59 +41,21 @@ BATCH = 1024  # images per step of a grid
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
 
 
-class ProbeGrid(Settings):
-    """method=grid: one head for each learning rate and input, all trained side by side."""
-
-    rates: NonEmpty[Positive] = setting(RATES, "learning rates at a batch of 256")
-    steps: Count | None = setting(None, "of SGD; null: ten epochs, but at least 1,250 and at most 12,500")
-
-
-class Logistic(Settings):
-    """method=logistic: the optimum for each strength of the penalty, on the CLS token."""
-
-    cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
-
-
-class LinearConfig(SupervisedConfig, CachedConfig):
-    """Train linear classifiers on a frozen backbone, and report their accuracy."""
-
-    examples: ClassVar = (
-        "linear photos/val train=photos/train weights=runs/pretrain",
-        "linear photos weights=runs/pretrain method=logistic",
-    )
-    method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
-    select: Literal["source", "train"] = setting(
-        "source", "choose the best head on source, as published, or on a held-out tenth of train"
-    )
-    output: str | None = setting(
-        None, "JSON file; null: linear[-METHOD][-held-out].json, in eval/ of the run or beside the weights"
-    )
-    grid: ProbeGrid = ProbeGrid()
-    logistic: Logistic = Logistic()
-    dino2021: Dino2021 = Dino2021()
-
-    def contradictions(self) -> Iterator[str]:
-        if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
-            text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
-            yield text
-
-
 def run(config: LinearConfig) -> Classification:
-    """Train and evaluate, and write the JSON; the result's own figures are those of the best classifier."""
+    """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
     frozen = frozen_backbone(config)
     train, val = open_sets(config)
-    method = "" if config.method == "grid" else f"-{config.method}"
-    held_out = "-held-out" if config.select == "train" and config.method != "dino2021" else ""
-    path = results_path(f"linear{method}{held_out}", weights=config.weights, output=config.output)
     if config.method == "dino2021":
-        head = path.with_suffix(".pth")
+        if config.output is None:
+            raise ValueError("method=dino2021 needs output=FILE.json: the head and its state go beside it")
+        head = Path(config.output).with_suffix(".pth")
         results, text, predictions = train_on_views(config.dino2021, frozen, train, val, config.seed, head)
     else:
         results, text, predictions = _train_on_features(config, frozen, train, val)
     settings = config.model_dump(mode="json", exclude={"grid", "logistic", "dino2021"} - {config.method})
     weights = frozen.describe_weights()
     details = {"method": config.method, "weights": weights, "settings": settings, **results}
-    return write_classification(predictions, path, details, text)
+    return classification("linear", config.output, "linear top-1", predictions, details, text)
 
 
 def _train_on_features(

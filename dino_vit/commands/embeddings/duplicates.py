@@ -8,39 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Count, Settings, setting
+from dino_vit.config.commands import DuplicatesConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
-from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
 from dino_vit.eval.maps.pictures import write_sheet
+from dino_vit.eval.results import write_results
 
 PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on a sheet
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine
 _BLOCK = 2048  # rows that are compared with as many others at a time
 _ROUNDING = 1e-6  # of the cosine of a row with itself
-
-
-class DuplicatesConfig(Settings):
-    """List images that are nearly the same, those with two labels or in two splits first."""
-
-    examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
-    pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
-
-    positional: ClassVar = ("embeddings",)
 
 
 class NamedPair(NamedTuple):

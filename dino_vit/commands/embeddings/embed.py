@@ -1,48 +1,28 @@
 """Write the embeddings of images to a file, with what is needed to compute them again."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from dino_vit import __version__
 from dino_vit.commands import Result
-from dino_vit.config.settings import Few, setting
+from dino_vit.config.commands import EmbedConfig
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
-from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
+from dino_vit.eval.embeddings import Array, Embeddings, as_type, check_suffix, write_embeddings
+from dino_vit.eval.features import FeatureSpec, FrozenBackbone
+from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.weights.reading import is_name
 
 
-class EmbedConfig(CachedConfig):
-    """Write the embeddings of images to a file."""
-
-    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
-    output: str = setting("embeddings.parquet", "Parquet file to write")
-    tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
-    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
-    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
-
-    examples: ClassVar = ("embed photos weights=runs/pretrain output=photos.parquet",)
-
-
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingFile(Result):
-    """A file of embeddings; its contents are read when they are asked for."""
+class ImageEmbeddings(Result):
+    """The embeddings of images."""
 
-    path: Path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    @cached_property
-    def content(self) -> Embeddings:
-        """Everything in the file."""
-        return read_embeddings(self.path)
+    path: Path | None  # of the file, if one was written
+    content: Embeddings = field(repr=False)
 
     @property
     def values(self) -> Array:
@@ -60,28 +40,28 @@ class EmbeddingFile(Result):
         return self.content.labels
 
 
-def run(config: EmbedConfig) -> EmbeddingFile:
-    """Write the embeddings of a source to a file."""
-    output = Path(config.output)
-    check_suffix(output)
+def run(config: EmbedConfig) -> ImageEmbeddings:
+    """Compute the embeddings of a source, and write them to a file if there is an output."""
+    output = None if config.output is None else Path(config.output)
+    if output:
+        check_suffix(output)
     backbone = frozen_backbone(config)
     source = open_source(config.source, config.labels)
     spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     values, indices = cached_features(backbone, source, spec=spec, title=f"embeddings of {config.source}")
-    if is_main_process():
-        labels = [source.label(i) for i in indices.tolist()]
-        embeddings = Embeddings(
-            values=values,
-            names=[source.name(i) for i in indices.tolist()],
-            labels=[None if label is None else source.classes[label] for label in labels],
-            indices=indices,
-            metadata=provenance(values, source, backbone, config),
-        )
-        write_embeddings(output, embeddings, dtype=config.dtype)
+    labels = [source.label(i) for i in indices.tolist()]
+    embeddings = Embeddings(
+        values=as_type(values, config.dtype),
+        names=[source.name(i) for i in indices.tolist()],
+        labels=[None if label is None else source.classes[label] for label in labels],
+        indices=indices,
+        metadata=provenance(values, source, backbone, config),
+    )
+    if output and is_main_process():
+        write_embeddings(output, embeddings)
     wait_for_all()  # the file is complete for all of them
-    shape = " × ".join(map(str, values.shape))
-    text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
-    return EmbeddingFile(path=output, text=text)
+    text = f"{' × '.join(map(str, values.shape))} in {config.dtype}, with names, labels and metadata"
+    return ImageEmbeddings(path=output, content=embeddings, text=f"{output}: {text}" if output else text)
 
 
 def provenance(

@@ -1,39 +1,25 @@
 """Find the images of an embedding file that are nearest to given images."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Dimension, Settings, setting
+from dino_vit.config.commands import SearchConfig
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import printable
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
-from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
+from dino_vit.eval.results import write_results
 from dino_vit.weights import load_backbone
-
-
-class SearchConfig(Settings):
-    """Find the images nearest to given ones among those that were embedded."""
-
-    embeddings: str = Field(description="file that `dino-vit embed` wrote")
-    images: tuple[str, ...] = Field(description="image files to find similar images to")
-    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
-    k: Dimension = setting(8, "nearest images to show")
-    output: str = setting("search.png", "PNG to write; the same as JSON goes beside it")
-
-    positional: ClassVar = ("embeddings", "images")
-    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
 
 
 @dataclass(frozen=True)
@@ -53,14 +39,14 @@ class SearchResult(Result):
 
     images: list[str]  # the given ones
     nearest: list[list[Neighbour]]  # to each of them, the nearest first
-    sheet: Path
-    path: Path  # of the JSON file
+    sheet: Path | None  # if there is an output
+    path: Path | None  # of the JSON file
 
 
 def run(config: SearchConfig) -> SearchResult:
-    """Find the nearest images to each given one, and write them as a sheet and as JSON."""
-    output = Path(config.output)
-    if output.suffix != ".png":
+    """Find the nearest images to each given one; with an output, write a sheet and the same as JSON."""
+    output = None if config.output is None else Path(config.output)
+    if output and output.suffix != ".png":
         raise ValueError(f"output={output} must end in .png")
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k)
@@ -76,19 +62,34 @@ def run(config: SearchConfig) -> SearchResult:
             neighbours[-1].append(Neighbour(image, label, round(cosine, 6), index, row))
             lines.append(f"  {text}  {image}" + (f"  {label}" if label else ""))
             captions.append((row, f"{text}  {shorten(label or image, 20)}"))
+    path = output and output.with_suffix(".json")
+    if output:
+        write_search(output, config, embeddings, queries, neighbours, captions)
+        lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
+    return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
+
+
+def write_search(
+    output: Path,
+    config: SearchConfig,
+    embeddings: Embeddings,
+    queries: Source,
+    neighbours: Sequence[Sequence[Neighbour]],
+    captions: Sequence[tuple[int, str]],
+) -> None:
+    """Draw each given image beside those nearest to it, and write the same as JSON."""
+    names = list(map(printable, config.images))
     panels, sheet = iter(embedded_panels(embeddings, captions)), list[list[Panel]]()
     for query, images in enumerate(neighbours):
         given = thumbnail(queries, query, embeddings.transform.pixels), Path(names[query]).name
         sheet.append([given, *islice(panels, len(images))])
     write_sheet(sheet, output)
-    path = output.with_suffix(".json")
     results = [
         {"image": name, "nearest": list(map(asdict, images))}
         for name, images in zip(names, neighbours, strict=True)
     ]
-    write_results(path, {"embeddings": str(Path(config.embeddings).absolute()), "results": results})
-    lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
-    return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
+    content = {"embeddings": str(Path(config.embeddings).absolute()), "results": results}
+    write_results(output.with_suffix(".json"), content)
 
 
 def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings) -> Tensor:

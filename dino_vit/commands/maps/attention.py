@@ -3,16 +3,15 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from einops import rearrange
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result
-from dino_vit.config.settings import Count, Dimension, Settings, setting
+from dino_vit.config.commands import AttentionConfig
 from dino_vit.core import log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
@@ -37,23 +36,6 @@ from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
-
-
-class AttentionConfig(Settings):
-    """Draw the self-attention maps of images."""
-
-    weights: str = Field(description="run folder or weights file")
-    source: str = setting("synthetic", "image, video, folder, glob or any other source of images")
-    output: str = setting("attention", "folder for pictures and maps")
-    network: Literal["teacher", "student"] = setting("teacher", "of a checkpoint")
-    count: Count | None = setting(12, "number of images, from all over the source; null: all")
-    size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
-    longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
-    block: Annotated[int, Field(ge=-1000, le=1000)] = setting(
-        -1, "block whose attention is drawn; negative numbers count from the last"
-    )
-
-    positional: ClassVar = ("source",)
 
 
 class ImageMaps(NamedTuple):

@@ -7,57 +7,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from pydantic import Field
 from torch import Tensor
 
 from dino_vit.commands import Result, format_table
-from dino_vit.config.settings import Count, Few, setting
+from dino_vit.config.commands import IGNORED, DenseConfig
 from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import plural, progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.files import in_threads
-from dino_vit.data.sources.masks import IGNORED, MaskedSource, open_masks
+from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
-from dino_vit.eval.accuracy import Interval, Measured, results_path, write_results
+from dino_vit.eval.accuracy import Interval, Measured
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite, in_batches
-from dino_vit.eval.frozen import BackboneConfig, frozen_backbone
+from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import refuse_same_images
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
+from dino_vit.eval.results import evaluation
 from dino_vit.models.positions import Grid
 
 JUDGES = {"knn": "k-NN of patches", "linear": "linear layer"}
 CS = (0.01, 1.0, 100.0)  # inverse penalties of the linear layer
-Value = Annotated[int, Field(ge=0, le=255)]  # of a pixel of a mask
-
-
-class DenseConfig(BackboneConfig):
-    """Classify the pixels of images by their patches, on features of a frozen backbone."""
-
-    examples: ClassVar = ("dense synthetic:scenes:1000 weights=runs/pretrain",)
-    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    train_masks: str | None = setting(None, "the same of train")
-    class_names: str | None = setting(None, "text file with the name of each class, a line each")
-    ignore_value: Value = setting(IGNORED, "value of pixels that belong to no class")
-    train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
-    k: Few = setting(20, "neighbours of a patch")
-    patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
-    output: str | None = setting(
-        None, "JSON file; null: dense.json in eval/ of the run or beside the weights"
-    )
-
-    def contradictions(self) -> Iterator[str]:
-        """Yield a setting that would have no effect."""
-        if self.train_masks and not self.train:
-            yield "train_masks are those of train, which is not given"
 
 
 class PixelFigures(NamedTuple):
@@ -75,11 +53,11 @@ class DenseResult(Result):
     knn: PixelFigures
     linear: PixelFigures
     measured: list[Measured] = field(repr=False)  # mIoU of both judges, with each image's part
-    path: Path  # of the JSON file
+    path: Path | None  # of the JSON file, if one was written
 
 
 def run(config: DenseConfig) -> DenseResult:
-    """Learn from the patches of some images, judge the pixels of others, and write the JSON."""
+    """Learn from the patches of some images and judge the pixels of others; with an output, write JSON."""
     frozen = frozen_backbone(config)
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, patches=config.patches)
@@ -89,7 +67,7 @@ def run(config: DenseConfig) -> DenseResult:
         raise ValueError(f"{config.source}: no pixel of a mask that could be read has a class")
     figures = {name: pixel_figures(of, classes) for name, of in zip(JUDGES, measured, strict=True)}
     largest, percent = classes[int(true.argmax())], float(100 * true.max() / true.sum())
-    path = results_path("dense", weights=config.weights, output=config.output)
+    path = None if config.output is None else Path(config.output)
     results = {
         "weights": frozen.describe_weights(),
         "settings": config.model_dump(mode="json"),
@@ -98,13 +76,14 @@ def run(config: DenseConfig) -> DenseResult:
         "largest_class": {"name": largest, "percent": percent},
         **{name: of._asdict() for name, of in figures.items()},
     }
-    write_results(path, results)
+    evaluation("dense", path, "linear mIoU", figures["linear"].mean_iou, results)
     rows = [[title, *map(str, figures[name][:2])] for name, title in JUDGES.items()]
     text = (
         f"pixels of {plural(images, 'image')}, learned from {len(bank.features):,} patches of others\n\n"
         f"{format_table(['', 'mIoU %', 'pixels %'], rows)}\n"
-        f"{largest}, the largest class, has {percent:.1f} % of the pixels\n\n{path}"
+        f"{largest}, the largest class, has {percent:.1f} % of the pixels"
     )
+    text += f"\n\n{path}" if path else ""
     return DenseResult(**figures, measured=measured, path=path, text=text)
 
 

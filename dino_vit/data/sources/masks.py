@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
 from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
@@ -18,7 +19,6 @@ from dino_vit.data.sources.files import is_folder, plain, read_file
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
 
-IGNORED = 255  # pixels of a mask that belong to no class
 INDEXED = ("P", "L", "1")  # Pillow's names for a palette, grey and black and white
 _PNG_BITS = 24  # place of the byte that says how many bits a value has
 _ORIENTATION = 274  # EXIF's tag

@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,13 +153,14 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
     assert "top-1" not in second, "only the first process speaks"
 
 
-def test_leaving_one_out_does_not_overwrite_the_results_of_a_bank(weights):
-    argv = ["knn", "synthetic:40:16", f"weights={weights}", "precision=no", "k=[5]"]
-    for more, name, bank in (([], "knn-leave-one-out", 39), (["train=synthetic:60:16"], "knn", 60)):
+def test_commands_do_not_overwrite_the_results_of_others(weights, capsys):
+    argv, banks = ["knn", "synthetic:40:16", str(weights), "precision=no", "k=[5]"], {}
+    for more in ([], ["train=synthetic:60:16"], [], ["size=32"]):
         assert main([*argv, *more]) == 0
-        found = json.loads((weights.parent / f"{weights.stem}.{name}.json").read_text())
-        assert (found["images"], found["bank"]) == (40, bank)
-    assert len(list(weights.parent.glob("*.json"))) == 2
+        path = capsys.readouterr().out.splitlines()[-1]
+        banks[path] = json.loads(Path(path).read_text())["bank"]
+    assert sorted(banks.values()) == [39, 39, 60]
+    assert {str(path) for path in weights.parent.glob("*.json")} == banks.keys()
 
 
 def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):

@@ -17,7 +17,7 @@ from dino_vit.commands.maps.dense import (
     pixel_accuracy,
     upsample,
 )
-from dino_vit.data.sources.masks import IGNORED
+from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.synthetic import SceneSource
 from dino_vit.eval.accuracy import Measured
 from dino_vit.eval.features import FeatureSpec, extract_features

@@ -1,0 +1,374 @@
+"""The settings of every command but `pretrain`, which has a module of its own; they import no torch.
+
+The results of a command do not depend on its resumable settings.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from dino_vit.config.sections import Arch, PositiveShare, Share, Side, WeightsFormat
+from dino_vit.config.settings import (
+    BelowOne,
+    Count,
+    Dimension,
+    Few,
+    FewOrZero,
+    NonEmpty,
+    NonNegative,
+    Positive,
+    Probability,
+    Seed,
+    Settings,
+    setting,
+)
+
+Network = Literal["teacher", "student"]
+Fit = Literal["crop", "whole"]
+Tokens = Literal["cls", "cls+mean", "patches"]
+Evaluator = Literal["knn", "linear", "dense"]
+# From DINOv2's linear evaluation.
+RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
+IGNORED = 255  # pixels of a mask that belong to no class
+MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
+OF_PYTHON = "in Python none"
+RESULTS: str | None = setting(
+    None, f"JSON file; null: one for this command in eval/ of the run, {OF_PYTHON}", resumable=True
+)
+
+
+class BackboneConfig(Settings):
+    """Send images through a frozen backbone."""
+
+    source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
+    weights: str = Field(description="run folder or weights file")
+    network: Network = setting("teacher", "network of a checkpoint")
+    size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
+    fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
+    batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
+    num_workers: Few | None = setting(
+        None, "threads that read images, not processes; null: one per core, at most 16", resumable=True
+    )
+    precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
+
+    positional: ClassVar[tuple[str, ...]] = ("source", "weights")
+
+
+class CachedConfig(BackboneConfig):
+    """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
+
+    cache: str | None = setting(
+        None, "folder that caches features; null: features/ in DINO_VIT_CACHE", resumable=True
+    )
+
+
+class SupervisedConfig(Settings):
+    """Labelled images to evaluate a classifier on, and to train it on."""
+
+    source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
+    labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
+    train: str | None = setting(
+        None, "images to train on; null: the split train of source, or all of it but a fifth"
+    )
+    train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
+    seed: Seed = setting(0, "of all random numbers")
+
+
+class KnnConfig(SupervisedConfig, CachedConfig):
+    """Classify images by their nearest neighbours, on features of a frozen backbone."""
+
+    examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
+    train: str | None = setting(
+        None, "labelled images of the bank; null: the split train of source, or for each image the others"
+    )
+    k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
+    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
+    shots: tuple[Count, ...] = setting(
+        (), "also classify by only this many images per class, such as 1 and 5, five times"
+    )
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/knn"
+
+
+class ProbeGrid(Settings):
+    """method=grid: one head for each learning rate and input, all trained side by side."""
+
+    rates: NonEmpty[Positive] = setting(RATES, "learning rates at a batch of 256")
+    steps: Count | None = setting(None, "of SGD; null: ten epochs, but at least 1,250 and at most 12,500")
+
+
+class Logistic(Settings):
+    """method=logistic: the optimum for each strength of the penalty, on the CLS token."""
+
+    cs: NonEmpty[Positive] = setting(CS, "inverse strengths of the penalty")
+
+
+class Dino2021(Settings):
+    """method=dino2021: one head on augmented views, through the backbone at every step."""
+
+    blocks: Few = setting(4, "read the CLS tokens of this many last blocks; 4 for a ViT-S, 1 for a ViT-B")
+    mean: bool = setting(False, "also read the mean patch token, interleaved; needs blocks=1; for a ViT-B")
+    lr: Positive = setting(1e-3, "learning rate at a global batch of 256")
+    epochs: Count = setting(100, "passes over the training images")
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
+
+
+class LinearConfig(SupervisedConfig, CachedConfig):
+    """Train linear classifiers on a frozen backbone, and report their accuracy."""
+
+    examples: ClassVar = (
+        "linear photos/val runs/pretrain train=photos/train",
+        "linear photos runs/pretrain method=logistic",
+    )
+    method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
+    select: Literal["source", "train"] = setting(
+        "source", "choose the best head on source, as published, or on a held-out tenth of train"
+    )
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/linear"
+    grid: ProbeGrid = ProbeGrid()
+    logistic: Logistic = Logistic()
+    dino2021: Dino2021 = Dino2021()
+
+    def contradictions(self) -> Iterator[str]:
+        if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
+            text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
+            yield text
+
+
+class FinetuneConfig(SupervisedConfig):
+    """Train a whole network with a classifier on labelled images."""
+
+    examples: ClassVar = (
+        "finetune photos/val runs/pretrain train=photos/train",
+        "finetune photos arch=vit_small",
+    )
+    resumes: ClassVar = True
+    weights: str | None = setting(None, "run folder or weights file to start from")
+    network: Network = setting("teacher", "network of a checkpoint to start from")
+    arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
+    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
+    output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
+    batch_size: Dimension = setting(64, "images per process and step")
+    workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
+    epochs: Count = setting(100, "passes over the images")
+    lr: Positive = setting(5e-4, "peak learning rate of the classifier at a global batch of 256")
+    warmup_epochs: NonNegative = setting(5.0, "epochs of linear warm-up")
+    layer_decay: PositiveShare = setting(0.75, "factor on lr per block towards the input; 1: none")
+    weight_decay: NonNegative = setting(0.05, "of matrices, not of biases")
+    clip: Positive = setting(1.0, "maximum norm of all gradients together")
+    drop_path: BelowOne = setting(0.1, "stochastic depth of the last block")
+    smoothing: BelowOne = setting(0.1, "label smoothing: share of the target spread over all classes")
+    crop: Share = setting((0.08, 1.0), "share of the image's area, from and to")
+    flip: Probability = setting(0.5, "probability of a horizontal flip")
+    precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
+
+    positional: ClassVar = ("source", "weights")
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield problems with the start and the length of the run."""
+        if (self.weights is None) == (self.arch is None):
+            text = "give either weights to start from, or arch for a randomly initialised network"
+            yield text
+        if self.warmup_epochs >= self.epochs:
+            text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
+            yield text
+
+
+class DenseConfig(BackboneConfig):
+    """Classify the pixels of images by their patches, on features of a frozen backbone."""
+
+    examples: ClassVar = ("dense synthetic:scenes:1000 runs/pretrain",)
+    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
+    train_masks: str | None = setting(None, "the same of train")
+    class_names: str | None = setting(None, "text file with the name of each class, a line each")
+    ignore_value: Annotated[int, Field(ge=0, le=255)] = setting(
+        IGNORED, "value of pixels that belong to no class"
+    )
+    train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
+    k: Few = setting(20, "neighbours of a patch")
+    patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
+    output: str | None = RESULTS
+    writes: ClassVar = "eval/dense"
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a setting that would have no effect."""
+        if self.train_masks and not self.train:
+            yield "train_masks are those of train, which is not given"
+
+
+class CompareConfig(SupervisedConfig, CachedConfig):
+    """Compare backbones on the same images."""
+
+    examples: ClassVar = (
+        "compare photos runs/a runs/b",
+        "compare photos runs/a untrained=true",
+    )
+    weights: NonEmpty[str] = Field(  # type: ignore[assignment]  # several, where the other commands take one
+        description="run folders or weights files, two or more"
+    )
+    measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
+    untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
+    masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
+    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield weights that leave nothing to compare."""
+        if len(set(self.weights)) < len(self.weights):
+            yield "weights are given twice; give each once"
+        if len(self.weights) + self.untrained < 2:
+            yield "give two weights or more, or one and untrained=true"
+
+
+class AttentionConfig(Settings):
+    """Draw the self-attention maps of images."""
+
+    source: str = Field(description="image, video, folder, glob or any other source of images")
+    weights: str = Field(description="run folder or weights file")
+    output: str = setting("attention", "folder for pictures and maps")
+    network: Network = setting("teacher", "of a checkpoint")
+    count: Count | None = setting(12, "number of images, from all over the source; null: all")
+    size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
+    longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
+    block: Annotated[int, Field(ge=-1000, le=1000)] = setting(
+        -1, "block whose attention is drawn; negative numbers count from the last"
+    )
+
+    positional: ClassVar = ("source", "weights")
+
+
+class EmbedConfig(CachedConfig):
+    """Write the embeddings of images to a file."""
+
+    labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
+    output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
+    writes: ClassVar = "embeddings.parquet"
+    tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
+    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
+    dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
+
+    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
+
+
+class SearchConfig(Settings):
+    """Find the images nearest to given ones among those that were embedded."""
+
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    images: tuple[str, ...] = Field(description="image files to find similar images to")
+    weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
+    k: Dimension = setting(8, "nearest images to show")
+    output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
+    writes: ClassVar = "search.png"
+
+    positional: ClassVar = ("embeddings", "images")
+    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
+
+
+class DuplicatesConfig(Settings):
+    """List images that are nearly the same, those with two labels or in two splits first."""
+
+    examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
+    embeddings: str = Field(description="file that `dino-vit embed` wrote")
+    threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
+    pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
+    output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
+
+    positional: ClassVar = ("embeddings",)
+
+
+class DemoConfig(Settings):
+    """Pretrain small networks on generated images, and show what they learned."""
+
+    resumes: ClassVar = True
+    output: str = setting("runs/demo", "folder of the runs; a second call resumes them")
+    seed: Seed = setting(0, "seed of every random number")
+    steps: Count | None = setting(None, "optimiser steps of each run; null: 4 minutes of both on two cores")
+
+
+class InspectConfig(Settings):
+    """Inspect the images of a source before training on them."""
+
+    source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
+    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
+    max_pixels: Count = setting(200_000_000, "a larger image is not decoded")
+    sheet: str | None = setting(None, "PNG to write of the views that training would use; null: none")
+    pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
+    as_json: bool = setting(False, "print JSON, with every unreadable image")
+
+    positional: ClassVar = ("source",)
+
+
+class PackConfig(Settings):
+    """Pack a source of images into tar shards."""
+
+    source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
+    output: str = Field(description="folder to write; it must not exist or be empty")
+    labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
+    shard_size: Count = setting(512, "approximate size of a shard in MiB")
+    size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")
+
+    positional: ClassVar = ("source", "output")
+
+
+class ReportConfig(Settings):
+    """Write one HTML file about a run."""
+
+    examples: ClassVar = ("report runs/pretrain",)
+    positional: ClassVar = ("run",)
+
+    run: str = Field(description="folder of the run")
+    output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
+    source: str | None = setting(None, "where the images are now; null: where the run read them")
+    images: int = Field(
+        500,
+        ge=MIN_IMAGES,
+        le=MAX_IMAGES,
+        description="images on the map; with more, their pictures are smaller",
+    )
+
+
+class WeightsConfig(Settings):
+    """A backbone as another library or a run has written it."""
+
+    source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
+    network: Network = setting("teacher", "network of a training checkpoint")
+    source_format: WeightsFormat | None = setting(
+        None, "format of the source where files look alike; null: detected"
+    )
+    heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
+    image_size: Side | None = setting(
+        None, "resample the positions to this side, or height and width; null: as stored"
+    )
+
+    positional: ClassVar[tuple[str, ...]] = ("source",)
+
+
+class InspectWeightsConfig(WeightsConfig):
+    """Show the format, architecture, normalisation, network and step of a weights file or folder."""
+
+    as_json: bool = setting(False, "print JSON")
+
+    examples: ClassVar = ("inspect-weights runs/pretrain",)
+
+
+class ExportConfig(WeightsConfig):
+    """Write a backbone in the format of another library, and check that its features agree."""
+
+    out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
+    format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
+    dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
+    overwrite: bool = setting(False, "replace OUT if it exists")
+    license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
+
+    positional: ClassVar = ("source", "out")
+    examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield settings that would have no effect."""
+        if self.dynamic and self.format != "onnx":
+            yield f"--dynamic is for --format onnx, not {self.format}"
+        if self.license is not None and self.format != "huggingface":
+            yield f"--license is for --format huggingface, not {self.format}"

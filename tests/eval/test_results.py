@@ -1,0 +1,73 @@
+"""Files of results: each command line has its own, and the list of those of a run is read from them."""
+
+import json
+
+import pytest
+
+from dino_vit.config.commands import KnnConfig, LinearConfig
+from dino_vit.eval.accuracy import accuracy
+from dino_vit.eval.results import evaluation, read_evaluations, results_path
+
+GIVEN = {"source": "photos/test", "weights": "runs/first"}
+
+
+def test_results_lie_with_the_weights(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    path = results_path(KnnConfig(source="photos/test", weights=str(run)))
+    assert path.parent == run / "eval"
+    assert path.name.startswith("knn-photos-test-")
+    checkpoint = run / "checkpoints" / "step-00000005.safetensors"
+    path = results_path(LinearConfig(source="photos", weights=str(checkpoint)))
+    assert path.parent == run / "eval"
+    assert path.name.startswith("step-00000005.linear-photos-")
+    path = results_path(KnnConfig(source="synthetic:60:16", weights=str(tmp_path / "dino.pth")))
+    assert path.parent == tmp_path
+    assert path.name.startswith("dino.knn-synthetic-60-16-")
+    secret = "https://user:word@host/photos/a.tar?token=word"
+    assert "word" not in results_path(KnnConfig(source=secret, weights="hf:owner/name")).name
+    path = results_path(KnnConfig(source="a", weights="hf:owner/name"))
+    assert path.name.startswith("hf-owner-name.knn-a-")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": "photos/train"},
+        {"k": (5,)},
+        {"labels": "a.csv"},
+        {"size": 64},
+        {"source": "other/photos/test"},
+    ],
+)
+def test_another_command_has_another_file(changes):
+    path = results_path(KnnConfig(**GIVEN))
+    assert path == results_path(KnnConfig(**GIVEN))
+    assert results_path(KnnConfig(**{**GIVEN, **changes})) != path
+
+
+def test_what_changes_no_result_changes_no_file(tmp_path, monkeypatch):
+    path = results_path(KnnConfig(**GIVEN, batch_size=7, num_workers=1, cache="here", output="there.json"))
+    assert path == results_path(KnnConfig(**GIVEN))
+    (tmp_path / "photos" / "test").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    absolute = {**GIVEN, "source": str(tmp_path / "photos" / "test")}
+    assert results_path(KnnConfig(**absolute)) == results_path(KnnConfig(**GIVEN))
+
+
+def test_the_list_is_read_from_the_files(tmp_path, caplog):
+    folder = tmp_path / "eval"
+    settings = KnnConfig(**GIVEN, train="photos/train", k=(5, 20), batch_size=7).model_dump(mode="json")
+    details = {"weights": {"step": 1200}, "settings": settings}
+    evaluation("knn", folder / "new.json", "top-1, k=5", accuracy(3, 4), details)
+    (folder / "linear.json").write_text('{"settings": {"source": "photos"}}')  # as earlier versions wrote
+    (folder / "damaged.json").write_text('{"command": "kn')
+    (folder / "other.json").write_text("[1]")
+    knn, linear = read_evaluations(tmp_path)
+    assert (knn.command, knn.data) == ("knn, step 1,200", "photos/test by photos/train")
+    assert (knn.figure, knn.percent) == ("top-1, k=5", "75.00 (30.06 to 95.44)")
+    assert (knn.settings, knn.file) == ("k=[5, 20]", "new.json")
+    assert json.loads((folder / "new.json").read_text())["written"].startswith(knn.written.replace(" ", "T"))
+    assert (linear.command, linear.data, linear.figure, linear.percent) == ("linear", "photos", "", "")
+    assert caplog.text.count("is not listed") == 2
+    assert read_evaluations(tmp_path / "elsewhere") == []
