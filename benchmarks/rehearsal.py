@@ -50,12 +50,11 @@ BLOCK = 512  # bytes, of which the allocator hands out multiples
 ELSEWHERE = "elsewhere"
 # Functions whose operators are counted together: the outermost of them in the stack decides.
 PARTS = {
-    "views_of": "photometry",
+    "views_of": "augmentation",
     "masks_of": "masks",
     "_targets": "teacher",
     "_patches_of": "teacher",
-    "dino_loss": "loss",
-    "patch_loss": "loss",
+    "_cross_entropies": "loss",
     "koleo_loss": "loss",
     "gram_loss": "loss",
     "imitation_loss": "loss",
@@ -99,6 +98,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[tuple[str, str]] = Counter()
+        self.operators: Counter[str] = Counter()  # all that are called, by part
         self.memory = 0  # bytes
         self.peaks: dict[str, int] = {}  # of each part
 
@@ -114,9 +114,12 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._follow(tensor.untyped_storage())
-        if func.namespace != "aten" or func.is_view:
+        if func.namespace != "aten":
             return
         part = _part()
+        self.operators[part] += 1
+        if func.is_view:
+            return
         self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
         if func not in _FREE:
             self.kernels[part, str(func)] += _launches(func, args)
@@ -135,6 +138,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def restart(self) -> None:
         """Count from zero."""
         self.kernels.clear()
+        self.operators.clear()
         self.peaks.clear()
 
     @property
