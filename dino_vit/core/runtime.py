@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
-from torch import Tensor
 
 from dino_vit.core import log
 from dino_vit.core.distributed import START, end_processes
@@ -117,14 +116,6 @@ def choose_precision(wanted: Literal["auto", "no", "bf16", "fp16"], device: torc
     if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "bf16"
     return "no"
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device; the host does not wait."""
-    # CUDA copies in the background only from pinned memory.
-    if device.type == "cuda" and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -21,9 +21,9 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from dino_vit.core.device import to_device
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.runtime import to_device
 from dino_vit.core.text import progress
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.onednn import linear
