@@ -89,7 +89,7 @@ class Attention(nn.Module):
         q, k, v = self._heads(qkv, rotation)
         dropout = self.attention_dropout if self.training else 0.0
         x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
-        return rearrange(x, "b h n d -> b n (h d)")
+        return x.transpose(1, 2).flatten(2)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights of queries (B, h, n, d) on keys (B, h, N, d), in float32."""
@@ -102,9 +102,10 @@ class Attention(nn.Module):
         return self._heads(self._project(x), rotation)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = rearrange(qkv, "b n (three h d) -> b n three h d", three=3, h=self.heads)
-        # Unbinding before the transposition makes the backward pass one copy instead of two.
-        q, k, v = (rearrange(part, "b n h d -> b h n d") for part in qkv.unbind(2))
+        # Without einops, whose calls cost the host more than these. Unbinding before the transposition makes
+        # the backward pass one copy instead of two.
+        parts = qkv.view(*qkv.shape[:2], 3, self.heads, -1).unbind(2)  # (B, N, h, d) each
+        q, k, v = (part.transpose(1, 2) for part in parts)
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _project(self, x: Tensor) -> Tensor:
