@@ -6,7 +6,7 @@ The step of `benchmarks/step.py` in bf16 under PyTorch's profiler: kernels on CU
 processor elsewhere, each without what it calls. A share is one of all of them; what is small is one row.
 
 Where there is no GPU, its steps are rehearsed (`benchmarks/rehearsal.py`): kernels of each part, and the most
-memory that tensors take meanwhile. The batch is of uint8 views, whose photometry is part of the step.
+memory that tensors take meanwhile. The batch is of uint8 views, whose augmentation is part of the step.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ PyTorch's fake tensors have a device, a shape and a dtype, and no values. Under 
 go through the code that a GPU would run; tensors on the host stay real. It
 
 - raises `HostWaits` where a GPU would make the host wait: a value is read, a shape depends on values, or a
-  copy from the host is not `non_blocking`;
+  copy from the host is not `non_blocking` or not from pinned memory (which is marked, not pinned, here);
 - raises `MixedDevices` where an operator would get tensors of both;
 - counts kernels: one for every operator that computes or copies, also for one on lists of tensors, if PyTorch
   joins these. Operators that only view or allocate count none. On a GPU some operators take more than one;
@@ -50,12 +50,11 @@ BLOCK = 512  # bytes, of which the allocator hands out multiples
 ELSEWHERE = "elsewhere"
 # Functions whose operators are counted together: the outermost of them in the stack decides.
 PARTS = {
-    "views_of": "photometry",
+    "views_of": "augmentation",
     "masks_of": "masks",
     "_targets": "teacher",
     "_patches_of": "teacher",
-    "dino_loss": "loss",
-    "patch_loss": "loss",
+    "_cross_entropies": "loss",
     "koleo_loss": "loss",
     "gram_loss": "loss",
     "imitation_loss": "loss",
@@ -99,6 +98,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[tuple[str, str]] = Counter()
+        self.operators: Counter[str] = Counter()  # all that are called, by part
         self.memory = 0  # bytes
         self.peaks: dict[str, int] = {}  # of each part
 
@@ -114,9 +114,12 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._follow(tensor.untyped_storage())
-        if func.namespace != "aten" or func.is_view:
+        if func.namespace != "aten":
             return
         part = _part()
+        self.operators[part] += 1
+        if func.is_view:
+            return
         self.peaks[part] = max(self.memory, self.peaks.get(part, 0))
         if func not in _FREE:
             self.kernels[part, str(func)] += _launches(func, args)
@@ -135,6 +138,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def restart(self) -> None:
         """Count from zero."""
         self.kernels.clear()
+        self.operators.clear()
         self.peaks.clear()
 
     @property
@@ -167,6 +171,9 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
             # What is asked of a device before it is used.
             stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
             stack.enter_context(patch("torch.cuda.is_bf16_supported", lambda **_: True))
+            stack.enter_context(patch("torch.accelerator.is_available", lambda: True))  # the DataLoader pins
+            stack.enter_context(patch("torch.Tensor.pin_memory", _pinned))
+            stack.enter_context(patch("torch.Tensor.is_pinned", _is_pinned))
             stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _attention))
             stack.enter_context(patch("torch.autograd.backward", backward))
             stack.enter_context(saved_for_backward())
@@ -189,8 +196,10 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
         of_host = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
         into_host = torch.device(kwargs.get("device") or "cuda").type != "cuda"
         if len(of_host) == len(tensors) and (into_host or "device" not in kwargs):
+            pins = kwargs.pop("pin_memory", False)
             with unset_fake_temporarily():
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+            return _mark_pinned(out) if pins else out
         if into_host or (func is _aten.copy_.default and not isinstance(args[0], FakeTensor)):
             return self._answer(func, args)
         self._check(func, args, kwargs, of_host)
@@ -207,7 +216,8 @@ class Rehearsal(Kernels):  # type: ignore[no-untyped-call]
     ) -> None:
         """Check that the GPU is given none of the host's tensors, but by copies that nothing waits for."""
         if func in (_aten._to_copy.default, _aten.copy_.default):
-            if of_host and not (kwargs.get("non_blocking") or True in args[2:]):
+            in_background = kwargs.get("non_blocking") or True in args[2:]
+            if of_host and not (in_background and all(map(_is_pinned, of_host))):
                 self._wait(func)
         elif any(tensor.ndim for tensor in of_host):  # a number on the host is an argument of the kernel
             raise MixedDevices(f"{func} got tensors of the host: {[tuple(one.shape) for one in of_host]}")
@@ -248,9 +258,22 @@ def rehearsed_run(config: PretrainConfig) -> Iterator[tuple[Rehearsal, TrainingS
     """Set up a run on a GPU that is not here, whose steps may not wait."""
     with Rehearsal(answers=True) as rehearsal:
         state = set_up(config, OnGpu()).state
-        state.loader.pin = False  # no memory is pinned for a GPU that is not here
         rehearsal.answers = False
         yield rehearsal, state
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Stand in for `Tensor.pin_memory`."""
+    return tensor if _is_pinned(tensor) else _mark_pinned(tensor.clone())
+
+
+def _mark_pinned(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pinned", False)
 
 
 def _faked(tensor: Tensor) -> Tensor:

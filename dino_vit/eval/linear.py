@@ -20,6 +20,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from dino_vit.core.device import to_device
 from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
@@ -79,8 +80,7 @@ def train_heads(
         for step, batch in zip(range(steps), batches, strict=False):
             indices = torch.from_numpy(batch.samples)
             x, y = (
-                tensor[indices.to(tensor.device, non_blocking=True)].to(device, non_blocking=True)
-                for tensor in (features, targets)
+                to_device(tensor[to_device(indices, tensor.device)], device) for tensor in (features, targets)
             )
             decay = warmup_cosine(step, base=1.0, final=0.0, total=steps)
             for each, momentum in zip(heads, momenta, strict=True):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, collect, restore
+from dino_vit.core.device import to_device
 from dino_vit.core.distributed import all_equal, is_main_process, rank, world_size
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.features import FrozenBackbone
@@ -74,7 +75,7 @@ class SupervisedLoader:
         with closing(self.loader.batches(step)) as batches:
             for batch in batches:
                 views = batch.views[self.size].to(self.device, non_blocking=True)
-                targets = self.targets[batch.read].to(self.device, non_blocking=True)
+                targets = to_device(self.targets[batch.read], self.device)
                 yield self.augment(views, batch.augment[self.size]), targets
 
 

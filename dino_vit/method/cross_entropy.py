@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from dino_vit.models.onednn import linear
 
-CHUNK_BYTES = 2**25  # of a chunk's logits in float32; about three times that memory is needed
+# Of a chunk's logits in float32; about three times that memory is needed. On CUDA the kernels of small chunks
+# would take the host longer to start than the GPU to compute.
+CHUNK_BYTES, CUDA_CHUNK_BYTES = 2**25, 2**27
 Index = Any  # of a tensor
 
 # Given the index of a chunk, the student's logits (rows, k) and a factor, return the loss summed over the
@@ -53,9 +55,9 @@ class LazyLogits:
     def __iter__(self) -> Iterator[Tensor]:
         return (self[rows] for rows in self.chunks())
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
+    def chunks(self, chunk_bytes: int | None = None) -> Iterator[slice]:
         """Yield the rows of each chunk."""
-        size = max(1, chunk_bytes // (4 * len(self.prototypes)))
+        size = max(1, (chunk_bytes or chunk_bytes_on(self.features.device)) // (4 * len(self.prototypes)))
         return (slice(start, start + size) for start in range(0, max(1, len(self)), size))
 
     def sum(self) -> Tensor:
@@ -64,6 +66,11 @@ class LazyLogits:
 
 
 Logits = Sequence[Tensor] | LazyLogits  # (n, k), in chunks of rows
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """Return the bytes of a chunk's logits on a device."""
+    return CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
 
 
 def logits_of(features: Tensor, prototypes: Tensor) -> Tensor:

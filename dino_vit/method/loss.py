@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dino_vit.core.distributed import all_reduce_mean, world_size
 from dino_vit.method.cross_entropy import (
-    CHUNK_BYTES,
     Index,
     LazyLogits,
     Logits,
+    chunk_bytes_on,
     chunked_cross_entropy,
     log_softmax,
     teacher_targets,
@@ -34,13 +34,14 @@ def dino_loss(
     global_views: int,
     student_temperature: float,
     teacher_temperature: float,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Return the cross-entropy of student and teacher, averaged over pairs of different views and images."""
     images = len(student_features) // views
     assert views > 1 <= global_views <= views, (views, global_views)
     assert len(student_features) == views * images, (student_features.shape, views)
     assert len(teacher_logits) == global_views * images, (teacher_logits.shape, global_views, images)
+    chunk_bytes = chunk_bytes or chunk_bytes_on(student_features.device)
     images_at_once = min(images, max(1, chunk_bytes // (4 * views * len(prototype_weight))))
     starts = range(0, images, images_at_once)
     teacher_logits = rearrange(teacher_logits, "(g b) k -> g b k", g=global_views)
@@ -92,7 +93,7 @@ def patch_loss(
     views: int,
     student_temperature: float,
     teacher_temperature: float,
-    chunk_bytes: int = 2 * CHUNK_BYTES,  # of which a CPU needs half the memory, a block at a time
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Return the sum of the mean cross-entropies of each view, divided by the number of global views.
 
@@ -109,7 +110,8 @@ def patch_loss(
         losses = [_block_loss(logits[part], scores[part], weight[part], grad_scale) for part in blocks]
         return torch.stack(losses).sum()
 
-    chunks = list(teacher_logits.chunks(chunk_bytes))
+    # Twice as much as of views, since a CPU needs half the memory, a block at a time.
+    chunks = list(teacher_logits.chunks(chunk_bytes or 2 * chunk_bytes_on(student_features.device)))
     return chunked_cross_entropy(
         student_features,
         prototype_weight,

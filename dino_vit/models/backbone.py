@@ -58,6 +58,25 @@ class Backbone(nn.Module):
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens (B, 1 + R + N, D), CLS first; `mask` (B, N) are the masked patches."""
 
+    def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Draw the `scales` of `forward_views`, if the backbone takes any."""
+        return None
+
+    def forward_views(
+        self,
+        views: Sequence[Tensor],
+        mask: Tensor | None = None,
+        *,
+        tokens: bool = False,
+        scales: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
+
+        `scales` are what stochastic depth multiplies the branches of blocks by, for each size.
+        """
+        first = self.forward_features(views[0], mask) if tokens else self.forward_cls(views[0])
+        return [first, *map(self.forward_cls, views[1:])]
+
     @abstractmethod
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks."""

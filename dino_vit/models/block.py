@@ -3,6 +3,7 @@
 b batch, h heads, n tokens, d channels of a head
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,36 @@ from dino_vit.models.positions import Rotation, rotate
 
 ALL = slice(None)  # tokens
 EXPLICIT_BYTES = 2**30  # larger score matrices are left to the fused kernel, which never stores them
+
+
+class Packed:
+    """How the tokens of images of several sizes are packed into one sequence (1, rows, D), size by size.
+
+    Only attention takes them apart; all else is computed by one operator for all sizes. Images of one size
+    stay as they are, (B, N, D).
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        self.shapes = shapes  # (B, N) of each size
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Return the tokens of each size, (B, N, D)."""
+        if len(self.shapes) == 1:
+            return [x]
+        parts = torch.split(x.flatten(0, 1), [batch * tokens for batch, tokens in self.shapes])
+        return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Pack the tokens of each size, (B, N, D)."""
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])[None]
+
+    def join_scales(self, scales: Sequence[Tensor]) -> Tensor:
+        """Pack the numbers of the images of each size, (..., B, 1, 1): one for each token of an image."""
+        if len(scales) == 1:
+            return scales[0]
+        sizes = zip(scales, self.shapes, strict=True)
+        rows = [of_size.expand(-1, -1, -1, tokens, 1).flatten(2, 3) for of_size, (_, tokens) in sizes]
+        return torch.cat(rows, dim=2)[:, :, None]
 
 
 class Attention(nn.Module):
@@ -41,11 +72,24 @@ class Attention(nn.Module):
         self.proj = Linear(width, width)
         self.proj_drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, queries: slice = ALL, rotation: Rotation | None = None) -> Tensor:
-        q, k, v = self.split(x, rotation)
+    def forward(
+        self,
+        x: Tensor,
+        queries: slice = ALL,
+        rotations: Sequence[Rotation | None] = (None,),
+        packed: Packed | None = None,
+    ) -> Tensor:
+        qkv = self._project(x)
+        parts = [qkv] if packed is None else packed.split(qkv)
+        sizes = zip(parts, rotations, strict=True)
+        attended = [self._attend(part, queries, rotation) for part, rotation in sizes]
+        return self.proj_drop(self.proj(attended[0] if packed is None else packed.join(attended)))
+
+    def _attend(self, qkv: Tensor, queries: slice, rotation: Rotation | None) -> Tensor:
+        q, k, v = self._heads(qkv, rotation)
         dropout = self.attention_dropout if self.training else 0.0
         x = attend(q[:, :, queries], k, v, scale=self.scale, dropout=dropout)
-        return self.proj_drop(self.proj(rearrange(x, "b h n d -> b n (h d)")))
+        return x.transpose(1, 2).flatten(2)
 
     def softmax(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the attention weights of queries (B, h, n, d) on keys (B, h, N, d), in float32."""
@@ -55,9 +99,13 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project tokens (B, N, D) to queries, keys and values, (B, h, N, d) each."""
-        qkv = rearrange(self._project(x), "b n (three h d) -> b n three h d", three=3, h=self.heads)
-        # Unbinding before the transposition makes the backward pass one copy instead of two.
-        q, k, v = (rearrange(part, "b n h d -> b h n d") for part in qkv.unbind(2))
+        return self._heads(self._project(x), rotation)
+
+    def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        # Without einops, whose calls cost the host more than these. Unbinding before the transposition makes
+        # the backward pass one copy instead of two.
+        parts = qkv.view(*qkv.shape[:2], 3, self.heads, -1).unbind(2)  # (B, N, h, d) each
+        q, k, v = (part.transpose(1, 2) for part in parts)
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -115,23 +163,6 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class DropPath(nn.Module):
-    """Stochastic depth: drop the branch for random samples and scale up the others.
-
-    `torchvision.ops.stochastic_depth` does the same, but importing the backbone should not load torchvision.
-    """
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.rate == 0.0 or not self.training:
-            return x
-        keep = 1.0 - self.rate
-        return x * x.new_empty(len(x), 1, 1).bernoulli_(keep).div_(keep)
-
-
 class Block(nn.Module):
     """Attention, then an MLP, each with a LayerNorm before it and a residual connection.
 
@@ -148,7 +179,6 @@ class Block(nn.Module):
         layer_scale: float | None,
         norm_eps: float,
         dropout: float,
-        drop_path: float,
         **attention: Any,
     ) -> None:
         super().__init__()
@@ -158,9 +188,20 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
-        self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, queries: slice = ALL, rotation: Rotation | None = None) -> Tensor:
-        """Return the tokens (B, N, D) after this block, or only the queries."""
-        x = x[:, queries] + self.drop_path(self.ls1(self.attn(self.norm1(x), queries, rotation)))
-        return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+    def forward(
+        self,
+        x: Tensor,
+        queries: slice = ALL,
+        rotations: Sequence[Rotation | None] = (None,),
+        scales: Tensor | None = None,
+        packed: Packed | None = None,
+    ) -> Tensor:
+        """Return the tokens (B, N, D) after this block, or only the queries.
+
+        There is a rotation for each size that is packed; `scales` multiply the branches (stochastic depth).
+        """
+        attended = self.ls1(self.attn(self.norm1(x), queries, rotations, packed))
+        x = x[:, queries] + (attended if scales is None else attended * scales[0])
+        y = self.ls2(self.mlp(self.norm2(x)))
+        return x + (y if scales is None else y * scales[1])

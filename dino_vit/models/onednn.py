@@ -33,9 +33,11 @@ def init_linear(layer: nn.Linear) -> None:
 
 
 def _use_onednn(x: Tensor, weight: Tensor) -> bool:
+    if not x.is_cpu:
+        return False
     # The compiler and the tracer do not know the operator.
     traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    if traced or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    if traced or torch.is_autocast_enabled("cpu"):
         return False
     return x.dtype == weight.dtype == torch.float32 and x.ndim > 1 and x.numel() > 0 and mkl_is_slow()
 

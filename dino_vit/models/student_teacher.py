@@ -85,7 +85,8 @@ class Network(nn.Module):
         mask = None
         if masks is not None and hide:
             mask = F.pad(masks.mask, (0, 0, 0, len(views[0]) - len(masks.mask)))
-        cls, tokens = self.features(views, mask, masks is not None or all_patches)
+        scales = self.backbone.draw_scales(views)
+        cls, tokens = self.features(views, mask, masks is not None or all_patches, scales)
         # The prototypes are returned too, so that DistributedDataParallel sees all parameters in use.
         projection = Projection(self.head.project(cls), self.head.prototypes)
         if tokens is None:
@@ -100,18 +101,20 @@ class Network(nn.Module):
         return Output(cls, projection, of_patches, tokens)
 
     def features(
-        self, views: Sequence[Tensor], mask: Tensor | None, all_patches: bool
+        self,
+        views: Sequence[Tensor],
+        mask: Tensor | None,
+        all_patches: bool,
+        scales: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the CLS tokens of all views, and all patches of the first size if asked for.
 
         This is what `run.compile` compiles: the shapes are the same in each step.
         """
-        if all_patches:
-            first = self.backbone.forward_features(views[0], mask)
-            cls, tokens = first[:, 0], first[:, self.backbone.first_patch :]
-        else:
-            cls, tokens = self.backbone(views[0]), None
-        return torch.cat([cls, *(self.backbone(view) for view in views[1:])]), tokens
+        first, *others = self.backbone.forward_views(views, mask, tokens=all_patches, scales=scales)
+        if not all_patches:
+            return torch.cat([first, *others]), None
+        return torch.cat([first[:, 0], *others]), first[:, self.backbone.first_patch :]
 
     def with_full_weights(self, work: Callable[[Backbone], T]) -> T:
         """Call a function with the backbone; FSDP gathers its weights meanwhile."""

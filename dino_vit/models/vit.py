@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core import VIT_SIZES, height_width
+from dino_vit.core.device import to_device
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.block import ALL, Block
+from dino_vit.models.block import ALL, Block, Packed
 from dino_vit.models.onednn import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
@@ -99,10 +100,11 @@ class VisionTransformer(Backbone):
         self.pos_drop = nn.Dropout(dropout)
         uniform = drop_path_schedule == "uniform"
         rates = [drop_path if uniform else drop_path * i / max(depth - 1, 1) for i in range(depth)]
+        self.drop_path_rates = rates
         options = {name: arguments[name] for name in BLOCK_OPTIONS}
         # Where keys are rotated, their bias has an effect; in DINOv3's released weights they have none.
         options["key_bias"] = positions != "rotary" if key_bias is None else key_bias
-        self.blocks = nn.ModuleList(Block(width, heads, drop_path=rate, **options) for rate in rates)
+        self.blocks = nn.ModuleList(Block(width, heads, **options) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
@@ -127,29 +129,71 @@ class VisionTransformer(Backbone):
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""
-        return self._encode(images, queries=CLS)[:, 0]
+        return self.forward_views([images])[0]
 
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens after the final LayerNorm, (B, 1 + R + N, D), CLS first.
 
         The mask token replaces the patches that are masked (B, N).
         """
-        return self._encode(images, mask)
+        return self.forward_views([images], mask, tokens=True)[0]
 
-    def _encode(self, images: Tensor, mask: Tensor | None = None, queries: slice = ALL) -> Tensor:
-        """Return the tokens after the final LayerNorm; the last block computes only the queries."""
-        tokens, rotations = self.embed_patches(images, mask), self.rotations(images)
-        for index, block in enumerate(self.blocks):
-            last = index == self.depth - 1
-            tokens = self._run(block, tokens, rotations[index], queries if last else ALL)
-        return self.norm(tokens)
+    def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """Draw what stochastic depth multiplies branches by: (depth, 2, B, 1, 1) for each size of views.
+
+        They are drawn on the host, all at once: on a GPU each draw would be a kernel of its own.
+        """
+        rates = self.drop_path_rates
+        if not self.training or not any(rates):
+            return None
+        drawn = []
+        for view in views:
+            kept = torch.ones(self.depth, 2, view.shape[0])
+            for rate, of_block in zip(rates, kept, strict=True):
+                if rate:
+                    for of_branch in of_block:
+                        of_branch.bernoulli_(1 - rate)
+            kept /= 1 - torch.tensor(rates)[:, None, None]  # the expectation stays
+            drawn.append(to_device(kept, view.device)[..., None, None])
+        return drawn
+
+    def forward_views(
+        self,
+        views: Sequence[Tensor],
+        mask: Tensor | None = None,
+        *,
+        tokens: bool = False,
+        scales: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return the CLS features (B, D) of images of several sizes; with `tokens` all tokens of the first.
+
+        The sizes pass all blocks but the last together; that one computes no token that is not asked for.
+        """
+        scales = scales or self.draw_scales(views)
+        parts = [self.embed_patches(view, None if i else mask) for i, view in enumerate(views)]
+        rotations = [self.rotations(view) for view in views]
+        packed = Packed([(part.shape[0], part.shape[1]) for part in parts])
+        x, of_rows = packed.join(parts), None if scales is None else packed.join_scales(scales)
+        blocks = list(self.blocks)
+        for index, block in enumerate(blocks[:-1]):
+            turned = [of_size[index] for of_size in rotations]
+            x = self._run(block, x, ALL, turned, None if of_rows is None else of_rows[index], packed)
+        parts = packed.split(x)
+        features = []
+        for i, part in enumerate(parts):
+            every = tokens and i == 0
+            for block in blocks[-1:]:
+                scale = None if scales is None else scales[i][-1]
+                part = self._run(block, part, ALL if every else CLS, [rotations[i][-1]], scale)
+            features.append(self.norm(part) if every else self.norm(part)[:, 0])
+        return features
 
     def get_intermediate_layers(self, images: Tensor, blocks: int | Sequence[int] = 1) -> list[Tensor]:
         """Return the tokens of the last n blocks, or of the given blocks, after the final LayerNorm."""
         wanted = self._block_indices(range(-blocks, 0) if isinstance(blocks, int) else blocks)
         tokens, rotations, taken = self.embed_patches(images), self.rotations(images), {}
         for index, block in enumerate(self.blocks):
-            tokens = self._run(block, tokens, rotations[index])
+            tokens = self._run(block, tokens, ALL, [rotations[index]])
             if index in wanted:
                 taken[index] = self.norm(tokens)
         return [taken[index] for index in wanted]
@@ -170,7 +214,7 @@ class VisionTransformer(Backbone):
                 q, k, _ = block.attn.split(block.norm1(tokens), rotations[index])
                 taken[index] = block.attn.softmax(q[:, :, queries], k)
             if index < max(wanted):
-                tokens = block(tokens, rotation=rotations[index])
+                tokens = block(tokens, rotations=[rotations[index]])
         return [taken[index] for index in wanted]
 
     def embed_patches(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -230,13 +274,11 @@ class VisionTransformer(Backbone):
             )
         return height // self.patch_size[0], width // self.patch_size[1]
 
-    def _run(
-        self, block: nn.Module, tokens: Tensor, rotation: Rotation | None, queries: slice = ALL
-    ) -> Tensor:
+    def _run(self, block: nn.Module, tokens: Tensor, *options: Any) -> Tensor:
         """Run a block, with activation checkpointing if it is enabled."""
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, tokens, queries, rotation, use_reentrant=False)
-        return block(tokens, queries, rotation)
+            return checkpoint(block, tokens, *options, use_reentrant=False)
+        return block(tokens, *options)
 
     def _block_indices(self, blocks: Sequence[int]) -> list[int]:
         outside = [index for index in blocks if not -self.depth <= index < self.depth]

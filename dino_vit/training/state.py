@@ -195,8 +195,9 @@ class TrainingState:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
         figures = self.teacher.with_full_weights(self.evaluation)
         figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
-        # A NaN is never the best.
-        if math.isfinite(value) and (self.best is None or value > self.best["value"]):
+        # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
+        # checkpoint of shards needs all.
+        if broadcast_int(math.isfinite(value) and (self.best is None or value > self.best["value"])):
             self.best = {"figure": figure, "value": value, "step": self.step}
         return figures
 

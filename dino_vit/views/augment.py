@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_vit.core.device import to_device
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.data.images.pixels import unit_scale
 
@@ -123,8 +124,8 @@ class Augment(nn.Module):
         # The indices of all steps move to the device in one copy, their parameters in another.
         flat = torch.tensor([row for _, chosen in steps for row in chosen], dtype=torch.long)
         counts = [len(chosen) for _, chosen in steps]
-        indices = torch.split(flat.to(x.device, non_blocking=True), counts)
-        parameters = torch.split(rows[flat].to(x.device, non_blocking=True), counts)
+        indices = torch.split(to_device(flat, x.device), counts)
+        parameters = torch.split(to_device(rows[flat], x.device), counts)
         for (operation, _), index, own in zip(steps, indices, parameters, strict=True):
             if len(index) == len(x):
                 operation(x, own)

@@ -15,6 +15,7 @@ from benchmarks import (
     cifar10,
     compiled,
     end_to_end,
+    host,
     knn,
     loop,
     objective,
@@ -124,9 +125,16 @@ def test_kernels_of_the_parts_add_up() -> None:
     assert sum(row.speed["dino"] for row in parts) == whole.speed["dino"] == found["dino"].kernels.total()
     assert sum(row.advantage for row in parts) == pytest.approx(whole.advantage)
     assert whole.memory["dino"] == max(row.memory["dino"] or 0 for row in parts) > 0
-    assert {"photometry", "teacher", "student", "loss", "backward", "optimiser"} <= {
+    assert {"augmentation", "teacher", "student", "loss", "backward", "optimiser"} <= {
         row.name for row in parts
     }
+
+
+def test_parts_of_the_host_time_add_up() -> None:
+    *parts, whole = host.parts("DINOv2", repeats=1).rows
+    for column, total in whole.speed.items():
+        assert sum(row.speed[column] for row in parts) == pytest.approx(total)
+    assert {"augmentation", "teacher", "student", "loss", "backward"} <= {row.name for row in parts}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -6,7 +6,6 @@ import timm
 import torch
 from torch import nn
 
-from dino_vit.models.block import DropPath
 from dino_vit.models.vit import VisionTransformer, vit_base, vit_huge, vit_large, vit_small, vit_tiny
 from tests.support.backbones import KEYWORDS as TINY
 from tests.support.naive import attention_weights
@@ -107,14 +106,40 @@ def test_intermediate_layers_are_the_normalised_tokens_of_the_named_blocks():
 
 def test_drop_path_grows_linearly_and_only_acts_in_training():
     model = VisionTransformer(**{**TINY, "depth": 5}, drop_path=0.2)
-    assert [layer.drop_path.rate for layer in model.blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    drop = DropPath(0.25)
-    ones = torch.ones(20_000, 2, 3)
-    kept = drop(ones)
-    assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
-    assert (kept == kept[:, :1, :1]).all(), "a sample is dropped whole"
-    assert kept.mean().item() == pytest.approx(1.0, abs=0.02), "the expectation stays"
-    assert torch.equal(drop.eval()(ones), ones)
+    assert model.drop_path_rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    views = [torch.zeros(20_000, 0), torch.zeros(7, 0)]
+    large, small = model.draw_scales(views)
+    assert (large.shape, small.shape) == ((5, 2, 20_000, 1, 1), (5, 2, 7, 1, 1))
+    for rate, kept in zip(model.drop_path_rates, large, strict=True):
+        assert kept.unique().tolist() == pytest.approx([0.0, 1 / (1 - rate)] if rate else [1.0])
+        assert kept.mean().item() == pytest.approx(1.0, abs=0.02), "the expectation stays"
+        assert not rate or not torch.equal(kept[0], kept[1]), "each branch has its own"
+    assert model.eval().draw_scales(views) is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"positions": "rotary", "width": 32}, {"registers": 2, "layer_scale": 0.1}]
+)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_sizes_that_pass_together_have_the_features_and_gradients_of_each_alone(options, recomputed):
+    model = VisionTransformer(**{**TINY, **options}, drop_path=0.4, mask_token=True)
+    model.grad_checkpointing = recomputed
+    views = [torch.randn(5, 3, size, size) for size in (32, 16)]
+    mask = torch.rand(5, model.grid_of(32, 32)[0] ** 2) < 0.3
+    scales = model.draw_scales(views)
+
+    def found(together):
+        parts = [[0, 1]] if together else [[0], [1]]
+        model.zero_grad()
+        out = []
+        for part in parts:
+            chosen = {"tokens": 0 in part, "scales": [scales[i] for i in part]}
+            out += model.forward_views([views[i] for i in part], mask if 0 in part else None, **chosen)
+        sum(features.square().sum() for features in out).backward()
+        return [*out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for ours, expected in zip(found(True), found(False), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "drop_path"])

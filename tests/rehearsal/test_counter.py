@@ -32,7 +32,6 @@ def second_step(mode, accelerator, folder, settings):
     """Return the operators of a step but for copies between devices, and what it takes beside the state."""
     with mode:
         state = set_up(configured(folder, {**SETTINGS, **settings}), accelerator).state
-        state.loader.pin = False
         batch = next(state.loader.batches())
         views = {size: views.to(state.device) for size, views in batch.views.items()}
         batches = repeat(replace(batch, views=views))
@@ -71,10 +70,15 @@ WAITS = {
     "equal": lambda x: torch.equal(x, x + 1),
     "a new tensor": lambda x: torch.tensor([1.0, 2.0], device=CUDA),
     "a copy": lambda x: torch.ones(4).to(CUDA),
+    "a copy of memory that is not pinned": lambda x: torch.ones(4).to(CUDA, non_blocking=True),
+    "a copy that waits": lambda x: torch.ones(4).pin_memory().to(CUDA),
 }
 RUNS_ON = {
     "arithmetic": lambda x: (x * 2 + torch.tensor(3.0)).sum(),
-    "a copy that nothing waits for": lambda x: x + torch.ones(4).to(CUDA, non_blocking=True),
+    "a copy that nothing waits for": lambda x: (
+        x + torch.ones(4).pin_memory()[1:].to(CUDA, non_blocking=True).sum()
+    ),
+    "a copy of memory made for it": lambda x: x + torch.empty(4, pin_memory=True).to(CUDA, non_blocking=True),
     "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
     "of the host": lambda x: torch.arange(4).nonzero().tolist(),
 }

@@ -7,6 +7,7 @@ from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
 from dino_vit import VisionTransformer
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning
 from dino_vit.config.loading import load
+from dino_vit.core.device import to_device
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval import linear
@@ -20,15 +21,8 @@ from tests.support.images import write_synthetic
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-@pytest.fixture
-def unpinned(monkeypatch):
-    """Pin no memory for a GPU that is not here."""
-    empty = EvalTransform.empty
-    monkeypatch.setattr(EvalTransform, "empty", lambda self, images, pin: empty(self, images))
-
-
 @pytest.mark.parametrize("splits", [("train", "val"), ("",)], ids=["splits", "one set"])
-def test_an_evaluation_in_training_runs_on_a_gpu(tmp_path, unpinned, splits):
+def test_an_evaluation_in_training_runs_on_a_gpu(tmp_path, splits):
     for number, split in enumerate(splits * 12):
         write_synthetic(tmp_path / split / "ab"[number // 2 % 2] / f"{number}.png", number)
     with Rehearsal(answers=True):
@@ -41,7 +35,7 @@ def test_an_evaluation_in_training_runs_on_a_gpu(tmp_path, unpinned, splits):
 
 
 @pytest.mark.parametrize("tokens", ["cls", "cls+mean", "patches"])
-def test_features_are_computed_without_a_wait_between_batches(unpinned, tokens):
+def test_features_are_computed_without_a_wait_between_batches(tokens):
     with Rehearsal(answers=True) as rehearsal:
         model = VisionTransformer(image_size=32, patch_size=8, width=32, depth=2, heads=2).to(CUDA)
         source, transform = (
@@ -73,7 +67,7 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
     for steps in (2, 5):
         with Rehearsal(answers=True) as rehearsal:
             features, targets = torch.randn(200, 16), torch.arange(10).repeat(20)
-            features, targets = (one.to(device, non_blocking=True) for one in (features, targets))
+            features, targets = (to_device(one, device) for one in (features, targets))
             options = {"rates": [0.1, 0.01], "classes": 10, "batch_size": 32, "seed": 0, "device": CUDA}
             columns = [slice(0, 16), slice(8, 16)]
             heads = linear.train_heads(features, targets, columns=columns, steps=steps, **options)
@@ -85,7 +79,7 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
     assert len(found) == 1
 
 
-def test_a_step_of_finetuning_does_not_wait(tmp_path, unpinned):
+def test_a_step_of_finetuning_does_not_wait(tmp_path):
     settings = {
         "source": "synthetic:40:32",
         "arch": "vit_tiny",
@@ -96,7 +90,6 @@ def test_a_step_of_finetuning_does_not_wait(tmp_path, unpinned):
     config = load(FinetuneConfig, None, [f"{key}={value}" for key, value in settings.items()])
     with Rehearsal(answers=True) as rehearsal:
         run = Finetuning(config, OnGpu())
-        run.loader.loader.pin = False
         rehearsal.answers = False
         batches = run.loader.batches()
         for step in range(2):
@@ -113,7 +106,7 @@ def test_photometry_does_not_wait(channels):
     rows[::2, Column.JITTER] = rows[1::3, Column.SIGMA] = 0
     with Rehearsal() as rehearsal:
         augment = Augment(mean=(0.5,) * channels, std=(0.2,) * channels)
-        augment = augment._apply(lambda tensor: tensor.to(CUDA, non_blocking=True))
+        augment = augment._apply(lambda tensor: to_device(tensor, CUDA))
         images = torch.zeros(12, channels, 48, 40, dtype=torch.uint8, device=CUDA)
         rehearsal.restart()
         out = augment(images, rows)

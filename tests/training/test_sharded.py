@@ -1,5 +1,6 @@
 """Processes that share the weights (FSDP) are one run: the images, losses and weights of one process."""
 
+import math
 import signal
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 from torch.testing import assert_close
 
 from dino_vit.data.sources.open import FolderSource
-from dino_vit.eval.online import random_indices
+from dino_vit.eval.online import OnlineEvaluation, random_indices
 from tests.support.images import write_synthetic
 from tests.support.processes import finish, pair, run_in_two, torchrun_environs
 from tests.support.runs import assert_same_end, history, run, signal_within_step, steps, tensors
@@ -65,6 +66,19 @@ def test_processes_evaluate_in_as_many_passes(tmp_path, unreadable):
     for key in ("knn", "rankme"):
         ours, theirs = (history(tmp_path / name)[-1][key] for name in ("run", "alone"))
         assert ours == pytest.approx(theirs, rel=1e-3), key
+
+
+def figures_of_its_own():
+    """Have the evaluations of this process give other figures, as rounding may on another GPU."""
+    evaluate = OnlineEvaluation.__call__
+    OnlineEvaluation.__call__ = lambda self, model: evaluate(self, model)._replace(knn=math.nan)
+
+
+def test_rank_0_decides_what_is_the_best_as_all_must_give_their_parts_of_it(tmp_path):
+    settings = {**TWO, "run.checkpoint_every": 1000, "run.peer_timeout": 0.2}
+    first, second = torchrun_environs()
+    other = pair(tmp_path / "run", settings, [second], before=figures_of_its_own)
+    finish([*pair(tmp_path / "run", settings, [first]), *other])
 
 
 def test_interrupted_and_resumed_is_bit_for_bit_the_same_and_goes_on_unsharded(tmp_path):

@@ -1,0 +1,12 @@
+"""Copies from the host to a device."""
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device; the host does not wait."""
+    # CUDA copies in the background only from pinned memory.
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
