@@ -36,7 +36,7 @@ from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, check_finit
 from dino_vit.views.eval_transform import Fit, eval_transform_of
 from dino_vit.weights import load_backbone
 
-_VERSION = 4  # of the files, and of how images are prepared
+_VERSION = 5  # of the files, and of how images are prepared
 
 
 class BackboneConfig(Settings):
@@ -46,7 +46,10 @@ class BackboneConfig(Settings):
     weights: str = Field(description="run folder or weights file")
     network: Literal["teacher", "student"] = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
+    fit: Fit | None = setting(
+        None,
+        "crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop",
+    )
     batch_size: Dimension = setting(128, "images per process and forward pass")
     num_workers: Few | None = setting(
         None, "threads that read images, not processes; null: one per core, at most 16"

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from dino_vit.eval.maps.attention import cls_attention, pad, principal_component
 from dino_vit.eval.maps.pictures import as_picture, enlarge, heat, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
-from dino_vit.views.eval_transform import resize_and_center_crop
 from dino_vit.views.sampler import Sampler
 
 BATCH, NEIGHBOURS, MIN_IMAGES, MAX_IMAGES = 64, 8, 4, 6000
@@ -155,6 +154,8 @@ def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tup
     """Return the readable indices and, of each, its features, thumbnail and attention."""
     (height, width), side = teacher.transform.size, min(SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     factor = math.ceil(SIDE / min(height, width))  # the attention of small networks is of larger images
+    size = factor * height, factor * width
+    enlarged = replace(teacher.transform, size=size, shorter_side=None)
     kept, parts = list[int](), list[tuple[Tensor, ...]]()
     model, normalise = teacher.model, teacher.transform.normaliser(teacher.device)
     with progress("Computing features and attention", len(indices)) as advance:
@@ -163,8 +164,8 @@ def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tup
             for index in batch:
                 with suppress(UnreadableImage):
                     image = read_image(source, index, teacher.transform.pixels)
-                    images.append(resize_and_center_crop(image, (height, width)))
-                    larger.append(resize_and_center_crop(image, (factor * height, factor * width)))
+                    images.append(teacher.transform.resize(image))
+                    larger.append(enlarged.resize(image))
                     kept.append(index)
             if images:
                 with eval_mode(model):

@@ -7,8 +7,6 @@ import shutil
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -28,24 +26,30 @@ from dino_vit.weights.card import (
     dinov2_mlp,
     huggingface_config,
     is_own_card,
-    model_arguments,
     model_card,
     processor_config,
 )
+from dino_vit.weights.comparison import compare_features
 from dino_vit.weights.layouts import Layout, split
-from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.reading import EXPORT_KEY, WeightsError, read_weights
+from dino_vit.weights.reading import EXPORT_KEY, WeightsError
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
-LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 SUFFIXES = {"reference": _SUFFIXES, "timm": _SUFFIXES, "onnx": (".onnx",)}
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
-TRAINING_FACTS = ("mean", "std", "bits", "range", "size", "network", "step")  # of Provenance, kept
+TRAINING_FACTS = (
+    "mean",
+    "std",
+    "bits",
+    "range",
+    "size",
+    "preparation",
+    "network",
+    "step",
+)  # of Provenance, kept
 LARGEST = 2e9  # bytes of weights in a single ONNX file
 INPUT, OUTPUTS = "images", ("cls", "patches")  # of an ONNX graph
 METADATA_KEY = "dino_vit"  # of an ONNX graph
-TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
 
 
 def export_backbone(
@@ -81,7 +85,7 @@ def export_backbone(
                 _write_graph(model, written, _describe(model, format), dynamic=dynamic)
             else:
                 _write_tensors(model, written, format, card)
-            summary = _compare_features(model, written, format, larger=dynamic)
+            summary = compare_features(model, written, format, larger=dynamic)
             if path.is_dir():
                 shutil.rmtree(path)  # _check_target found nothing but an older export in it
             written.replace(path)
@@ -280,58 +284,3 @@ def _write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool) -> N
     onnx.model.metadata_props[METADATA_KEY] = about
     onnx.save(path, external_data=False)
     sync(path)
-
-
-@torch.no_grad()
-def _compare_features(model: Backbone, written: Path, format: str, *, larger: bool) -> str:
-    """Compare with the features of the written file, in the library it is for if that is installed."""
-    library = LIBRARIES.get(format)
-    if library and find_spec(library):
-        peer, how = _open_peer(model, written, format), f"with {library}"
-    else:
-        peer = load_backbone(written, format=format, heads=model.heads, verbose=False)
-        how = "by loading it again"
-    (height, width), (p, q) = model.image_size, model.patch_size
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, model.channels, height + larger * p, width + larger * q, generator=generator)
-    ours = model.forward_features(images)[:, 0]
-    error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()
-    if not error <= TOLERANCE:
-        raise WeightsError(
-            f"the exported features differ by {error:.1e} of the largest (allowed: {TOLERANCE:.0e}); nothing "
-            "was written"
-        )
-    return f"CLS features differ by at most {error:.1e} of the largest, checked {how}"
-
-
-def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:
-    """Open the written file in the library it is for; return a function from images to CLS features."""
-    if format == "onnx":
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(str(written), providers=["CPUExecutionProvider"])
-        return lambda images: torch.from_numpy(session.run(["cls"], {INPUT: images.numpy()})[0])
-    arguments = model_arguments(model, format)
-    if format == "huggingface":
-        from transformers import AutoModel
-        from transformers.utils import logging as bars
-
-        shown = bars.is_progress_bar_enabled()
-        bars.disable_progress_bar()
-        try:
-            opened = AutoModel.from_pretrained(written, **arguments).eval()
-        finally:
-            if shown:
-                bars.enable_progress_bar()
-        return lambda images: opened(images).last_hidden_state[:, 0]
-    import timm
-    from timm.models.eva import Eva
-
-    if isinstance(model, TimmBackbone):
-        features: Callable[[Tensor], Tensor] = timm.create_model(**arguments, checkpoint_path=written).eval()
-        return features
-    assert isinstance(model, VisionTransformer)
-    norm = partial(timm.layers.LayerNorm, eps=model.architecture["norm_eps"])
-    peer = (Eva if model.rotary else timm.models.VisionTransformer)(**arguments, norm_layer=norm).eval()
-    peer.load_state_dict(read_weights(written, "teacher").tensors)
-    return lambda images: peer.forward_features(images)[:, 0]

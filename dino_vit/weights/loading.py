@@ -112,7 +112,7 @@ def load_backbone(
         model, notes = _load_transformer(raw, layout, trained_size, overrides)
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
-        origin = replace(origin, size=None)
+        origin = replace(origin, size=None, preparation={})
     model.provenance = origin
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
@@ -212,6 +212,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Prove
         size=size,
         network=raw.network or facts.get("network"),
         step=facts.get("step"),
+        preparation=facts.get("preparation") or {},
         config=facts.get("config") or {},
     )
 

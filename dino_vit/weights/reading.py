@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dino_vit.core import Size
+from dino_vit.core import Size, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public
@@ -29,6 +29,7 @@ EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its ten
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # a config.json beside these is theirs
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 PREFIXES = ("hf:", "timm:")  # of weights by name
+INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # of Pillow, which processors of Hugging Face name by number
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
@@ -172,20 +173,42 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "format": "timm" if "architecture" in config else None,
         "heads": config.get("num_attention_heads") or arguments.get("num_heads"),
         "image_size": config.get("image_size") or size,
-        "size": _processor_size(config),
         "channels": channels,
         "mean": config.get("image_mean") or timm.get("mean"),
         "std": config.get("image_std") or timm.get("std"),
         "norm_eps": config.get("layer_norm_eps"),
     }
-    return _with_tuples({name: value for name, value in facts.items() if value is not None})
+    stated = {name: value for name, value in facts.items() if value is not None}
+    return _with_tuples(stated) | _processor_facts(config)
 
 
-def _processor_size(config: Mapping[str, Any]) -> Size | None:
-    """Return the size that a Hugging Face processor gives images; DINOv2's positions are for another."""
-    crop = config.get("crop_size") if config.get("do_center_crop", True) else None
-    size = crop or config.get("size")
-    height, width = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
+def _processor_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a Hugging Face processor prepares images; DINOv2's give another size than its positions."""
+    resized, crop = _sides(config.get("size")), None
+    if config.get("do_center_crop", True):
+        crop = _sides(config.get("crop_size"))
+    preparation: dict[str, Any] = {}
+    if crop and crop[0] == crop[1] and resized:
+        preparation["shorter_side"] = max(min(resized), *crop)
+    elif resized and not crop and "shortest_edge" not in config["size"]:
+        preparation["fit"] = "whole"
+    if (resample := config.get("resample")) in INTERPOLATIONS:
+        preparation["interpolation"] = INTERPOLATIONS[resample]
+    elif resample is not None:
+        log.warning(
+            "images are resized by bicubic interpolation, not by resample=%s of the processor", resample
+        )
+    size = crop or (resized if "fit" in preparation else None)
+    return ({"size": size} if size else {}) | ({"preparation": preparation} if preparation else {})
+
+
+def _sides(size: Any) -> Size | None:
+    """Return a size of a Hugging Face processor as height and width."""
+    if isinstance(size, Mapping):
+        edge = size.get("shortest_edge")
+        height, width = size.get("height", edge), size.get("width", edge)
+    else:
+        height = width = size
     return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
@@ -299,7 +322,7 @@ def save_backbone(
         if (values := metadata[name]) is not None and len(values) != model.channels:
             raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
     metadata |= {
-        "size": known.get("size"),
+        **{key: known.get(key) for key in ("size", "preparation")},
         "kind": "backbone",
         "version": FORMAT_VERSION,
         "architecture": model.architecture,

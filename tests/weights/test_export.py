@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
+from dino_vit.weights import card
 from dino_vit.weights.export import METADATA_KEY
 from dino_vit.weights.layouts import Layout
 from tests.support.backbones import KEYWORDS, backbone
@@ -102,6 +103,15 @@ def test_an_export_that_disagrees_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(Layout, "to_theirs", swapped)
     with pytest.raises(WeightsError, match="exported features differ"):
         export_backbone(model, tmp_path / "out.pth", "timm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_processor_that_prepares_photos_otherwise_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(card.RESAMPLE, "bicubic", 2)
+    with pytest.raises(
+        WeightsError, match=r"prepares a photo of 134 × 72 pixels differently, by up to \d+ of 255"
+    ):
+        export_backbone(backbone(), tmp_path / "out", "huggingface")
     assert not list(tmp_path.iterdir())
 
 
