@@ -263,7 +263,7 @@ def results_path(name: str, *, weights: str, output: str | None = None) -> Path:
     """Return `output`, or eval/NAME.json in the run's folder, or a file beside the weights."""
     if output is not None:
         return Path(output)
-    from dino_vit.weights.reading import is_name  # a run that trains reads no weights
+    from dino_vit.weights.hub import is_name  # a run that trains reads no weights
 
     if is_name(weights):
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}.json")

@@ -55,7 +55,7 @@ from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
 model = AutoModel.from_pretrained({path!r}, {arguments}).eval()
 {images}
-output = model(images).last_hidden_state[:, 0]
+output = model(images{resample}).last_hidden_state[:, 0]
 """,
     "onnx": """\
 import onnxruntime
@@ -265,7 +265,7 @@ def dinov2_mlp(model: Backbone) -> tuple[int, int]:
     return stated, (model.width * stated * 2 // 3 + 7) // 8 * 8
 
 
-def usage(model: Backbone, path: PurePath, format: str, *, photo: str = "photo.jpg") -> str:
+def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "photo.jpg") -> str:
     """Return lines of Python that open an export and compute the CLS features of images, or of a photo."""
     origin, transform, (height, width) = model.provenance, _transform(model), model.image_size
     resized = ""
@@ -278,7 +278,7 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str = "photo.j
     images = f"images = ...  # {shape}, float32, {resized}normalised as in the training"
     if origin and origin.mean:
         images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
-    if format == "huggingface" and processor_config(model):
+    if format == "huggingface" and photo is not None and processor_config(model):
         images = _PHOTO.format(mode=MODES[model.channels], path=str(path), photo=photo)
     lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
     arguments = ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items())
@@ -286,11 +286,19 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str = "photo.j
         path=str(path),
         arguments=arguments,
         images=images,
+        resample=", interpolate_pos_encoding=True"
+        * (transform is not None and _asks_to_resample(model, transform)),
         name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
         norm_eps=model.architecture.get("norm_eps"),
         reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
     )
     return filled.replace(", )", ")").rstrip()
+
+
+def _asks_to_resample(model: Backbone, transform: EvalTransform) -> bool:
+    """Tell whether the ViT of transformers, alone of its kin, has to be asked to resample its positions."""
+    config = huggingface_config(model) if isinstance(model, VisionTransformer) else {}
+    return config.get("model_type") == "vit" and transform.size != model.image_size
 
 
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:

@@ -29,8 +29,15 @@ from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights.hub import is_name
 from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
-from dino_vit.weights.reading import RawWeights, WeightsError, check_finite, is_name, read_weights
+from dino_vit.weights.reading import (
+    OtherArchitecture,
+    RawWeights,
+    WeightsError,
+    check_finite,
+    read_weights,
+)
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
 
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
@@ -103,13 +110,7 @@ def load_backbone(
     if unknown := [name for name in overrides if name not in parameters]:
         raise TypeError(f"load_backbone() has no argument {unknown[0]!r}; there are {', '.join(parameters)}")
     raw = read_weights(source, network)
-    model: LoadedBackbone
-    if _is_timm(raw):
-        layout, model = OURS if raw.metadata else TIMM, _load_timm(raw, overrides)
-        notes = [f"{model.name} of timm"]
-    else:
-        layout = recognise(raw, format)
-        model, notes = _load_transformer(raw, layout, trained_size, overrides)
+    layout, model, notes = _load(raw, format, trained_size, overrides)
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
         origin = replace(origin, size=None, preparation={})
@@ -119,6 +120,22 @@ def load_backbone(
         facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
         log.info("%s: %s", raw.source, "; ".join([f"{loaded} ({facts})", *notes]))
     return model.eval()
+
+
+def _load(
+    raw: RawWeights, format: str | None, trained_size: int | Grid | None, overrides: Mapping[str, Any]
+) -> tuple[Layout, LoadedBackbone, list[str]]:
+    """Return the layout, the backbone, as our transformer or else as timm builds it, and notes on it."""
+    stated = raw.metadata["architecture"] if raw.metadata else raw.facts
+    if "name" not in stated:
+        try:
+            layout = recognise(raw, format)
+            return layout, *_load_transformer(raw, layout, trained_size, overrides)
+        except OtherArchitecture:
+            if "architecture" not in raw.hub_config:
+                raise
+    model = _load_timm(raw, overrides)
+    return OURS if raw.metadata else TIMM, model, [f"{model.name} of timm"]
 
 
 def _load_transformer(
@@ -135,7 +152,7 @@ def _load_transformer(
     except WeightsError:
         raise
     except KeyError as error:
-        raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
+        raise OtherArchitecture(f"{raw.source} lacks {error}, which every vision transformer has") from error
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     _load_strictly(model, _adapt(tensors, stored, wanted, raw.source, notes), raw.source)
@@ -148,7 +165,7 @@ def _load_strictly(model: LoadedBackbone, tensors: Mapping[str, Tensor], source:
     except RuntimeError as error:
         # torch has a line for all that is missing, one for all that is unexpected, one for each other shape.
         facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
-        raise WeightsError(f"{source} does not fit its architecture: {facts}") from error
+        raise OtherArchitecture(f"{source} does not fit its architecture: {facts}") from error
 
 
 def _adapt(
@@ -232,13 +249,6 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
             dropped[part] += 1
     notes = [f"dropped {part} ({plural(count, 'tensor')})" for part, count in dropped.items()]
     return merge(kept, key_bias=not layout.rotary), notes
-
-
-def _is_timm(raw: RawWeights) -> bool:
-    """Tell whether weights are of a model that timm builds and we do not."""
-    if raw.metadata:
-        return "name" in raw.metadata["architecture"]
-    return "name" in raw.facts or ("architecture" in raw.hub_config and "cls_token" not in raw.tensors)
 
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:

@@ -105,6 +105,29 @@ def test_a_folder_of_timm_loads_strictly(folder):
         dino_vit.load_backbone(write(model_args={"global_pool": "max"}))
 
 
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224", "vit_xsmall_patch16_clip_224"]
+)
+@torch.no_grad()
+def test_transformers_that_are_not_ours_are_built_by_timm(tmp_path, name):
+    """A second class token, rotations beside positions, a LayerNorm before the blocks."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=0).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    pretrained = {"input_size": [3, 224, 224], **{key: model.pretrained_cfg[key] for key in ("mean", "std")}}
+    config = {"architecture": name, "num_classes": 0, "pretrained_cfg": pretrained}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = dino_vit.load_backbone(tmp_path)
+    images = torch.randn(2, 3, 224, 224)
+    assert type(loaded) is LoadedTimmBackbone
+    assert loaded.provenance.mean == model.pretrained_cfg["mean"]
+    assert_close(loaded(images), model(images))
+    assert loaded.forward_features(images).shape[1] == 1 + (224 // loaded.patch_size[0]) ** 2
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"not fit|not a supp|lacks|positions, which|heads"):
+        dino_vit.load_backbone(tmp_path)
+
+
 @torch.no_grad()
 def test_other_channels_get_the_first_kernels_of_timm(folder):
     _, write = folder

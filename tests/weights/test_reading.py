@@ -9,11 +9,14 @@ import re
 
 import pytest
 import torch
+from huggingface_hub import constants
+from transformers import ViTConfig, ViTModel
 
 from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
+from tests.support.peers import HF_VIT
 
 
 def damage(path):
@@ -181,6 +184,46 @@ def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
     write_tensors(tmp_path / "a.safetensors", backbone().state_dict(), json.dumps(metadata))
     with pytest.raises(WeightsError, match=message):
         load_backbone(tmp_path / "a.safetensors")
+
+
+def test_weights_in_several_files(tmp_path):
+    """As transformers writes large ones: with an index."""
+    peer = ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).eval()
+    peer.save_pretrained(tmp_path / "one")
+    peer.save_pretrained(tmp_path / "several", max_shard_size="50KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
+    model = load_backbone(tmp_path / "several")
+    assert torch.equal(model(IMAGES), load_backbone(tmp_path / "one")(IMAGES))
+    index = tmp_path / "several" / "model.safetensors.index.json"
+    assert load_backbone(index).provenance.sha256 == model.provenance.sha256
+    next((tmp_path / "several").glob("*2-of*")).unlink()
+    with pytest.raises(WeightsError, match=r"00002-of-00\d+\.safetensors is not a safetensors file"):
+        load_backbone(index)
+    index.write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+    with pytest.raises(WeightsError, match=r"names ../elsewhere\.safetensors, which is no file beside it"):
+        load_backbone(index)
+
+
+@pytest.mark.parametrize("known", ["nothing", "that there is none", "it"])
+def test_a_processor_that_the_network_does_not_give_is_said(tmp_path, monkeypatch, caplog, known):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--owner--vit"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    if known == "it":
+        (snapshot / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
+    elif known == "that there is none":
+        (repository / ".no_exist" / ("a" * 40)).mkdir(parents=True)
+        (repository / ".no_exist" / ("a" * 40) / "preprocessor_config.json").touch()
+    model = load_backbone("hf:owner/vit")
+    assert model.provenance.mean == ((0.1, 0.2, 0.3) if known == "it" else None)
+    said = (
+        "its preprocessor_config.json could not be fetched, so size, mean and std of its images are assumed"
+    )
+    assert (said in caplog.text) == (known == "nothing")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
 from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
 from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
-from dino_vit.weights.reading import is_name
+from dino_vit.weights.hub import is_name
 
 
 class EmbedConfig(CachedConfig):
