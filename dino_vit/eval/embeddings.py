@@ -101,7 +101,7 @@ def read_image_embeddings(path: str) -> Embeddings:
     """Read an embedding file that has one embedding per image."""
     embeddings = read_embeddings(Path(path))
     if embeddings.values.ndim != 2:
-        raise ValueError(f"{path} has patch tokens, but needs one embedding per image: embed with tokens=cls")
+        raise ValueError(f"{path} has several tokens of each image, but needs one: embed with tokens=cls")
     return embeddings
 
 

@@ -9,13 +9,21 @@ import re
 
 import pytest
 import torch
-from huggingface_hub import constants
-from transformers import ViTConfig, ViTModel
+from transformers import (
+    AutoImageProcessor,
+    BitImageProcessor,
+    CLIPImageProcessor,
+    ViTConfig,
+    ViTImageProcessor,
+    ViTModel,
+)
 
 from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
+from tests.support.hub import COMMIT, offline, snapshot
+from tests.support.images import smooth
 from tests.support.peers import HF_VIT
 
 
@@ -206,18 +214,15 @@ def test_weights_in_several_files(tmp_path):
 
 @pytest.mark.parametrize("known", ["nothing", "that there is none", "it"])
 def test_a_processor_that_the_network_does_not_give_is_said(tmp_path, monkeypatch, caplog, known):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repository = tmp_path / "models--owner--vit"
-    snapshot = repository / "snapshots" / ("a" * 40)
-    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(snapshot)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("a" * 40)
+    offline(tmp_path, monkeypatch)
+    folder = snapshot(tmp_path, "owner/vit")
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(folder)
     if known == "it":
-        (snapshot / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
+        (folder / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
     elif known == "that there is none":
-        (repository / ".no_exist" / ("a" * 40)).mkdir(parents=True)
-        (repository / ".no_exist" / ("a" * 40) / "preprocessor_config.json").touch()
+        absent = folder.parents[1] / ".no_exist" / COMMIT
+        absent.mkdir(parents=True)
+        (absent / "preprocessor_config.json").touch()
     model = load_backbone("hf:owner/vit")
     assert model.provenance.mean == ((0.1, 0.2, 0.3) if known == "it" else None)
     said = (
@@ -253,6 +258,30 @@ def test_images_have_the_size_of_the_processor_and_positions_their_own(tmp_path,
         export_backbone(model, tmp_path / "again", "huggingface")
         stated = json.loads((tmp_path / "again" / "preprocessor_config.json").read_text())
         assert stated["crop_size"] == {"height": size[0], "width": size[1]}
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        BitImageProcessor(size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}),
+        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1] * 3),
+    ],
+    ids=["as ours", "the shorter side whole", "all of it, bilinear"],
+)
+def test_a_processor_of_hugging_face_prepares_photos_as_evaluations_then_do(tmp_path, processor):
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path / "hub")
+    processor.save_pretrained(tmp_path / "hub")
+    model = load_backbone(tmp_path / "hub")
+    save_backbone(model, tmp_path / "ours.safetensors")
+    export_backbone(model, tmp_path / "again", "huggingface")
+    again = AutoImageProcessor.from_pretrained(tmp_path / "again")
+    for size in ((60, 41), (35, 78), (40, 40), (20, 23)):
+        photo = smooth("RGB", size)
+        expected = processor(photo, return_tensors="pt").pixel_values[0]
+        for transform in (model.transform, load_backbone(tmp_path / "ours.safetensors").transform):
+            torch.testing.assert_close(transform(photo), expected)
+        torch.testing.assert_close(again(photo, return_tensors="pt").pixel_values[0], expected)
 
 
 def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from dino_vit.config.settings import Count, NonEmpty, Positive, Settings, settin
 from dino_vit.core import log
 from dino_vit.core.text import progress
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, results_path
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, simple_specs
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import CachedConfig, frozen_backbone
 from dino_vit.eval.labelled import (
     LabelledFeatures,
@@ -38,6 +38,7 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
+from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum

@@ -13,8 +13,9 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, check_suffix, read_embeddings, write_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, Tokens
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import CachedConfig, cached_features, frozen_backbone
+from dino_vit.models.tokens import FeatureSpec, Tokens
 from dino_vit.weights.hub import is_name
 
 
@@ -23,8 +24,11 @@ class EmbedConfig(CachedConfig):
 
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     output: str = setting("embeddings.parquet", "Parquet file to write")
-    tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
-    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
+    tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
+    precision: Literal["auto", "no", "bf16", "fp16"] = setting(
+        "no", "of the forward passes: no is float32, auto is bf16 where it is native"
+    )
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
 
     examples: ClassVar = ("embed photos weights=runs/pretrain output=photos.parquet",)
@@ -80,7 +84,8 @@ def run(config: EmbedConfig) -> EmbeddingFile:
         write_embeddings(output, embeddings, dtype=config.dtype)
     wait_for_all()  # the file is complete for all of them
     shape = " × ".join(map(str, values.shape))
-    text = f"{output}: {shape} in {config.dtype}, with names, labels and metadata"
+    rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
+    text = f"{output}: {shape} in {config.dtype}{rounded}, with names, labels and metadata"
     return EmbeddingFile(path=output, text=text)
 
 

@@ -17,9 +17,10 @@ from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.accuracy import write_results
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.weights import load_backbone
 
 
