@@ -34,6 +34,7 @@ from dino_vit.weights.reading import OtherArchitecture, RawWeights, WeightsError
 FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
+RESAVED_AS = dict.fromkeys(("dinov2", "dinov3"), "huggingface") | {"torchvision": "reference"}  # to add heads
 TRAINED_SIDE = 224  # pixels, of weights that show no size
 ROTARY_RESCALE = 2.0  # in DINOv3's training
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
@@ -205,8 +206,10 @@ def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping
     usual = HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
     heads = overrides.get("heads") or raw.facts.get("heads") or usual.get(width)
     if heads is None:
+        format = RESAVED_AS.get(layout.format, layout.format)
+        new = "NEW" if format == "huggingface" else "NEW.pth"
         raise OtherArchitecture(
             f"{raw.source}: no tensor shows the number of heads (width {width}). `dino-vit export FILE "
-            "NEW.pth --format reference --heads N` writes it into a file; load_backbone takes heads=N"
+            f"{new} --format {format} --heads N` writes it into a file; load_backbone takes heads=N"
         )
     return int(heads)

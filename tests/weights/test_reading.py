@@ -284,10 +284,11 @@ def test_a_processor_of_hugging_face_prepares_photos_as_evaluations_then_do(tmp_
         torch.testing.assert_close(again(photo, return_tensors="pt").pixel_values[0], expected)
 
 
-def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"layer_scale": 1.0}, {"layer_scale": 1.0, "mask_token": True}])
+def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch, changes):
     """Of a width that several networks have, no tensor shows the number of heads."""
     monkeypatch.chdir(tmp_path)
-    torch.save(backbone(width=40, heads=2).state_dict(), "FILE")
+    torch.save(backbone(width=40, heads=2, **changes).state_dict(), "FILE")
     evaluate = ["knn", "synthetic:20:32", "k=[1]"]
     assert main([*evaluate, "weights=FILE"]) == 2
     said = capsys.readouterr().err
@@ -295,4 +296,4 @@ def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
     assert "heads=N" not in said.replace("load_backbone takes heads=N", "")
     advised = re.search(r"`dino-vit (export [^`]*)`", said)[1].split()
     assert main([*advised[:-1], "2"]) == 0
-    assert main([*evaluate, "weights=NEW.pth"]) == 0
+    assert main([*evaluate, f"weights={advised[2]}"]) == 0
