@@ -19,6 +19,8 @@ from dino_vit.training.verdict import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.card import describe, model_card, show, usage
 from dino_vit.weights.export import export_backbone
+from dino_vit.weights.graph import data_of, describe_graph
+from dino_vit.weights.hub import is_name
 from dino_vit.weights.loading import LoadedBackbone
 
 
@@ -57,6 +59,9 @@ class ExportConfig(_WeightsConfig):
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
+    dtype: Literal["float32", "float16"] = setting(
+        "float32", "onnx: of weights and arithmetic; images and outputs are float32"
+    )
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
@@ -67,6 +72,8 @@ class ExportConfig(_WeightsConfig):
         """Yield settings that would have no effect."""
         if self.dynamic and self.format != "onnx":
             yield f"--dynamic is for --format onnx, not {self.format}"
+        if self.dtype != "float32" and self.format != "onnx":
+            yield f"--dtype is for --format onnx, not {self.format}"
         if self.license is not None and self.format != "huggingface":
             yield f"--license is for --format huggingface, not {self.format}"
 
@@ -87,7 +94,8 @@ class ExportResult(Result):
 
 def inspect(config: InspectWeightsConfig) -> WeightsFacts:
     """Return the facts about a backbone; as text, two columns or JSON."""
-    facts = describe(config.load())
+    is_graph = not is_name(config.source) and Path(config.source).suffix == ".onnx"
+    facts = describe_graph(Path(config.source)) if is_graph else describe(config.load())
     lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
     return WeightsFacts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
@@ -98,9 +106,11 @@ def export(config: ExportConfig) -> ExportResult:
     for_hub = config.format == "huggingface"
     if for_hub:
         card = model_card(model, license=config.license, evaluation=_evaluation(model))
-    options = {"overwrite": config.overwrite, "dynamic": config.dynamic}
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("overwrite", "dynamic", "dtype")}
     export_backbone(model, path, config.format, **options, card=card)
     text = usage(model, path, config.format)
+    if data_of(path).exists():
+        text += f"\n# the weights are in {data_of(path)}, which has to lie beside it"
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
     return ExportResult(path=path, text=text)

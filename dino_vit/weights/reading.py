@@ -96,6 +96,11 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
+    if path.suffix == ".onnx":
+        raise WeightsError(
+            f"{path} is an ONNX graph, which has no weights to load: give those that it was exported from. "
+            f"`dino-vit inspect-weights {path}` says what it is"
+        )
     hub_config = _read_hub_config(path)
     about = {"hub_config": hub_config, "facts": _facts_of(hub_config)}
     if path.name == INDEX:

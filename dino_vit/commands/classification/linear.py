@@ -178,8 +178,14 @@ def _fit_logistic(cs: Sequence[float], train: LabelledFeatures, device: torch.de
         for fit in sweep(features, targets, cs=cs, classes=len(train.classes)):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}")
-    if unfinished := [f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED]:
-        log.warning("L-BFGS did not reach the optimum for C = %s", ", ".join(unfinished))
+    if unfinished := [fit for fit in fits if fit.gradient > CONVERGED]:
+        log.warning(
+            "L-BFGS stopped before the optimum for C = %s: the largest gradient is %.1e, and the optimum "
+            "begins at %.0e",
+            ", ".join(f"{fit.c:.1e}" for fit in unfinished),
+            max(fit.gradient for fit in unfinished),
+            CONVERGED,
+        )
     return join_heads(fits)
 
 
