@@ -32,7 +32,7 @@ from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.tokens import FeatureSpec, Tokens
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.hub import is_name
-from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
+from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.reading import (
     OtherArchitecture,
     RawWeights,
@@ -42,6 +42,9 @@ from dino_vit.weights.reading import (
 )
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
 
+LOOKS_LIKE_TIMM = (
+    "taken for DINO's, with a guess at mean and std: files of timm look the same (format=timm)"
+)
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
 
 if TYPE_CHECKING:
@@ -155,12 +158,15 @@ def _load(
     if "name" not in stated:
         try:
             layout = recognise(raw, format)
-            return layout, *_load_transformer(raw, layout, trained_size, overrides)
+            model, notes = _load_transformer(raw, layout, trained_size, overrides)
+            if layout is REFERENCE and not (raw.trained_with_dino or format or "format" in raw.facts):
+                notes.append(LOOKS_LIKE_TIMM)
+            return layout, model, notes
         except OtherArchitecture:
             if "architecture" not in raw.hub_config:
                 raise
-    model = _load_timm(raw, overrides)
-    return OURS if raw.metadata else TIMM, model, [f"{model.name} of timm"]
+    of_timm = _load_timm(raw, overrides)
+    return OURS if raw.metadata else TIMM, of_timm, [f"{of_timm.name} of timm"]
 
 
 def _load_transformer(

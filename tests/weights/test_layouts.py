@@ -60,8 +60,14 @@ def test_dinov2_files(registers, chunked):
     assert torch.equal(loaded(IMAGES), model(IMAGES))
 
 
-def test_the_format_decides_between_look_alikes():
+def test_the_format_decides_between_look_alikes(caplog):
     named = backbone().state_dict()
+    caplog.set_level("INFO")
+    load_backbone({"teacher": {f"backbone.{name}": tensor for name, tensor in named.items()}}, heads=2)
+    load_backbone(named, heads=2, format="timm")
+    assert "a guess" not in caplog.text
+    load_backbone(named, heads=2)
+    assert "taken for DINO's, with a guess at mean and std: files of timm look the same" in caplog.text
     for format, mode in {None: "dino", "timm": "timm", "dino-vit": "hf", "dinov2": "dinov2"}.items():
         assert load_backbone(named, heads=2, format=format).position_mode == mode
     with pytest.raises(WeightsError, match="choose from dino-vit, reference"):
