@@ -17,11 +17,11 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.training.metrics import BASELINE, METRICS, read_records
 from dino_vit.training.verdict import evaluation_text
 from dino_vit.weights import load_backbone
+from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import describe, model_card, show, usage
 from dino_vit.weights.export import export_backbone
 from dino_vit.weights.graph import data_of, describe_graph
 from dino_vit.weights.hub import is_name
-from dino_vit.weights.loading import LoadedBackbone
 
 
 class _WeightsConfig(Settings):

@@ -6,18 +6,15 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from inspect import signature
-from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from dino_vit.core import height_width, log
@@ -29,8 +26,8 @@ from dino_vit.models.head import DINOHead
 from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmBackbone
-from dino_vit.models.tokens import FeatureSpec, Tokens
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
 from dino_vit.weights.hub import is_name
 from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.reading import (
@@ -42,78 +39,8 @@ from dino_vit.weights.reading import (
 )
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
 
-LOOKS_LIKE_TIMM = (
-    "taken for DINO's, with a guess at mean and std: files of timm look the same (format=timm)"
-)
+LOOKS_LIKE_TIMM = "taken for DINO's, with a guess at mean and std: files of timm look the same (format=timm)"
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
-
-if TYPE_CHECKING:
-    from dino_vit.views.eval_transform import EvalTransform
-
-
-class LoadedBackbone(Backbone):
-    """A backbone from a file or a run."""
-
-    @cached_property
-    def transform(self) -> "EvalTransform":
-        """What evaluations do with an image before this backbone: resize, crop, normalise."""
-        from dino_vit.views.eval_transform import eval_transform_of  # imports Pillow, and more
-
-        return eval_transform_of(self)
-
-    @torch.no_grad()
-    def embed(
-        self,
-        images: object,
-        *,
-        tokens: Tokens = "cls",
-        blocks: int = 1,
-        reshape: bool = False,
-        batch_size: int = 64,
-    ) -> Tensor:
-        """Return the features of an image, or (n, ...) of several, on the CPU, in float32.
-
-        An image is what `transform` takes; several are an iterable of them, a tensor (n, C, H, W) or an array
-        (n, H, W, C). They are read and sent through the backbone `batch_size` at a time.
-
-        The features are the CLS token (D,), the `mean` of the patches (D,), both as `cls+mean`, the `patches`
-        (N, D), or `all` tokens, CLS and registers first; of several last `blocks` they are joined along the
-        channels. `reshape` gives patches as a map (D, rows, columns).
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        if tokens not in get_args(Tokens):
-            raise ValueError(f"tokens={tokens!r} must be one of {', '.join(get_args(Tokens))}")
-        if reshape and tokens != "patches":
-            raise ValueError(
-                f"reshape=True makes a map of patches: it needs tokens='patches', not {tokens!r}"
-            )
-        single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
-        spec = FeatureSpec(tokens=tokens, blocks=blocks)
-        if single or not isinstance(images, Iterable):
-            return self._embed(iter([images]), spec, reshape, batch_size)[0]
-        return self._embed(iter(images), spec, reshape, batch_size)
-
-    def _embed(self, images: Iterator[object], spec: FeatureSpec, reshape: bool, batch_size: int) -> Tensor:
-        training, weight = self.training, next(self.parameters())
-        self.eval()
-        try:
-            parts = [torch.empty(0, *spec.shape(self, self.transform.size))]
-            while batch := [self.transform(image) for image in islice(images, batch_size)]:
-                inputs = torch.stack(batch).to(weight.device, weight.dtype)
-                parts.append(spec.of(self, inputs).float().cpu())
-        finally:
-            self.train(training)
-        features, (rows, _) = torch.cat(parts), self.grid_of(*self.transform.size)
-        return rearrange(features, "n (y x) d -> n d y x", y=rows) if reshape else features
-
-
-class LoadedTransformer(LoadedBackbone, VisionTransformer):
-    """A vision transformer from a file or a run."""
-
-
-class LoadedTimmBackbone(LoadedBackbone, TimmBackbone):
-    """A model of timm from a file or a run."""
 
 
 def load_backbone(

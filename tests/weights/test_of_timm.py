@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights import WeightsError
-from dino_vit.weights.loading import LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.backbones import LoadedTimmBackbone, LoadedTransformer
 from tests.support.hub import offline, snapshot
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
