@@ -38,11 +38,12 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
-from dino_vit.eval.features import FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.features import extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import rankme
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.reports.record import outcome, read_run
 from dino_vit.training.loop import seconds_per_step
 from dino_vit.training.setup import build_untrained

@@ -434,7 +434,7 @@ def report(
     *,
     output: str | os.PathLike[str] | None = None,
     source: str | os.PathLike[str] | object = None,
-    images: int = 3000,
+    images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
 ) -> ReportFile | None:
@@ -447,7 +447,7 @@ def report(
       run=...                             folder of the run
       output=null                         file to write; null: report.html in the folder of the run
       source=null                         where the images are now; null: where the run read them
-      images=3000                         number of images on the map
+      images=500                          images on the map; with more, their pictures are smaller
     """
 
 def knn(
@@ -456,7 +456,7 @@ def knn(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] = "crop",
+    fit: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -482,7 +482,7 @@ def knn(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=crop                            crop: resize and centre-crop; whole: resize the whole image to the size [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images, not processes; null: one per core, at most 16
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -503,7 +503,7 @@ def linear(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] = "crop",
+    fit: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -531,7 +531,7 @@ def linear(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=crop                            crop: resize and centre-crop; whole: resize the whole image to the size [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images, not processes; null: one per core, at most 16
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -618,7 +618,7 @@ def dense(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] = "crop",
+    fit: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -643,7 +643,7 @@ def dense(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=crop                            crop: resize and centre-crop; whole: resize the whole image to the size [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images, not processes; null: one per core, at most 16
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -663,7 +663,7 @@ def compare(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] = "crop",
+    fit: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
@@ -690,7 +690,7 @@ def compare(
       weights=...                         run folders or weights files, two or more
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=crop                            crop: resize and centre-crop; whole: resize the whole image to the size [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images, not processes; null: one per core, at most 16
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -740,14 +740,14 @@ def embed(
     *,
     network: Literal["teacher", "student"] = "teacher",
     size: int | collections.abc.Sequence[int] | None = None,
-    fit: Literal["crop", "whole"] = "crop",
+    fit: Literal["crop", "whole"] | None = None,
     batch_size: int = 128,
     num_workers: int | None = None,
-    precision: Literal["auto", "no", "bf16", "fp16"] = "auto",
+    precision: Literal["auto", "no", "bf16", "fp16"] = "no",
     cache: str | os.PathLike[str] | None = None,
     labels: str | os.PathLike[str] | None = None,
     output: str | os.PathLike[str] | None = None,
-    tokens: Literal["cls", "cls+mean", "patches"] = "cls",
+    tokens: Literal["cls", "mean", "cls+mean", "patches", "all"] = "cls",
     blocks: int = 1,
     dtype: Literal["float32", "float16"] = "float32",
     config: str | os.PathLike[str] | EmbedConfig | None = None,
@@ -763,15 +763,15 @@ def embed(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=crop                            crop: resize and centre-crop; whole: resize the whole image to the size [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images, not processes; null: one per core, at most 16
-      precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
+      precision='no'                      of the forward passes: no is float32, auto is bf16 where it is native [auto|no|bf16|fp16]
       cache=null                          folder that caches features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
       output=null                         Parquet file; null: embeddings.parquet, in Python none
-      tokens=cls                          CLS token, CLS with the mean of the patches, or all patch tokens [cls|cls+mean|patches]
-      blocks=1                            last blocks whose CLS tokens are joined
+      tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
+      blocks=1                            last blocks whose tokens are joined
       dtype=float32                       of the embeddings in the file [float32|float16]
     """
 
@@ -807,16 +807,16 @@ def duplicates(
     config: str | os.PathLike[str] | DuplicatesConfig | None = None,
     verbose: bool = True,
 ) -> DuplicatesResult:
-    """List images that are nearly the same.
+    """List images that are nearly the same, those with two labels or in two splits first.
 
-    Write pairs and groups of near-duplicates and a sheet of the closest pairs.
+    Write pairs and groups of near-duplicates, and sheets of the closest pairs.
 
     The settings and their defaults:
 
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
-      output=duplicates.json              JSON file to write; the sheet goes beside it as PNG
+      output=duplicates.json              JSON file to write; sheets of pairs go beside it as PNG
     """
 
 def inspect_weights(
@@ -856,6 +856,7 @@ def export(
     image_size: int | collections.abc.Sequence[int] | None = None,
     format: Literal["reference", "timm", "huggingface", "onnx"] = ...,
     dynamic: bool = False,
+    dtype: Literal["float32", "float16"] = "float32",
     overwrite: bool = False,
     license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
@@ -875,6 +876,7 @@ def export(
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface
       format=...                          format to write [reference|timm|huggingface|onnx]
       dynamic=false                       onnx: take images of any size; otherwise of that of the weights
+      dtype=float32                       onnx: of weights and arithmetic; images and outputs are float32 [float32|float16]
       overwrite=false                     replace OUT if it exists
       license=null                        huggingface: licence for the model card, such as apache-2.0
     """

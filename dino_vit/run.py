@@ -18,7 +18,7 @@ from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.text import plural
 from dino_vit.reports.record import RunRecord, outcome, read_run, state
 from dino_vit.weights import load_backbone
-from dino_vit.weights.loading import LoadedBackbone
+from dino_vit.weights.backbones import LoadedBackbone
 
 
 class Run:

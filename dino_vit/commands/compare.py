@@ -43,7 +43,7 @@ from dino_vit.eval.results import write_results
 from dino_vit.reports.comparison import Comparison, draw_maps, render
 from dino_vit.reports.record import read_run
 from dino_vit.weights import load_backbone, save_backbone
-from dino_vit.weights.reading import is_name
+from dino_vit.weights.hub import is_name
 
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
 CONFIGS: dict[Evaluator, type[Settings]] = {

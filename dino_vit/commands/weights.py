@@ -13,9 +13,11 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.training.metrics import BASELINE, METRICS, read_records
 from dino_vit.training.verdict import evaluation_text
 from dino_vit.weights import load_backbone
+from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import describe, model_card, show, usage
 from dino_vit.weights.export import export_backbone
-from dino_vit.weights.loading import LoadedBackbone
+from dino_vit.weights.graph import data_of, describe_graph
+from dino_vit.weights.hub import is_name
 
 
 def _load(config: WeightsConfig) -> LoadedBackbone:
@@ -41,7 +43,8 @@ class ExportResult(Result):
 
 def inspect(config: InspectWeightsConfig) -> WeightsFacts:
     """Return the facts about a backbone; as text, two columns or JSON."""
-    facts = describe(_load(config))
+    is_graph = not is_name(config.source) and Path(config.source).suffix == ".onnx"
+    facts = describe_graph(Path(config.source)) if is_graph else describe(_load(config))
     lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
     return WeightsFacts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
@@ -52,9 +55,11 @@ def export(config: ExportConfig) -> ExportResult:
     for_hub = config.format == "huggingface"
     if for_hub:
         card = model_card(model, license=config.license, evaluation=_evaluation(model))
-    options = {"overwrite": config.overwrite, "dynamic": config.dynamic}
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("overwrite", "dynamic", "dtype")}
     export_backbone(model, path, config.format, **options, card=card)
     text = usage(model, path, config.format)
+    if data_of(path).exists():
+        text += f"\n# the weights are in {data_of(path)}, which has to lie beside it"
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
     return ExportResult(path=path, text=text)

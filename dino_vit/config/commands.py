@@ -26,7 +26,8 @@ from dino_vit.config.settings import (
 
 Network = Literal["teacher", "student"]
 Fit = Literal["crop", "whole"]
-Tokens = Literal["cls", "cls+mean", "patches"]
+Precision = Literal["auto", "no", "bf16", "fp16"]
+Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 Evaluator = Literal["knn", "linear", "dense"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -46,12 +47,15 @@ class BackboneConfig(Settings):
     weights: str = Field(description="run folder or weights file")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit = setting("crop", "crop: resize and centre-crop; whole: resize the whole image to the size")
+    fit: Fit | None = setting(
+        None,
+        "crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop",
+    )
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
     num_workers: Few | None = setting(
         None, "threads that read images, not processes; null: one per core, at most 16", resumable=True
     )
-    precision: Literal["auto", "no", "bf16", "fp16"] = setting("auto", "auto: bf16 where it is native")
+    precision: Precision = setting("auto", "auto: bf16 where it is native")
 
     positional: ClassVar[tuple[str, ...]] = ("source", "weights")
 
@@ -245,8 +249,11 @@ class EmbedConfig(CachedConfig):
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
     writes: ClassVar = "embeddings.parquet"
-    tokens: Tokens = setting("cls", "CLS token, CLS with the mean of the patches, or all patch tokens")
-    blocks: Few = setting(1, "last blocks whose CLS tokens are joined")
+    tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
+    precision: Precision = setting(
+        "no", "of the forward passes: no is float32, auto is bf16 where it is native"
+    )
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
 
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
@@ -360,6 +367,9 @@ class ExportConfig(WeightsConfig):
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
+    dtype: Literal["float32", "float16"] = setting(
+        "float32", "onnx: of weights and arithmetic; images and outputs are float32"
+    )
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
@@ -370,5 +380,7 @@ class ExportConfig(WeightsConfig):
         """Yield settings that would have no effect."""
         if self.dynamic and self.format != "onnx":
             yield f"--dynamic is for --format onnx, not {self.format}"
+        if self.dtype != "float32" and self.format != "onnx":
+            yield f"--dtype is for --format onnx, not {self.format}"
         if self.license is not None and self.format != "huggingface":
             yield f"--license is for --format huggingface, not {self.format}"

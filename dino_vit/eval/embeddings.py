@@ -108,7 +108,7 @@ def read_image_embeddings(path: str) -> Embeddings:
     embeddings = find(path) if is_object(path) else read_embeddings(Path(path))
     assert isinstance(embeddings, Embeddings)
     if embeddings.values.ndim != 2:
-        raise ValueError(f"{path} has patch tokens, but needs one embedding per image: embed with tokens=cls")
+        raise ValueError(f"{path} has several tokens of each image, but needs one: embed with tokens=cls")
     return embeddings
 
 

@@ -8,78 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dino_vit.config.commands import Tokens
-from dino_vit.core import Size
 from dino_vit.core.storage import digest
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureSpec:
-    """Which tokens, after the final LayerNorm, are the features of an image.
-
-    `cls`: the CLS tokens of the last `blocks` blocks, concatenated, the last block's at the end; `cls+mean`:
-    the same, then the mean patch token of the last block; `patches`: the patch tokens of the last block,
-    (N, D).
-    """
-
-    tokens: Tokens = "cls"
-    blocks: int = 1
-
-    def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
-        """Return the shape of one image's features."""
-        if self.tokens == "patches":
-            height, width = model.grid_of(*size)
-            return height * width, model.width
-        return ((self.blocks + self.with_mean) * model.width,)
-
-    @property
-    def with_mean(self) -> bool:
-        """Whether the mean patch token is among them, at the end."""
-        return self.tokens == "cls+mean"
-
-    @property
-    def title(self) -> str:
-        """Return these tokens in words."""
-        cls = "CLS" if self.blocks == 1 else f"CLS of {self.blocks} blocks"
-        return cls + " + mean patch" * self.with_mean
-
-    def columns_in(self, other: "FeatureSpec", width: int) -> slice:
-        """Return the columns of these tokens among the features of a spec that has more of them."""
-        end = other.blocks + self.with_mean
-        return slice((other.blocks - self.blocks) * width, end * width)
-
-    def of(self, model: Backbone, images: Tensor) -> Tensor:
-        """Return the features of normalised images (B, C, H, W)."""
-        if self.tokens == "patches":
-            return model.forward_features(images)[:, model.first_patch :]
-        if self.tokens == "cls" and self.blocks == 1:
-            return model.forward_cls(images)
-        blocks = model.get_intermediate_layers(images, self.blocks)
-        parts = [tokens[:, 0] for tokens in blocks]
-        if self.with_mean:
-            parts.append(blocks[-1][:, model.first_patch :].mean(dim=1))
-        return torch.cat(parts, dim=1)
-
-
-CLS = FeatureSpec()
-
-
-def simple_specs(model: Backbone) -> list[FeatureSpec]:
-    """Return what classifiers read: CLS tokens of one block and of four, without and with the mean patch."""
-    tokens: tuple[Tokens, ...] = ("cls", "cls+mean") if model.has_patches else ("cls",)
-    blocks = sorted({1, min(4, model.depth)})
-    return [FeatureSpec(tokens=kind, blocks=count) for kind, count in product(tokens, blocks)]
 
 
 @dataclass(frozen=True)
@@ -121,10 +62,11 @@ class FrozenBackbone:
         return digest(self.model.state_dict(), {"architecture": architecture})
 
     def describe_weights(self) -> dict[str, Any]:
-        """Return where the weights come from, for a results file."""
+        """Return where the weights come from and what they are computed in, for a results file."""
         provenance = self.model.provenance
         assert provenance is not None, "load_backbone sets the provenance"
-        return {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
+        origin = {name: getattr(provenance, name) for name in ("source", "sha256", "network", "step")}
+        return {**origin, "precision": self.precision}
 
     def features(
         self, source: Source, batches: Iterable[Sequence[int]], spec: FeatureSpec = CLS

@@ -29,11 +29,12 @@ from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.source import Source, stamp_of
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, check_finite, in_batches, read_batches
+from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_batches
+from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 
-_VERSION = 4  # of the files, and of how images are prepared
+_VERSION = 5  # of the files, and of how images are prepared
 
 
 def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
@@ -41,6 +42,8 @@ def frozen_backbone(config: BackboneConfig) -> FrozenBackbone:
     accelerator = start_processes()
     model = load_backbone(config.weights, network=config.network).to(accelerator.device)
     precision = choose_precision(config.precision, accelerator.device)
+    if precision != "no":
+        log.info("features are computed in %s; precision=no computes them in float32", precision)
     size = None if config.size is None else height_width(config.size)
     cache = config.cache if isinstance(config, CachedConfig) else None
     return FrozenBackbone(

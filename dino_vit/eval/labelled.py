@@ -19,8 +19,9 @@ from dino_vit.data.shards import ShardedSource
 from dino_vit.data.sources.open import PathSource, open_source
 from dino_vit.data.sources.source import Source, Subset
 from dino_vit.eval.accuracy import Predictions
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
+from dino_vit.models.tokens import CLS, FeatureSpec
 
 Rows = NDArray[np.int64]
 

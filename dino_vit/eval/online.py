@@ -14,9 +14,10 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.features import CLS, Features, FeatureSpec, extract_features, pixel_features, simple_specs
+from dino_vit.eval.features import Features, extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 from dino_vit.views.eval_transform import EvalTransform
 
 NEIGHBOURS = 20

@@ -46,7 +46,7 @@ def results_path(config: Settings) -> Path:
 
 def _beside(weights: str, name: str) -> Path:
     """Return the file of a name in eval/ of the run of some weights, or beside them."""
-    from dino_vit.weights.reading import is_name  # a run that trains reads no weights
+    from dino_vit.weights.hub import is_name  # a run that trains reads no weights
 
     if is_name(weights):
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}")

@@ -24,6 +24,7 @@ class Provenance:
     bits: Literal[8, 16] | None = None
     range: tuple[float, float] | None = None  # the pixel values that were mapped to 0 and 1
     size: Size | None = None  # of images in evaluations, where it is not that of the positions
+    preparation: dict[str, Any] = field(default_factory=dict)  # other arguments of `EvalTransform`
     network: str | None = None
     step: int | None = None
     config: dict[str, Any] = field(default_factory=dict)

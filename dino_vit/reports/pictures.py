@@ -9,7 +9,7 @@ import math
 import shutil
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from dino_vit.eval.maps.attention import cls_attention, principal_components, wi
 from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
-from dino_vit.views.eval_transform import resize, resize_and_center_crop
+from dino_vit.views.eval_transform import resize
 from dino_vit.views.sampler import Sampler
 
 BATCH, NEIGHBOURS = 64, 8
@@ -170,6 +170,7 @@ def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tup
     """Return the readable indices, and what is shown of each."""
     side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
     photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
+    square = replace(teacher.transform, size=(side, side), shorter_side=side)
     kept, outputs = list[int](), _Outputs()
     model, normalise = teacher.model, teacher.transform.normaliser(teacher.device)
     with progress("Computing features and attention", len(indices)) as advance:
@@ -180,7 +181,7 @@ def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tup
                     image = read_image(source, index, teacher.transform.pixels)
                     prepared.append(teacher.transform.resize(image))
                     kept.append(index)
-                    outputs.thumbnails.append(resize_and_center_crop(as_picture(image), (side, side)))
+                    outputs.thumbnails.append(square.resize(as_picture(image)))
                     photo = resize_sides(as_picture(image), None, photo_side)
                     outputs.photos.append(data_uri(photo, quality=60))
                     if isinstance(model, VisionTransformer):

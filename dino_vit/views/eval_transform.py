@@ -1,7 +1,9 @@
 """The evaluation transform: an image is read, resized, cropped and normalised for a backbone."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -15,6 +17,9 @@ from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, res
 from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 
+Interpolation = Literal["bicubic", "bilinear"]
+FAR = 1.5  # times the trained side, or a part of it, from which on a size is said to be another
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTransform:
@@ -24,6 +29,8 @@ class EvalTransform:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fit: Fit = "crop"  # resize and centre-crop, or resize the whole image and ignore its aspect ratio
+    shorter_side: int | None = None  # of an image before the crop; None: 256/224 of the crop, as published
+    interpolation: Interpolation = "bicubic"
     pixels: Pixels = RGB
 
     def __call__(self, image: object) -> Tensor:
@@ -46,14 +53,33 @@ class EvalTransform:
 
     def resize(self, image: Tensor) -> Tensor:
         """Resize and crop an image (C, H, W) of these pixels to the size."""
-        return resize_and_center_crop(image, self.size) if self.fit == "crop" else resize(image, self.size)
+        resized, top, left = self._placement(*image.shape[1:])
+        image = resize(image, resized, self.interpolation)
+        return image[:, top : top + self.size[0], left : left + self.size[1]]
 
     def place_mask(self, mask: Tensor) -> Tensor:
         """Resize and crop the classes of pixels (H, W) as their image is, each pixel that of the nearest."""
-        height, width = mask.shape
-        resized, top, left = _placement(height, width, self.size) if self.fit == "crop" else (self.size, 0, 0)
+        resized, top, left = self._placement(*mask.shape)
         nearest = F.interpolate(mask[None, None].float(), size=resized, mode="nearest-exact")[0, 0]
         return nearest.to(mask.dtype)[top : top + self.size[0], left : left + self.size[1]]
+
+    def resized_side(self, crop: int) -> int:
+        """Return the side that an image is resized to before a side of the crop is cut out."""
+        return self.shorter_side or resized_side(crop)
+
+    def _placement(self, height: int, width: int) -> tuple[Size, int, int]:
+        """Return the size that an image is resized to, and the top left corner of the crop."""
+        h, w = self.size
+        if self.fit == "whole":
+            return self.size, 0, 0
+        if height * w <= width * h:
+            side = self.resized_side(h)
+            resized = side, side * width // height
+        else:
+            side = self.resized_side(w)
+            resized = side * height // width, side
+        # Halves are rounded down as in transformers; torchvision rounds every second one up.
+        return resized, (resized[0] - h) // 2, (resized[1] - w) // 2
 
     def normaliser(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that normalises images from `read` on a device."""
@@ -62,54 +88,55 @@ class EvalTransform:
         return lambda images: (unit_scale(images.to(device, non_blocking=True)) - shift) / scale
 
 
-def eval_transform_of(model: Backbone, *, size: Size | None = None, fit: Fit = "crop") -> EvalTransform:
-    """Return the transform stored with the weights of a backbone, by default that of ImageNet."""
+def eval_transform_of(
+    model: Backbone, *, size: Size | None = None, fit: Fit | None = None, verbose: bool = True
+) -> EvalTransform:
+    """Return the transform stored with the weights of a backbone, by default that of ImageNet.
+
+    `size` and `fit` replace what is stored; `verbose` logs what is assumed and what is unusual.
+    """
     origin = model.provenance
     mean, std = (origin.mean, origin.std) if origin is not None else (None, None)
     if mean is None or std is None:
         if model.channels != 3:
             raise ValueError(f"the weights contain no mean and std for images with {model.channels} channels")
-        log.info("the weights contain no mean and std; using those of ImageNet")
+        if verbose:
+            log.info("the weights contain no mean and std; using those of ImageNet")
         mean, std = IMAGENET_NORMALISATION
-    size = size or (origin and origin.size) or model.image_size
+    trained = (origin and origin.size) or model.image_size
+    size = size or trained
     model.grid_of(*size)  # raises if the size does not fit the patches
+    if verbose:
+        say_if_far(size, trained)
     bits, range_ = (origin.bits or 8, origin.range) if origin is not None else (8, None)
+    stated = (origin and origin.preparation) or {}
+    if size != trained or fit == "whole":  # a side before the crop is that of the stated crop
+        stated = {key: value for key, value in stated.items() if key != "shorter_side"}
     return EvalTransform(
         size=size,
         mean=tuple(mean),
         std=tuple(std),
-        fit=fit,
         pixels=Pixels(channels=model.channels, bits=bits, range=range_),
+        **{**stated, **({"fit": fit} if fit else {})},
     )
 
 
-def resize_and_center_crop(image: Tensor, size: Size) -> Tensor:
-    """Resize (bicubic, antialias) and centre-crop an image (C, H, W) to (C, *size).
-
-    As published, the limiting side of every image is resized to about 256/224 of the crop first.
-    """
-    (_, height, width), (h, w) = image.shape, size
-    resized, top, left = _placement(height, width, size)
-    return resize(image, resized)[:, top : top + h, left : left + w]
-
-
-def _placement(height: int, width: int, size: Size) -> tuple[Size, int, int]:
-    """Return the size that an image is resized to, and the top left corner of the crop."""
-    h, w = size
-    if height * w <= width * h:
-        target = resized_side(h)
-        resized = target, target * width // height
-    else:
-        target = resized_side(w)
-        resized = target * height // width, target
-    return resized, round((resized[0] - h) / 2), round((resized[1] - w) / 2)
+def say_if_far(size: Size, trained: Size) -> None:
+    """Warn if images of a size are far from those that a backbone was trained on."""
+    ratio = math.sqrt(math.prod(size) / math.prod(trained))
+    if not 1 / FAR < ratio < FAR:
+        images, weights = (f"{height} × {width}" for height, width in (size, trained))
+        log.warning(
+            "images of %s pixels are far from the %s of the weights, which may give poor features",
+            *(images, weights),
+        )
 
 
-def resize(image: Tensor, size: Size) -> Tensor:
-    """Resize (bicubic, antialias) an image (C, H, W) to (C, *size), ignoring its aspect ratio."""
+def resize(image: Tensor, size: Size, interpolation: Interpolation = "bicubic") -> Tensor:
+    """Resize (with antialias) an image (C, H, W) to (C, *size), ignoring its aspect ratio."""
     if image.shape[1:] == size:
         return image
     if tuple(size) == (1, 1) and image.dtype == torch.uint8:  # which torch cannot do
-        return (255 * resize(image / 255, size)).round_().to(torch.uint8)
-    resized = F.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+        return (255 * resize(image / 255, size, interpolation)).round_().to(torch.uint8)
+    resized = F.interpolate(image[None], size=size, mode=interpolation, antialias=True)[0]
     return resized.clamp_(0, 1) if resized.is_floating_point() else resized  # bicubic overshoots

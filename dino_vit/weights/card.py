@@ -11,11 +11,12 @@ from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, result_changes
 from dino_vit.core.text import printable, printable_lines
-from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, resized_side
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.positions import ROTARY_BASE
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of
+from dino_vit.weights.reading import INTERPOLATIONS
 
 FAMILIES = {192: "ViT-Ti", 384: "ViT-S", 768: "ViT-B", 1024: "ViT-L", 1280: "ViT-H", 1536: "ViT-g"}
 STRUCTURE = (
@@ -23,6 +24,7 @@ STRUCTURE = (
     *("stem", "norm_eps", "positions", "position_mode"),
 )
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
+RESAMPLE = {name: number for number, name in INTERPOLATIONS.items()}
 
 _USAGE = {
     "timm": """\
@@ -53,7 +55,7 @@ from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
 model = AutoModel.from_pretrained({path!r}, {arguments}).eval()
 {images}
-output = model(images).last_hidden_state[:, 0]
+output = model(images{resample}).last_hidden_state[:, 0]
 """,
     "onnx": """\
 import onnxruntime
@@ -63,7 +65,7 @@ cls, patches = session.run(None, {{"images": images.numpy()}})
 """,
 }
 _PHOTO = """\
-image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert({mode!r})
+image = ImageOps.exif_transpose(Image.open({photo!r})).convert({mode!r})
 images = AutoImageProcessor.from_pretrained({path!r})(image, return_tensors="pt").pixel_values"""
 
 CARD_FACTS = (
@@ -166,23 +168,31 @@ def show(name: str, value: Any) -> str:
 
 def processor_config(model: Backbone) -> dict[str, Any] | None:
     """Return how transformers prepares 8-bit photos, or None where it cannot do it as we do."""
-    origin, channels = model.provenance, model.channels
-    height, width = (origin and origin.size) or model.image_size
-    mean, std = (origin.mean, origin.std) if origin is not None else (None, None)
-    if (mean is None or std is None) and channels == 3:
-        mean, std = IMAGENET_NORMALISATION
-    scaled = origin is not None and (origin.bits == 16 or origin.range is not None)
-    if mean is None or std is None or scaled or height != width or channels not in MODES:
+    transform = _transform(model)
+    if transform is None or model.channels not in MODES:
         return None
+    height, width = transform.size
+    if transform.pixels.bits == 16 or transform.pixels.range is not None or height != width:
+        return None
+    crops = transform.fit == "crop"
     return {
         "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": channels == 3,
-        "size": {"shortest_edge": resized_side(height)},
-        "resample": 3,
+        "do_convert_rgb": model.channels == 3,
+        "size": {"shortest_edge": transform.resized_side(height)}
+        if crops
+        else {"height": height, "width": width},
+        "resample": RESAMPLE[transform.interpolation],
+        "do_center_crop": crops,
         "crop_size": {"height": height, "width": width},
-        "image_mean": mean,
-        "image_std": std,
+        "image_mean": transform.mean,
+        "image_std": transform.std,
     }
+
+
+def _transform(model: Backbone) -> EvalTransform | None:
+    """Return how images are prepared in evaluations, unless the weights do not say it."""
+    known = model.channels == 3 or (model.provenance is not None and model.provenance.mean is not None)
+    return eval_transform_of(model, verbose=False) if known else None
 
 
 def model_arguments(model: Backbone, format: str) -> dict[str, Any]:
@@ -255,28 +265,40 @@ def dinov2_mlp(model: Backbone) -> tuple[int, int]:
     return stated, (model.width * stated * 2 // 3 + 7) // 8 * 8
 
 
-def usage(model: Backbone, path: PurePath, format: str) -> str:
-    """Return lines of Python that open an export and compute the CLS features of images."""
-    origin = model.provenance
-    shape = ", ".join(map(str, ("n", model.channels, *model.image_size)))
-    height, width = model.image_size
-    resized = f"shorter side resized to {resized_side(height)} (bicubic), centre crop, " * (height == width)
-    images = f"images = ...  # ({shape}), float32, {resized}normalised as in the training"
+def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "photo.jpg") -> str:
+    """Return lines of Python that open an export and compute the CLS features of images, or of a photo."""
+    origin, transform, (height, width) = model.provenance, _transform(model), model.image_size
+    resized = ""
+    if transform and transform.size == model.image_size and transform.fit == "whole":
+        resized = f"resized ({transform.interpolation}), "
+    elif transform and transform.size == model.image_size and height == width:
+        side = transform.resized_side(height)
+        resized = f"shorter side resized to {side} ({transform.interpolation}), centre crop, "
+    shape = f"(n, {model.channels}, {height}, {width})"
+    images = f"images = ...  # {shape}, float32, {resized}normalised as in the training"
     if origin and origin.mean:
         images += f": mean ({show('mean', origin.mean)}), std ({show('std', origin.std)})"
-    if format == "huggingface" and processor_config(model):
-        images = _PHOTO.format(mode=MODES[model.channels], path=str(path))
+    if format == "huggingface" and photo is not None and processor_config(model):
+        images = _PHOTO.format(mode=MODES[model.channels], path=str(path), photo=photo)
     lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
     arguments = ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items())
     filled = lines.format(
         path=str(path),
         arguments=arguments,
         images=images,
+        resample=", interpolate_pos_encoding=True"
+        * (transform is not None and _asks_to_resample(model, transform)),
         name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
         norm_eps=model.architecture.get("norm_eps"),
         reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
     )
     return filled.replace(", )", ")").rstrip()
+
+
+def _asks_to_resample(model: Backbone, transform: EvalTransform) -> bool:
+    """Tell whether the ViT of transformers, alone of its kin, has to be asked to resample its positions."""
+    config = huggingface_config(model) if isinstance(model, VisionTransformer) else {}
+    return config.get("model_type") == "vit" and transform.size != model.image_size
 
 
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:

@@ -2,17 +2,12 @@
 
 import copy
 import json
-import logging
 import shutil
 import tempfile
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -25,27 +20,32 @@ from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights import layouts
 from dino_vit.weights.card import (
+    describe,
     dinov2_mlp,
     huggingface_config,
     is_own_card,
-    model_arguments,
     model_card,
     processor_config,
 )
+from dino_vit.weights.comparison import compare_features
+from dino_vit.weights.graph import check_graph, data_of, write_graph
 from dino_vit.weights.layouts import Layout, split
-from dino_vit.weights.loading import load_backbone
-from dino_vit.weights.reading import EXPORT_KEY, WeightsError, read_weights
+from dino_vit.weights.reading import EXPORT_KEY, WeightsError
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
-LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 SUFFIXES = {"reference": _SUFFIXES, "timm": _SUFFIXES, "onnx": (".onnx",)}
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
-TRAINING_FACTS = ("mean", "std", "bits", "range", "size", "network", "step")  # of Provenance, kept
-LARGEST = 2e9  # bytes of weights in a single ONNX file
-INPUT, OUTPUTS = "images", ("cls", "patches")  # of an ONNX graph
-METADATA_KEY = "dino_vit"  # of an ONNX graph
-TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
+TRAINING_FACTS = (
+    "mean",
+    "std",
+    "bits",
+    "range",
+    "size",
+    "preparation",
+    "network",
+    "step",
+)  # of Provenance, kept
 
 
 def export_backbone(
@@ -55,21 +55,23 @@ def export_backbone(
     *,
     overwrite: bool = False,
     dynamic: bool = False,
+    dtype: Literal["float32", "float16"] = "float32",
     card: str | None = None,
 ) -> str:
     """Write a backbone in the format of another library and return a sentence on how it was checked.
 
     The formats are `reference` (DINO's own) and `timm`, each a .pth or .safetensors file, `huggingface`, a
-    folder for `AutoModel.from_pretrained`, and `onnx`, of the trained size or, if `dynamic`, of any. The
-    export only appears at `path` if its features equal those of the model. `card` is the text of README.md in
-    a Hugging Face folder; by default it states what is known of the model.
+    folder for `AutoModel.from_pretrained`, and `onnx`, of the trained size or, if `dynamic`, of any, which
+    computes in `dtype`; weights of more than 2 GB are in a file with `.data` added to its name. The export
+    only appears at `path` if its features equal those of the model. `card` is the text of README.md in a
+    Hugging Face folder; by default it states what is known of the model.
     """
     path = Path(path)
     if format not in FORMATS:
         raise WeightsError(f"format={format!r} is not supported; choose from {', '.join(FORMATS)}")
     _check_target(path, format, overwrite)
     if format == "onnx":
-        _check_graph(model, dynamic=dynamic)
+        check_graph(model, dynamic=dynamic)
     else:
         _check_architecture(model, format)
     model = copy.deepcopy(model).cpu().float().eval()
@@ -78,13 +80,15 @@ def export_backbone(
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
             written = Path(folder) / path.name
             if format == "onnx":
-                _write_graph(model, written, _describe(model, format), dynamic=dynamic)
+                write_graph(model, written, _describe(model, format), dynamic=dynamic, dtype=dtype)
             else:
                 _write_tensors(model, written, format, card)
-            summary = _compare_features(model, written, format, larger=dynamic)
+            summary = compare_features(model, written, format, larger=dynamic, half=dtype == "float16")
             if path.is_dir():
                 shutil.rmtree(path)  # _check_target found nothing but an older export in it
-            written.replace(path)
+            for file in (data_of(written), written):
+                if file.exists():
+                    file.replace(path.with_name(file.name))
             sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} could not be written: {reason(error)}") from error
@@ -93,7 +97,7 @@ def export_backbone(
 
 
 def _check_target(path: Path, format: str, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
+    if (path.exists() or data_of(path).exists()) and not overwrite:
         raise WeightsError(
             f"{path} already exists; choose another name, or give --overwrite (in Python overwrite=True)"
         )
@@ -133,25 +137,6 @@ def _check_architecture(model: Backbone, format: str) -> None:
         raise WeightsError(f"the {format} format does not support {', '.join(faults)}")
 
 
-def _check_graph(model: Backbone, *, dynamic: bool) -> None:
-    """Raise WeightsError for what a graph cannot hold."""
-    if not (find_spec("onnxscript") and find_spec("onnxruntime")):
-        raise WeightsError("to write ONNX, install its libraries: pip install 'dino-vit[onnx]'")
-    size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    if size > LARGEST:
-        text = f"an ONNX file can hold {LARGEST / 1e9:g} GB, but these weights have {size / 1e9:.1f}"
-        raise WeightsError(f"{text}: use another --format")
-    if dynamic and not isinstance(model, VisionTransformer):
-        name = model.architecture["name"]
-        raise WeightsError(f"{name} of timm is written as a graph for one size: leave out --dynamic")
-    if dynamic and not model.rotary and model.position_mode in ("dino", "dinov2"):
-        raise WeightsError(
-            f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
-            "--dynamic, or load the weights with position_mode='hf', which is equal at the trained size, and "
-            "save them"
-        )
-
-
 def _layout_of(model: Backbone, format: str) -> Layout:
     a = model.architecture
     rotary, gated = a["positions"] == "rotary", a["mlp"] == "swiglu"
@@ -168,7 +153,10 @@ def _layout_of(model: Backbone, format: str) -> Layout:
 
 def _describe(model: Backbone, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
-    facts = {name: getattr(model.provenance, name, None) for name in TRAINING_FACTS}
+    facts = (
+        {} if format != "onnx" else {k: v for k, v in describe(model).items() if k not in ("file", "config")}
+    )
+    facts |= {name: getattr(model.provenance, name, None) for name in TRAINING_FACTS}
     facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
     names = ("positions", "name", "norm_eps")
     facts |= {name: value for name, value in model.architecture.items() if name in names}
@@ -240,100 +228,3 @@ def _write_huggingface(
     for name, text in {"README.md": card, **texts}.items():
         (folder / name).write_bytes(text.encode())
         sync(folder / name)
-
-
-class _Graph(nn.Module):
-    """A backbone that returns the CLS token and the patches."""
-
-    def __init__(self, model: Backbone) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.model.forward_features(images)
-        return tokens[:, 0], tokens[:, self.model.first_patch :]
-
-
-@torch.no_grad()
-def _write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool) -> None:
-    """Write a graph for any number of images, of the trained size or of any of two patches a side or more.
-
-    `about` is what is known of the model, as JSON.
-    """
-    graph = _Graph(model).eval()
-    (height, width), (p, q) = model.image_size, model.patch_size
-    # Another size than a power of two, and of unequal sides, so that nothing is taken for constant.
-    images = torch.zeros(2, model.channels, *((height + p, width + 2 * q) if dynamic else (height, width)))
-    sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
-    if dynamic:
-        rows, columns = (torch.export.Dim(name, min=2, max=1024) for name in ("rows", "columns"))
-        sizes |= {2: p * rows, 3: q * columns}
-    level = logging.root.manager.disable
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporters' own dependencies warn of many things
-        logging.disable(logging.WARNING)
-        try:
-            program = torch.export.export(graph, (images,), dynamic_shapes=(sizes,))
-            names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(OUTPUTS)}
-            onnx = torch.onnx.export(program, **names, dynamo=True, verbose=False)
-        finally:
-            logging.disable(level)
-    assert onnx is not None
-    onnx.model.metadata_props[METADATA_KEY] = about
-    onnx.save(path, external_data=False)
-    sync(path)
-
-
-@torch.no_grad()
-def _compare_features(model: Backbone, written: Path, format: str, *, larger: bool) -> str:
-    """Compare with the features of the written file, in the library it is for if that is installed."""
-    library = LIBRARIES.get(format)
-    if library and find_spec(library):
-        peer, how = _open_peer(model, written, format), f"with {library}"
-    else:
-        peer = load_backbone(written, format=format, heads=model.heads, verbose=False)
-        how = "by loading it again"
-    (height, width), (p, q) = model.image_size, model.patch_size
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, model.channels, height + larger * p, width + larger * q, generator=generator)
-    ours = model.forward_features(images)[:, 0]
-    error = ((ours - peer(images)).abs().max() / ours.abs().max()).item()
-    if not error <= TOLERANCE:
-        raise WeightsError(
-            f"largest relative difference of the CLS features: {error:.1e} (allowed: {TOLERANCE:.0e}); "
-            "nothing was written"
-        )
-    return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
-
-
-def _open_peer(model: Backbone, written: Path, format: str) -> Callable[[Tensor], Tensor]:
-    """Open the written file in the library it is for; return a function from images to CLS features."""
-    if format == "onnx":
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(str(written), providers=["CPUExecutionProvider"])
-        return lambda images: torch.from_numpy(session.run(["cls"], {INPUT: images.numpy()})[0])
-    arguments = model_arguments(model, format)
-    if format == "huggingface":
-        from transformers import AutoModel
-        from transformers.utils import logging as bars
-
-        shown = bars.is_progress_bar_enabled()
-        bars.disable_progress_bar()
-        try:
-            opened = AutoModel.from_pretrained(written, **arguments).eval()
-        finally:
-            if shown:
-                bars.enable_progress_bar()
-        return lambda images: opened(images).last_hidden_state[:, 0]
-    import timm
-    from timm.models.eva import Eva
-
-    if isinstance(model, TimmBackbone):
-        features: Callable[[Tensor], Tensor] = timm.create_model(**arguments, checkpoint_path=written).eval()
-        return features
-    assert isinstance(model, VisionTransformer)
-    norm = partial(timm.layers.LayerNorm, eps=model.architecture["norm_eps"])
-    peer = (Eva if model.rotary else timm.models.VisionTransformer)(**arguments, norm_layer=norm).eval()
-    peer.load_state_dict(read_weights(written, "teacher").tensors)
-    return lambda images: peer.forward_features(images)[:, 0]

@@ -238,12 +238,13 @@ MERGED = (  # a tensor of ours, and the separate ones that others store instead
 def merge(tensors: Mapping[str, Tensor], *, key_bias: bool = True) -> dict[str, Tensor]:
     """Concatenate separate q, k, v, and separate gate and up projections, into the single tensors of ours.
 
-    Without `key_bias` it is zeros where there are others.
+    Without `key_bias` it is zeros where there are others and none of the keys.
     """
     merged = dict(tensors)
     if not key_bias:
         of_queries = [name for name in tensors if name.endswith(".attn.q.bias")]
-        merged |= {n.replace("attn.q.", "attn.k."): torch.zeros_like(tensors[n]) for n in of_queries}
+        zeros = {n.replace("attn.q.", "attn.k."): torch.zeros_like(tensors[n]) for n in of_queries}
+        merged = zeros | merged
     for name in tensors:
         for whole, parts in MERGED:
             names = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]

@@ -6,15 +6,13 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from inspect import signature
-from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,56 +27,20 @@ from dino_vit.models.positions import Grid, interpolate_pos_embs
 from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.weights.layouts import OURS, TIMM, Layout, merge
-from dino_vit.weights.reading import RawWeights, WeightsError, check_finite, is_name, read_weights
+from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.hub import is_name
+from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
+from dino_vit.weights.reading import (
+    OtherArchitecture,
+    RawWeights,
+    WeightsError,
+    check_finite,
+    read_weights,
+)
 from dino_vit.weights.recognition import infer_architecture, patch_grid, recognise
 
+LOOKS_LIKE_TIMM = "taken for DINO's, with a guess at mean and std: files of timm look the same (format=timm)"
 HEADS = {"head": "loss.center", "patch_head": "patch_loss.center"}  # and the centre of the outputs of each
-
-if TYPE_CHECKING:
-    from dino_vit.views.eval_transform import EvalTransform
-
-
-class LoadedBackbone(Backbone):
-    """A backbone from a file or a run."""
-
-    @cached_property
-    def transform(self) -> "EvalTransform":
-        """What evaluations do with an image before this backbone: resize, crop, normalise."""
-        from dino_vit.views.eval_transform import eval_transform_of  # imports Pillow, and more
-
-        return eval_transform_of(self)
-
-    @torch.no_grad()
-    def embed(self, images: object, *, batch_size: int = 64) -> Tensor:
-        """Return the CLS token (D,) of an image, or (n, D) of several, on the CPU.
-
-        An image is what `transform` takes; several are an iterable of them, a tensor (n, C, H, W) or an array
-        (n, H, W, C). They are read and sent through the backbone `batch_size` at a time.
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
-        if single or not isinstance(images, Iterable):
-            return self.embed([images])[0]
-        training, weight, remaining = self.training, next(self.parameters()), iter(images)
-        self.eval()
-        try:
-            features = [torch.empty(0, self.width)]
-            while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
-                inputs = torch.stack(batch).to(weight.device, weight.dtype)
-                features.append(self.forward_cls(inputs).float().cpu())
-        finally:
-            self.train(training)
-        return torch.cat(features)
-
-
-class LoadedTransformer(LoadedBackbone, VisionTransformer):
-    """A vision transformer from a file or a run."""
-
-
-class LoadedTimmBackbone(LoadedBackbone, TimmBackbone):
-    """A model of timm from a file or a run."""
 
 
 def load_backbone(
@@ -105,22 +67,35 @@ def load_backbone(
             f"load_backbone() has no argument {unknown[0]!r}; its arguments are {', '.join(parameters)}"
         )
     raw = read_weights(source, network)
-    model: LoadedBackbone
-    if _is_timm(raw):
-        layout, model = OURS if raw.metadata else TIMM, _load_timm(raw, overrides)
-        notes = [f"{model.name} of timm"]
-    else:
-        layout = recognise(raw, format)
-        model, notes = _load_transformer(raw, layout, trained_size, overrides)
+    layout, model, notes = _load(raw, format, trained_size, overrides)
     origin = _provenance(raw, layout, model)
     if "image_size" in overrides:
-        origin = replace(origin, size=None)
+        origin = replace(origin, size=None, preparation={})
     model.provenance = origin
     if verbose:
         loaded = f"loaded {len(model.state_dict())} tensors"
         facts = f"{origin.format}, {origin.network or 'backbone'}, sha256 {origin.sha256[:12]}"
         log.info("%s: %s", raw.source, "; ".join([f"{loaded} ({facts})", *notes]))
     return model.eval()
+
+
+def _load(
+    raw: RawWeights, format: str | None, trained_size: int | Grid | None, overrides: Mapping[str, Any]
+) -> tuple[Layout, LoadedBackbone, list[str]]:
+    """Return the layout, the backbone, as our transformer or else as timm builds it, and notes on it."""
+    stated = raw.metadata["architecture"] if raw.metadata else raw.facts
+    if "name" not in stated:
+        try:
+            layout = recognise(raw, format)
+            model, notes = _load_transformer(raw, layout, trained_size, overrides)
+            if layout is REFERENCE and not (raw.trained_with_dino or format or "format" in raw.facts):
+                notes.append(LOOKS_LIKE_TIMM)
+            return layout, model, notes
+        except OtherArchitecture:
+            if "architecture" not in raw.hub_config:
+                raise
+    of_timm = _load_timm(raw, overrides)
+    return OURS if raw.metadata else TIMM, of_timm, [f"{of_timm.name} of timm"]
 
 
 def _load_transformer(
@@ -137,7 +112,7 @@ def _load_transformer(
     except WeightsError:
         raise
     except KeyError as error:
-        raise WeightsError(f"{raw.source} lacks {error}, which every vision transformer has") from error
+        raise OtherArchitecture(f"{raw.source} lacks {error}, which every vision transformer has") from error
     except (TypeError, ValueError, RuntimeError, ArithmeticError, IndexError) as error:
         raise WeightsError(f"{raw.source} describes a network that cannot be built: {error}") from error
     _load_strictly(model, _adapt(tensors, stored, wanted, raw.source, notes), raw.source)
@@ -150,7 +125,7 @@ def _load_strictly(model: LoadedBackbone, tensors: Mapping[str, Tensor], source:
     except RuntimeError as error:
         # torch has a line for all that is missing, one for all that is unexpected, one for each other shape.
         facts = " ".join(shorten(line, 200, placeholder=" ...") for line in str(error).splitlines()[1:5])
-        raise WeightsError(f"{source} does not fit its architecture: {facts}") from error
+        raise OtherArchitecture(f"{source} does not fit its architecture: {facts}") from error
 
 
 def _adapt(
@@ -214,6 +189,7 @@ def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Prove
         size=size,
         network=raw.network or facts.get("network"),
         step=facts.get("step"),
+        preparation=facts.get("preparation") or {},
         config=facts.get("config") or {},
     )
 
@@ -233,13 +209,6 @@ def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[s
             dropped[part] += 1
     notes = [f"dropped {part} ({plural(count, 'tensor')})" for part, count in dropped.items()]
     return merge(kept, key_bias=not layout.rotary), notes
-
-
-def _is_timm(raw: RawWeights) -> bool:
-    """Tell whether weights are of a model that timm builds and we do not."""
-    if raw.metadata:
-        return "name" in raw.metadata["architecture"]
-    return "name" in raw.facts or ("architecture" in raw.hub_config and "cls_token" not in raw.tensors)
 
 
 def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackbone:

@@ -10,7 +10,6 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,17 +17,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dino_vit.core import Size
+from dino_vit.core import Size, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public
 from dino_vit.models.backbone import Backbone
+from dino_vit.weights.hub import HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 
 FORMAT_VERSION = 1  # of the metadata in our own files
 EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its tensors do not show
-HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # a config.json beside these is theirs
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
-PREFIXES = ("hf:", "timm:")  # of weights by name
+INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # of Pillow, which processors of Hugging Face name by number
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
 NETWORKS = ("teacher", "student")
 WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataParallel and torch.compile
@@ -36,6 +35,10 @@ WRAPPER_PREFIX = re.compile(r"^((module|_orig_mod)\.)+")  # of DistributedDataPa
 
 class WeightsError(ValueError):
     """The given weights cannot be used as requested."""
+
+
+class OtherArchitecture(WeightsError):
+    """The given weights are not those of our vision transformer; timm may have theirs."""
 
 
 @dataclass(frozen=True)
@@ -60,56 +63,21 @@ def read_weights(source: str | Path | Mapping[str, Any], network: str) -> RawWei
         return _unwrap(source, RawWeights({}, source="a dict", sha256=""), network)
     named = is_name(source)
     try:
-        path, content, about = _read_path(_fetch(str(source)) if named else Path(source))
+        path, content, about = _read_path(fetch(str(source)) if named else Path(source))
     except StorageError as error:
         raise WeightsError(str(error)) from error
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    raw = RawWeights({}, str(source if named else path), sha256, **about)
+    raw = RawWeights({}, str(source if named else path), _sha256(path), **about)
     return _unwrap(content, raw, network)
 
 
-def is_name(source: object) -> bool:
-    """Tell whether weights are given by name, not by path."""
-    return isinstance(source, str) and source.startswith(PREFIXES)
-
-
-def _fetch(name: str) -> Path:
-    """Return the folder with the weights of a name, downloaded unless the hub's cache has them."""
-    from huggingface_hub import hf_hub_download  # takes a second to import
-    from huggingface_hub.errors import EntryNotFoundError
-
-    repository = name.removeprefix("hf:") if name.startswith("hf:") else _of_timm(name)
-    try:
-        try:
-            path = hf_hub_download(repository, HUB_FILES[0])
-        except EntryNotFoundError:
-            path = hf_hub_download(repository, HUB_FILES[1])
-        hf_hub_download(repository, "config.json")  # without it the heads, say, would be guessed
-        with suppress(EntryNotFoundError):  # timm's have none
-            hf_hub_download(repository, "preprocessor_config.json")
-    except (OSError, ValueError) as error:  # all that the hub's library raises
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise WeightsError(
-            f"{name} could not be fetched, and the hub's cache does not have it ({reason}). Where there is a "
-            f"network, run `hf download {repository}`, and give the folder that it prints"
-        ) from error
-    return Path(path).parent
-
-
-def _of_timm(name: str) -> str:
-    """Return the repository of a model of timm."""
-    try:
-        import timm
-    except ImportError as error:
-        raise WeightsError(f"{name} is found by timm: pip install 'dino-vit[timm]'") from error
-    pretrained = None
-    with suppress(RuntimeError):  # of a tag that does not exist
-        pretrained = timm.get_pretrained_cfg(name.removeprefix("timm:"))
-    if pretrained is None or not pretrained.hf_hub_id:
-        text = f"{name}: timm {timm.__version__} knows no weights of this name on the hub"
-        raise WeightsError(f"{text}; timm.list_pretrained() names those that there are")
-    return str(pretrained.hf_hub_id)
+def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; of weights in several files that of all of them, one after the other."""
+    checksum = hashlib.sha256()
+    for part in parts(path) if path.name == INDEX else [path]:
+        with part.open("rb") as file:
+            while block := file.read(2**20):
+                checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
@@ -128,9 +96,18 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
     elif not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
         raise WeightsError(f"{path} {wrong}; give a weights file or a run folder")
+    if path.suffix == ".onnx":
+        raise WeightsError(
+            f"{path} is an ONNX graph, which has no weights to load: give those that it was exported from. "
+            f"`dino-vit inspect-weights {path}` says what it is"
+        )
     hub_config = _read_hub_config(path)
     about = {"hub_config": hub_config, "facts": _facts_of(hub_config)}
-    if path.suffix == ".safetensors":
+    if path.name == INDEX:
+        content, texts = dict[str, Tensor](), dict[str, str]()
+        for part in parts(path):
+            content |= read_tensors(part)[0]
+    elif path.suffix == ".safetensors":
         content, texts = read_tensors(path)
         if OWN_KEY in texts:
             about["metadata"] = _check_metadata(path, _parse(f"the metadata of {path}", texts[OWN_KEY]))
@@ -158,7 +135,7 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _read_hub_config(weights: Path) -> dict[str, Any]:
     """Return config.json of a hub folder together with the preprocessor's statistics, or an empty dict."""
     config: dict[str, Any] = {}
-    for path in map(weights.with_name, ("preprocessor_config.json", "config.json")):
+    for path in map(weights.with_name, (PROCESSOR, "config.json")):
         if weights.name in HUB_FILES and path.is_file():
             config |= _parse(str(path), path.read_bytes())
     return config if "model_type" in config or "architecture" in config else {}
@@ -172,20 +149,42 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "format": "timm" if "architecture" in config else None,
         "heads": config.get("num_attention_heads") or arguments.get("num_heads"),
         "image_size": config.get("image_size") or size,
-        "size": _processor_size(config),
         "channels": channels,
         "mean": config.get("image_mean") or timm.get("mean"),
         "std": config.get("image_std") or timm.get("std"),
         "norm_eps": config.get("layer_norm_eps"),
     }
-    return _with_tuples({name: value for name, value in facts.items() if value is not None})
+    stated = {name: value for name, value in facts.items() if value is not None}
+    return _with_tuples(stated) | _processor_facts(config)
 
 
-def _processor_size(config: Mapping[str, Any]) -> Size | None:
-    """Return the size that a Hugging Face processor gives images; DINOv2's positions are for another."""
-    crop = config.get("crop_size") if config.get("do_center_crop", True) else None
-    size = crop or config.get("size")
-    height, width = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
+def _processor_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a Hugging Face processor prepares images; DINOv2's give another size than its positions."""
+    resized, crop = _sides(config.get("size")), None
+    if config.get("do_center_crop", True):
+        crop = _sides(config.get("crop_size"))
+    preparation: dict[str, Any] = {}
+    if crop and crop[0] == crop[1] and resized:
+        preparation["shorter_side"] = max(min(resized), *crop)
+    elif resized and not crop and "shortest_edge" not in config["size"]:
+        preparation["fit"] = "whole"
+    if (resample := config.get("resample")) in INTERPOLATIONS:
+        preparation["interpolation"] = INTERPOLATIONS[resample]
+    elif resample is not None:
+        log.warning(
+            "images are resized by bicubic interpolation, not by resample=%s of the processor", resample
+        )
+    size = crop or (resized if "fit" in preparation else None)
+    return ({"size": size} if size else {}) | ({"preparation": preparation} if preparation else {})
+
+
+def _sides(size: Any) -> Size | None:
+    """Return a size of a Hugging Face processor as height and width."""
+    if isinstance(size, Mapping):
+        edge = size.get("shortest_edge")
+        height, width = size.get("height", edge), size.get("width", edge)
+    else:
+        height = width = size
     return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
@@ -300,6 +299,7 @@ def save_backbone(
             raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
     metadata |= {
         "size": known.get("size"),
+        "preparation": known.get("preparation") or {},
         "kind": "backbone",
         "version": FORMAT_VERSION,
         "architecture": model.architecture,

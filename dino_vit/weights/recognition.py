@@ -29,11 +29,12 @@ from dino_vit.weights.layouts import (
     TIMM_DINOV3,
     Layout,
 )
-from dino_vit.weights.reading import RawWeights, WeightsError
+from dino_vit.weights.reading import OtherArchitecture, RawWeights, WeightsError
 
 FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
-HEADS_OF_DINOV3 = {1280: 20}
+HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
+RESAVED_AS = dict.fromkeys(("dinov2", "dinov3"), "huggingface") | {"torchvision": "reference"}  # to add heads
 TRAINED_SIDE = 224  # pixels, of weights that show no size
 ROTARY_RESCALE = 2.0  # in DINOv3's training
 EXACT_GELU = ("gelu", "gelu_python")  # its names in transformers
@@ -55,9 +56,10 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     if raw.facts.get("positions") == "rotary" and format == "timm":
         layout = TIMM_DINOV3
     if layout is None:
-        raise WeightsError(
+        raise OtherArchitecture(
             f"{raw.source} is not a supported vision transformer (tensors: "
-            f"{', '.join(sorted(raw.tensors)[:6])}, ...); supported formats are {', '.join(FORMATS)}"
+            f"{', '.join(sorted(raw.tensors)[:6])}, ...); supported formats are {', '.join(FORMATS)}; of "
+            "another model of timm give the folder that has its config.json too"
         )
     _refuse_unsupported(raw, layout)
     if layout is TIMM and raw.trained_with_dino:
@@ -70,18 +72,23 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
 
 
 def _check_rotary(raw: RawWeights) -> None:
-    """Refuse rotations of other periods, and keys with a bias."""
+    """Refuse rotations of other periods."""
     periods = raw.tensors.get("rope_embed.periods")
     if periods is not None:
         ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
         if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
             raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
+
+
+def _has_key_bias(raw: RawWeights) -> bool:
+    """Tell whether rotary weights have a bias of the keys, which DINOv3's released ones mask."""
     for name, tensor in raw.tensors.items():
-        bias = tensor if name.endswith((".k_proj.bias", ".attn.k_bias")) else None
+        bias = tensor if name.endswith(".k_proj.bias") else None
         if name.endswith(".qkv.bias") and f"{name}_mask" not in raw.tensors:
             bias = tensor.chunk(3)[1]
         if bias is not None and bias.any():
-            raise WeightsError(f"{raw.source} has keys with a bias ({name}), which is not supported")
+            return True
+    return False
 
 
 def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
@@ -99,7 +106,7 @@ def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
         f"model_args {', '.join(sorted(unknown))}": bool(unknown),
     }
     if faults := [fault for fault, is_present in unsupported.items() if is_present]:
-        raise WeightsError(f"{raw.source}: config.json has {', '.join(faults)}, which is not supported")
+        raise OtherArchitecture(f"{raw.source}: config.json has {', '.join(faults)}, which is not supported")
 
 
 def infer_architecture(
@@ -141,6 +148,7 @@ def infer_architecture(
         "position_mode": layout.position_mode,
         "registers": tensors["register_tokens"].shape[1] if "register_tokens" in tensors else 0,
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
+        "key_bias": True if layout.rotary and _has_key_bias(raw) else None,
         "layer_scale": 1.0 if "blocks.0.ls1.gamma" in tensors else None,
         "norm_eps": raw.facts.get("norm_eps", layout.norm_eps),
     }
@@ -181,9 +189,10 @@ def _infer_grid(
     for count in counts:
         if (side := math.isqrt(max(count, 0))) and side * side == count:
             return side, side
-    raise WeightsError(
+    raise OtherArchitecture(
         f"{raw.source} has {counts[0]} positions, which do not form a square; give trained_size=(height, "
-        "width) of the training images (a second class token, as in distilled DeiT, is not supported)"
+        "width) of the training images, or, of a model of timm with a second class token as in distilled "
+        "DeiT, the folder that has its config.json"
     )
 
 
@@ -197,8 +206,10 @@ def _infer_heads(width: int, raw: RawWeights, layout: Layout, overrides: Mapping
     usual = HEADS_OF_WIDTH | (HEADS_OF_DINOV3 if layout.rotary else {})
     heads = overrides.get("heads") or raw.facts.get("heads") or usual.get(width)
     if heads is None:
-        raise WeightsError(
+        format = RESAVED_AS.get(layout.format, layout.format)
+        new = "NEW" if format == "huggingface" else "NEW.pth"
+        raise OtherArchitecture(
             f"{raw.source}: no tensor shows the number of heads (width {width}). `dino-vit export FILE "
-            "NEW.pth --format reference --heads N` writes it into a file; load_backbone takes heads=N"
+            f"{new} --format {format} --heads N` writes it into a file; load_backbone takes heads=N"
         )
     return int(heads)

@@ -1,6 +1,5 @@
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -9,15 +8,17 @@ import torch
 from PIL import Image
 
 import dino_vit
-from dino_vit import VisionTransformer, load_backbone, save_backbone
+from dino_vit import VisionTransformer, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicates, unite
-from dino_vit.commands.embeddings.embed import EmbedConfig, provenance
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.embeddings import read_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, extract_features
+from dino_vit.eval.features import extract_features
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
+from tests.support.backbones import backbone
+from tests.support.hub import offline, snapshot
 from tests.support.images import write_synthetic
 
 
@@ -77,7 +78,7 @@ def test_files_hold_the_features_of_the_backbone(tmp_path, weights, folder, dtyp
 
 def test_other_tokens(tmp_path, weights):
     model, source = load_backbone(weights), SyntheticSource(length=9)
-    for tokens, blocks in (("patches", 1), ("cls+mean", 2)):
+    for tokens, blocks in (("patches", 2), ("cls+mean", 2), ("mean", 1), ("all", 1)):
         output = tmp_path / "e.parquet"
         embed(tmp_path, weights, "synthetic:9:32", f"output={output}", f"tokens={tokens}", f"blocks={blocks}")
         expected = features(model, source, spec=FeatureSpec(tokens=tokens, blocks=blocks))
@@ -241,7 +242,10 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, cap
         (["embed", folder, *common, "size=18"], "18"),
         (["search", "none.parquet", "x.png"], "`dino-vit embed SOURCE weights=..."),
         (["search", tmp_path / "other.parquet", "x.png"], "damaged or not an embedding file"),
-        (["search", tmp_path / "patches.parquet", "x.png"], "embed with tokens=cls"),
+        (
+            ["search", tmp_path / "patches.parquet", "x.png"],
+            "has several tokens of each image, but needs one: embed with tokens=cls",
+        ),
         (["search", "none.parquet", "x.png", "output=x.jpg"], "must end in .png"),
         (["duplicates", "none.parquet"], "does not exist"),
         (["duplicates", "none.parquet", "output=x.txt"], "must end in .json"),
@@ -251,13 +255,20 @@ def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, cap
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_weights_of_a_name_keep_it(weights):
-    model = load_backbone(weights)
-    model.provenance = replace(model.provenance, source="hf:owner/name")
-    frozen = FrozenBackbone(model=model, transform=eval_transform_of(model))
-    config = EmbedConfig(source="synthetic:1", weights="hf:owner/name")
-    metadata = provenance(np.zeros((1, 1)), SyntheticSource(length=1), frozen, config)
-    assert metadata["weights"]["path"] == "hf:owner/name"
+def test_weights_of_a_name_are_found_again_by_it(tmp_path, folder, monkeypatch, capsys):
+    offline(tmp_path / "hub", monkeypatch)
+    exported = snapshot(tmp_path / "hub", "owner/name")
+    export_backbone(backbone(), tmp_path / "vit", "huggingface")
+    shutil.copytree(tmp_path / "vit", exported, dirs_exist_ok=True)
+    embed(tmp_path, "hf:owner/name", folder, f"output={tmp_path / 'e.parquet'}")
+    assert read_embeddings(tmp_path / "e.parquet").metadata["weights"]["path"] == "hf:owner/name"
+    found = ["search", str(tmp_path / "e.parquet"), str(folder / "30.png"), f"output={tmp_path / 'f.png'}"]
+    assert main(found) == 0
+    assert "1.0000  30.png" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "hub")
+    assert main(found) == 2
+    assert "hf:owner/name could not be fetched" in (said := capsys.readouterr().err)
+    assert "If they were moved, give their new path with weights=" in said
 
 
 def test_features_beyond_float16_are_refused(tmp_path, capsys):

@@ -9,7 +9,8 @@ from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import FeatureSpec, eval_mode, extract_features, pixel_features
+from dino_vit.eval.features import eval_mode, extract_features, pixel_features
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
@@ -47,13 +48,17 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
     with eval_mode(model):
         blocks = model.get_intermediate_layers(images, 3)
     cls = [tokens[:, 0] for tokens in blocks]
-    patches = blocks[-1][:, 1 + registers :]
+    of_all = [tokens[:, 1 + registers :] for tokens in blocks]
+    patches = of_all[-1]
     for spec, expected in (
         (FeatureSpec(), cls[2]),
         (FeatureSpec(blocks=3), torch.cat(cls, 1)),
         (FeatureSpec(tokens="cls+mean"), torch.cat([cls[2], sum(patches.unbind(1)) / 16], 1)),
         (FeatureSpec(tokens="cls+mean", blocks=2), torch.cat([*cls[1:], sum(patches.unbind(1)) / 16], 1)),
+        (FeatureSpec(tokens="mean", blocks=2), torch.cat([part.mean(1) for part in of_all[1:]], 1)),
         (FeatureSpec(tokens="patches"), patches),
+        (FeatureSpec(tokens="patches", blocks=3), torch.cat(of_all, 2)),
+        (FeatureSpec(tokens="all"), blocks[-1]),
     ):
         features = extract_features(model, source, range(4), **SETTINGS, spec=spec)
         torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)

@@ -14,8 +14,9 @@ from dino_vit.core.storage import read_tensors
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, extract_features
+from dino_vit.eval.features import FrozenBackbone, extract_features
 from dino_vit.eval.frozen import cached_features
+from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.image_sets import write_folder, write_tar
 from tests.support.images import saved, write_synthetic

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import FeatureSpec, extract_features, pixel_features
+from dino_vit.eval.features import extract_features, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, rankme
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
 from tests.support.images import write_synthetic

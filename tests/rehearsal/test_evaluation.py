@@ -11,9 +11,10 @@ from dino_vit.core.device import to_device
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval import linear
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, in_batches
+from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.augment import Augment, Column
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.images import write_synthetic

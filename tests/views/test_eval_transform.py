@@ -8,7 +8,7 @@ from torchvision.transforms.v2 import functional as tv
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.models.backbone import Provenance
-from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize, resize_and_center_crop
+from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, resize
 from tests.support.backbones import backbone
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -26,9 +26,12 @@ def picture(height, width):
 )
 @pytest.mark.parametrize(("crop", "side"), [(224, 256), (96, 110), (48, 54), (32, 36)])
 def test_fit_is_the_published_protocol_for_images_of_any_size(height, width, crop, side):
+    """Halves of pixels are rounded down, as transformers does and torchvision only every second time."""
     image = picture(height, width)
     resized = tv.resize(image, [side], interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    assert torch.equal(resize_and_center_crop(image, (crop, crop)), tv.center_crop(resized, [crop, crop]))
+    top, left = ((length - crop) // 2 for length in resized.shape[1:])
+    expected = tv.crop(resized, top, left, crop, crop)
+    assert torch.equal(replace(PREPARATION, size=(crop, crop)).resize(image), expected)
 
 
 @pytest.mark.parametrize("size", [(16, 48), (48, 16), (30, 17)])
@@ -36,7 +39,7 @@ def test_fit_fills_any_size_from_any_image(size):
     for height in (1, 15, 16, 17, 31, 48, 50, 200):
         for width in (1, 16, 18, 47, 49, 131):
             image = torch.full((3, height, width), 200, dtype=torch.uint8)
-            fitted = resize_and_center_crop(image, size)
+            fitted = replace(PREPARATION, size=size).resize(image)
             assert fitted.shape == (3, *size)
             assert bool((fitted == 200).all())
 
@@ -50,9 +53,13 @@ def test_the_weights_say_how_images_are_prepared(caplog):
     with pytest.raises(ValueError, match="cannot be divided into patches"):
         eval_transform_of(model, size=(30, 32))
     model.provenance = Provenance(**known)
+    caplog.clear()
     caplog.set_level("INFO")
     assert eval_transform_of(model).mean == (0.485, 0.456, 0.406)
     assert "using those of ImageNet" in caplog.text
+    assert "far from" not in caplog.text
+    assert eval_transform_of(model, size=(48, 48)).size == (48, 48)
+    assert "images of 48 × 48 pixels are far from the 32 × 32 of the weights" in caplog.text
     other = backbone(channels=5)
     with pytest.raises(ValueError, match="5 channels"):
         eval_transform_of(other)
@@ -66,7 +73,7 @@ def test_deep_images_keep_their_bits_and_their_scale():
     transform = replace(PREPARATION, pixels=Pixels(bits=16, range=(0.0, 4095.0)))
     read = transform.read(source, 0)
     assert read.dtype == torch.float32
-    assert torch.equal(read, resize_and_center_crop(deep / 4095, (32, 32)))
+    assert torch.equal(read, PREPARATION.resize(deep / 4095))
     assert 0 <= read.min() <= read.max() <= 1
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
     assert torch.allclose(transform.normaliser(torch.device("cpu"))(read), (read - mean) / std)

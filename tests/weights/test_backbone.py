@@ -1,5 +1,7 @@
 """A loaded backbone prepares and embeds images from anywhere, exactly as the evaluations do."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from dino_vit import load_backbone, save_backbone
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.features import extract_features
+from dino_vit.models.tokens import FeatureSpec, Tokens
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
 
@@ -83,6 +86,30 @@ def test_embeddings_are_those_of_the_evaluations(model, photos):
     assert_close(model.embed(images.permute(0, 2, 3, 1).numpy()), model.embed(images), rtol=0, atol=0)
     assert model.embed(images[0]).shape == (model.width,)
     assert model.embed([]).shape == (0, model.width)
+
+
+@pytest.mark.parametrize("tokens", get_args(Tokens))
+def test_other_tokens_are_those_of_the_evaluations_too(model, photos, tokens):
+    source, spec = open_source(str(photos)), FeatureSpec(tokens=tokens, blocks=2)
+    settings = {"transform": model.transform, "batch_size": 5, "spec": spec}
+    wanted = extract_features(model, source, range(5), **settings).values
+    features = model.embed(sorted(photos.iterdir()), tokens=tokens, blocks=2)
+    assert_close(features, wanted, rtol=0, atol=1e-6)
+
+
+def test_patches_may_be_a_map(tmp_path):
+    save_backbone(backbone(), tmp_path / "vit.safetensors")
+    model = load_backbone(tmp_path / "vit.safetensors", image_size=(16, 32))
+    images = torch.rand(3, 3, 16, 32)
+    patches, maps = (model.embed(images, tokens="patches", reshape=reshape) for reshape in (False, True))
+    assert maps.shape == (3, model.width, 2, 4)
+    assert torch.equal(maps[1, :, 1, 2], patches[1, 4 + 2])
+    assert torch.equal(model.embed(images[1], tokens="patches", reshape=True), maps[1])
+    assert model.embed([], tokens="patches", reshape=True).shape == (0, model.width, 2, 4)
+    with pytest.raises(ValueError, match="needs tokens='patches'"):
+        model.embed(images, reshape=True)
+    with pytest.raises(ValueError, match="must be one of cls, mean, "):
+        model.embed(images, tokens="patch")
 
 
 def test_embedding_leaves_the_backbone_as_it_was(model):

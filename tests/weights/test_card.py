@@ -81,7 +81,6 @@ def test_the_lines_give_our_features(format, changes):
     "changes", [{"image_size": 48}, {"channels": 1, "statistics": {"mean": (0.4,), "std": (0.1,)}}]
 )
 def test_hugging_face_embeds_a_photo_as_we_do(changes):
-    """None of the sizes is at three pixels of four off, where its centre crop is a pixel beside ours."""
     model, lines = exported("huggingface", **changes)
     turned = Image.Exif()
     turned[274] = 6
@@ -91,10 +90,12 @@ def test_hugging_face_embeds_a_photo_as_we_do(changes):
         ((40, 30), None),
         ((20, 20), None),
         ((100, 75), turned),
+        ((79, 54), None),  # resized already, and 79 - 48 is odd
+        ((50, 75), None),
     ]:
         smooth("L" if changes else "RGB", size).save("photo.jpg", quality=95, exif=exif or Image.Exif())
         ours = model.embed("photo.jpg")
-        assert (features(lines)[0] - ours).abs().max() < 1e-3 * ours.abs().max(), size
+        assert (features(lines)[0] - ours).abs().max() < 1e-4 * ours.abs().max(), size
 
 
 def trained(*, config, **facts):

@@ -13,6 +13,9 @@ from transformers import AutoModel, DINOv3ViTConfig, DINOv3ViTModel
 from dino_vit import VisionTransformer, export_backbone, load_backbone
 from dino_vit.models.positions import rotary_positions, rotate
 from dino_vit.weights import WeightsError
+from dino_vit.weights.loading import _translate
+from dino_vit.weights.reading import RawWeights
+from dino_vit.weights.recognition import infer_architecture, recognise
 
 SMALL = {"image_size": 64, "patch_size": 16, "width": 128, "depth": 2, "heads": 2}
 ROTARY = {**SMALL, "positions": "rotary", "registers": 4, "layer_scale": 1e-5, "norm_eps": 1e-5}
@@ -222,13 +225,55 @@ def test_each_block_has_a_factor_of_its_own_in_training():
     assert torch.equal(*seen[2:])
 
 
-def test_other_periods_and_biases_of_keys_are_refused(huggingface):
+def test_other_periods_are_refused(huggingface):
     tensors = original(huggingface)
     with pytest.raises(WeightsError, match="rotary positions of other periods"):
         load_backbone({**tensors, "rope_embed.periods": torch.full((16,), 5.0)}, heads=2)
-    unmasked = {name: one for name, one in tensors.items() if not name.endswith("bias_mask")}
-    with pytest.raises(WeightsError, match=r"keys with a bias \(blocks\.0\.attn\.qkv\.bias\)"):
-        load_backbone(unmasked, heads=2)
-    theirs = huggingface.state_dict()
-    with pytest.raises(WeightsError, match="keys with a bias"):
-        load_backbone({**theirs, "model.layer.0.attention.k_proj.bias": torch.ones(128)}, heads=2)
+
+
+@pytest.mark.parametrize("layout", ["folder", "original"])
+def test_keys_with_a_bias_give_the_same_features(tmp_path, layout):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = DINOv3ViTConfig(**sizes, num_register_tokens=4, image_size=64, key_bias=True)
+    peer = with_values(DINOv3ViTModel(config).eval())
+    if layout == "folder":
+        peer.save_pretrained(tmp_path / "model")
+        model = load_backbone(tmp_path / "model")
+    else:
+        tensors = {name: one for name, one in original(peer).items() if not name.endswith("bias_mask")}
+        for block in range(2):
+            of_keys = peer.state_dict()[f"model.layer.{block}.attention.k_proj.bias"]
+            tensors[f"blocks.{block}.attn.qkv.bias"][128:256] = of_keys
+        model = load_backbone(tensors, image_size=64, heads=2)
+    assert model.architecture["key_bias"] is True
+    for images in IMAGES:
+        with torch.no_grad():
+            assert_close(tokens_of(model, images), peer(images).last_hidden_state, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "mlp"),
+    [
+        ("large_patch16_dinov3", 16, "gelu"),
+        ("huge_plus_patch16_dinov3", 20, "swiglu"),
+        ("7b_patch16_dinov3", 32, "swiglu"),
+    ],
+)
+def test_the_large_ones_are_recognised_by_their_shapes(name, heads, mlp):
+    """Without memory for them: tensors on the meta device."""
+    with torch.device("meta"):
+        peer = timm.create_model(f"vit_{name}", num_classes=0)
+    raw = RawWeights(peer.state_dict(), source="vit", sha256="")
+    layout = recognise(raw)
+    tensors, _ = _translate(raw, layout, set())
+    architecture = infer_architecture(tensors, layout, raw, None, {})
+    assert (architecture["heads"], architecture["mlp"], architecture["depth"]) == (
+        heads,
+        mlp,
+        len(peer.blocks),
+    )
+    with torch.device("meta"):
+        ours = VisionTransformer(**architecture).state_dict()
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in tensors.items()}
+    assert peer.blocks[0].attn.num_heads == heads

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from transformers import AutoModel
 
 from dino_vit import VisionTransformer, WeightsError, export_backbone, load_backbone, save_backbone
-from dino_vit.weights.export import METADATA_KEY
+from dino_vit.weights import card, graph
+from dino_vit.weights.graph import METADATA_KEY
 from dino_vit.weights.layouts import Layout
 from tests.support.backbones import KEYWORDS, backbone
 from tests.support.peers import HEADS, PEERS
@@ -76,6 +77,32 @@ def test_a_graph_of_any_size_gives_the_features_and_says_what_it_is(tmp_path):
     assert (metadata["mean"], metadata["image_size"], metadata["format"]) == ([0.1] * 3, [32, 32], "onnx")
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_graph_in_float16_takes_and_gives_float32(tmp_path, positions):
+    torch.manual_seed(0)
+    model, path = backbone(depth=1, positions=positions), tmp_path / "vit.onnx"
+    export_backbone(model, path, "onnx", dtype="float16")
+    types = {weight.data_type for weight in onnx.load(path).graph.initializer if len(weight.dims) > 1}
+    assert types == {onnx.TensorProto.FLOAT16}
+    images = torch.randn(2, 3, 32, 32)
+    (cls,) = onnxruntime.InferenceSession(path).run(["cls"], {"images": images.numpy()})
+    assert cls.dtype == "float32"
+    with torch.no_grad():
+        assert_close(torch.from_numpy(cls), model(images), rtol=0, atol=2e-2)
+
+
+def test_large_weights_lie_beside_their_graph(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "LARGEST", 1e3)
+    model, path = backbone(depth=1), tmp_path / "vit.onnx"
+    for _ in range(2):
+        export_backbone(model, path, "onnx", overwrite=True)
+    assert {file.name for file in tmp_path.iterdir()} == {"vit.onnx", "vit.onnx.data"}
+    images = torch.randn(2, 3, 32, 32)
+    (cls,) = onnxruntime.InferenceSession(path).run(["cls"], {"images": images.numpy()})
+    with torch.no_grad():
+        assert_close(torch.from_numpy(cls), model(images), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "format", "what"),
     [
@@ -102,6 +129,15 @@ def test_an_export_that_disagrees_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(Layout, "to_theirs", swapped)
     with pytest.raises(WeightsError, match="relative difference of the CLS features"):
         export_backbone(model, tmp_path / "out.pth", "timm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_processor_that_prepares_photos_otherwise_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(card.RESAMPLE, "bicubic", 2)
+    with pytest.raises(
+        WeightsError, match=r"prepares a photo of 134 × 72 pixels differently, by up to \d+ of 255"
+    ):
+        export_backbone(backbone(), tmp_path / "out", "huggingface")
     assert not list(tmp_path.iterdir())
 
 

@@ -5,14 +5,14 @@ import json
 import pytest
 import timm
 import torch
-from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
 import dino_vit
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.weights import WeightsError
-from dino_vit.weights.loading import LoadedTimmBackbone, LoadedTransformer
+from dino_vit.weights.backbones import LoadedTimmBackbone, LoadedTransformer
+from tests.support.hub import offline, snapshot
 
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 STATISTICS = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4)}
@@ -105,6 +105,29 @@ def test_a_folder_of_timm_loads_strictly(folder):
         dino_vit.load_backbone(write(model_args={"global_pool": "max"}))
 
 
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224", "vit_xsmall_patch16_clip_224"]
+)
+@torch.no_grad()
+def test_transformers_that_are_not_ours_are_built_by_timm(tmp_path, name):
+    """A second class token, rotations beside positions, a LayerNorm before the blocks."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=0).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    pretrained = {"input_size": [3, 224, 224], **{key: model.pretrained_cfg[key] for key in ("mean", "std")}}
+    config = {"architecture": name, "num_classes": 0, "pretrained_cfg": pretrained}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = dino_vit.load_backbone(tmp_path)
+    images = torch.randn(2, 3, 224, 224)
+    assert type(loaded) is LoadedTimmBackbone
+    assert loaded.provenance.mean == model.pretrained_cfg["mean"]
+    assert_close(loaded(images), model(images))
+    assert loaded.forward_features(images).shape[1] == 1 + (224 // loaded.patch_size[0]) ** 2
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"not fit|not a supp|lacks|positions, which|heads"):
+        dino_vit.load_backbone(tmp_path)
+
+
 @torch.no_grad()
 def test_other_channels_get_the_first_kernels_of_timm(folder):
     _, write = folder
@@ -118,23 +141,18 @@ def test_other_channels_get_the_first_kernels_of_timm(folder):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache of the hub with a convolution and a transformer of timm's, and a network that is off."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline(tmp_path, monkeypatch)
     torch.manual_seed(0)
     models = {name: timm.create_model(name).eval() for name in ("test_convnext", "test_vit")}
     for name, model in models.items():
-        tagged = f"{name}.r160_in1k"
-        snapshot = tmp_path / f"models--timm--{tagged}" / "snapshots" / ("a" * 40)
-        snapshot.mkdir(parents=True)
-        (snapshot.parents[1] / "refs").mkdir()
-        (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
-        save_file(model.state_dict(), snapshot / "model.safetensors")
+        folder = snapshot(tmp_path, f"timm/{name}.r160_in1k")
+        save_file(model.state_dict(), folder / "model.safetensors")
         statistics = {key: list(model.pretrained_cfg[key]) for key in ("mean", "std")}
         config = {"architecture": name, "num_classes": 1000}
         config["pretrained_cfg"] = {"tag": "r160_in1k", "input_size": [3, 160, 160], **statistics}
         if name == "test_vit":
             config |= {"model_args": {"num_heads": model.blocks[0].attn.num_heads}}
-        (snapshot / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config))
         model.reset_classifier(0)
     return models
 

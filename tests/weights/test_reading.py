@@ -9,11 +9,22 @@ import re
 
 import pytest
 import torch
+from transformers import (
+    AutoImageProcessor,
+    BitImageProcessor,
+    CLIPImageProcessor,
+    ViTConfig,
+    ViTImageProcessor,
+    ViTModel,
+)
 
 from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
+from tests.support.hub import COMMIT, offline, snapshot
+from tests.support.images import smooth
+from tests.support.peers import HF_VIT
 
 
 def damage(path):
@@ -183,6 +194,43 @@ def test_metadata_that_makes_no_sense(tmp_path, metadata, message):
         load_backbone(tmp_path / "a.safetensors")
 
 
+def test_weights_in_several_files(tmp_path):
+    """As transformers writes large ones: with an index."""
+    peer = ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).eval()
+    peer.save_pretrained(tmp_path / "one")
+    peer.save_pretrained(tmp_path / "several", max_shard_size="50KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
+    model = load_backbone(tmp_path / "several")
+    assert torch.equal(model(IMAGES), load_backbone(tmp_path / "one")(IMAGES))
+    index = tmp_path / "several" / "model.safetensors.index.json"
+    assert load_backbone(index).provenance.sha256 == model.provenance.sha256
+    next((tmp_path / "several").glob("*2-of*")).unlink()
+    with pytest.raises(WeightsError, match=r"00002-of-00\d+\.safetensors is not a safetensors file"):
+        load_backbone(index)
+    index.write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+    with pytest.raises(WeightsError, match=r"names ../elsewhere\.safetensors, which is no file beside it"):
+        load_backbone(index)
+
+
+@pytest.mark.parametrize("known", ["nothing", "that there is none", "it"])
+def test_a_processor_that_the_network_does_not_give_is_said(tmp_path, monkeypatch, caplog, known):
+    offline(tmp_path, monkeypatch)
+    folder = snapshot(tmp_path, "owner/vit")
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(folder)
+    if known == "it":
+        (folder / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
+    elif known == "that there is none":
+        absent = folder.parents[1] / ".no_exist" / COMMIT
+        absent.mkdir(parents=True)
+        (absent / "preprocessor_config.json").touch()
+    model = load_backbone("hf:owner/vit")
+    assert model.provenance.mean == ((0.1, 0.2, 0.3) if known == "it" else None)
+    said = (
+        "its preprocessor_config.json could not be fetched, so size, mean and std of its images are assumed"
+    )
+    assert (said in caplog.text) == (known == "nothing")
+
+
 @pytest.mark.parametrize(
     ("processor", "size"),
     [
@@ -212,10 +260,35 @@ def test_images_have_the_size_of_the_processor_and_positions_their_own(tmp_path,
         assert stated["crop_size"] == {"height": size[0], "width": size[1]}
 
 
-def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "processor",
+    [
+        BitImageProcessor(size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}),
+        CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1] * 3),
+    ],
+    ids=["as ours", "the shorter side whole", "all of it, bilinear"],
+)
+def test_a_processor_of_hugging_face_prepares_photos_as_evaluations_then_do(tmp_path, processor):
+    ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(tmp_path / "hub")
+    processor.save_pretrained(tmp_path / "hub")
+    model = load_backbone(tmp_path / "hub")
+    save_backbone(model, tmp_path / "ours.safetensors")
+    export_backbone(model, tmp_path / "again", "huggingface")
+    again = AutoImageProcessor.from_pretrained(tmp_path / "again")
+    for size in ((60, 41), (35, 78), (40, 40), (20, 23)):
+        photo = smooth("RGB", size)
+        expected = processor(photo, return_tensors="pt").pixel_values[0]
+        for transform in (model.transform, load_backbone(tmp_path / "ours.safetensors").transform):
+            torch.testing.assert_close(transform(photo), expected)
+        torch.testing.assert_close(again(photo, return_tensors="pt").pixel_values[0], expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer_scale": 1.0}, {"layer_scale": 1.0, "mask_token": True}])
+def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch, changes):
     """Of a width that several networks have, no tensor shows the number of heads."""
     monkeypatch.chdir(tmp_path)
-    torch.save(backbone(width=40, heads=2).state_dict(), "FILE")
+    torch.save(backbone(width=40, heads=2, **changes).state_dict(), "FILE")
     evaluate = ["knn", "synthetic:20:32", "k=[1]"]
     assert main([*evaluate, "weights=FILE"]) == 2
     said = capsys.readouterr().err
@@ -223,4 +296,4 @@ def test_what_an_error_advises_works(tmp_path, capsys, monkeypatch):
     assert "heads=N" not in said.replace("load_backbone takes heads=N", "")
     advised = re.search(r"`dino-vit (export [^`]*)`", said)[1].split()
     assert main([*advised[:-1], "2"]) == 0
-    assert main([*evaluate, "weights=NEW.pth"]) == 0
+    assert main([*evaluate, f"weights={advised[2]}"]) == 0

@@ -18,7 +18,7 @@ from dino_vit.config.commands import LinearConfig
 from dino_vit.core import log
 from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy
-from dino_vit.eval.features import CLS, FeatureSpec, FrozenBackbone, simple_specs
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import (
     LabelledFeatures,
@@ -36,6 +36,7 @@ from dino_vit.eval.linear import (
     top_classes,
     train_heads,
 )
+from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
 
 BATCH = 1024  # images per step of a grid
 CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as the optimum
@@ -137,8 +138,14 @@ def _fit_logistic(cs: Sequence[float], train: LabelledFeatures, device: torch.de
         for fit in sweep(features, targets, cs=cs, classes=len(train.classes)):
             fits.append(fit)
             advance(1, f"C = {fit.c:.1e}")
-    if unfinished := [f"{fit.c:.1e}" for fit in fits if fit.gradient > CONVERGED]:
-        log.warning("L-BFGS did not reach the optimum for C = %s", ", ".join(unfinished))
+    if unfinished := [fit for fit in fits if fit.gradient > CONVERGED]:
+        log.warning(
+            "L-BFGS stopped before the optimum for C = %s: the largest gradient is %.1e, and the optimum "
+            "begins at %.0e",
+            ", ".join(f"{fit.c:.1e}" for fit in unfinished),
+            max(fit.gradient for fit in unfinished),
+            CONVERGED,
+        )
     return join_heads(fits)
 
 

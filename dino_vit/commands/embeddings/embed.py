@@ -12,9 +12,10 @@ from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.text import public
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.embeddings import Array, Embeddings, as_type, check_suffix, write_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
-from dino_vit.weights.reading import is_name
+from dino_vit.models.tokens import FeatureSpec
+from dino_vit.weights.hub import is_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,9 @@ def run(config: EmbedConfig) -> ImageEmbeddings:
     if output and is_main_process():
         write_embeddings(output, embeddings)
     wait_for_all()  # the file is complete for all of them
-    text = f"{' × '.join(map(str, values.shape))} in {config.dtype}, with names, labels and metadata"
+    rounded = "" if backbone.autocast is None else f" (computed in {backbone.precision})"
+    shape = " × ".join(map(str, values.shape))
+    text = f"{shape} in {config.dtype}{rounded}, with names, labels and metadata"
     return ImageEmbeddings(path=output, content=embeddings, text=f"{output}: {text}" if output else text)
 
 

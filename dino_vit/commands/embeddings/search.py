@@ -15,10 +15,11 @@ from dino_vit.core.text import printable
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite
+from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
 from dino_vit.eval.results import write_results
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.weights import load_backbone
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dino_vit.commands import Result
 from dino_vit.config.commands import AttentionConfig
-from dino_vit.core import log
+from dino_vit.core import height_width, log
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.storage import replacing
 from dino_vit.core.text import plural
@@ -32,7 +32,7 @@ from dino_vit.eval.maps.attention import (
 )
 from dino_vit.eval.maps.video import is_video, reading_video, writing_video
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.eval_transform import eval_transform_of
+from dino_vit.views.eval_transform import eval_transform_of, say_if_far
 from dino_vit.weights import load_backbone
 
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
@@ -83,16 +83,18 @@ def draw_sheets(
     model: VisionTransformer, source: Source, config: AttentionConfig
 ) -> tuple[list[Path], dict[str, Path]]:
     """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
-    pixels, sheets, maps = eval_transform_of(model).pixels, list[Path](), dict[str, Path]()
+    transform, sheets, maps = eval_transform_of(model), list[Path](), dict[str, Path]()
     indices = spread(len(source), len(source) if config.count is None else config.count)
     for start in range(0, len(indices), SHEET_ROWS):
         images: dict[int, ImageMaps] = {}
         for index in indices[start : start + SHEET_ROWS]:
             try:
-                picture, padded = prepare(model, read_image(source, index, pixels), config)
+                picture, padded = prepare(model, read_image(source, index, transform.pixels), config)
             except UnreadableImage as error:
                 log.warning("skipped %s", error)
                 continue
+            if not (images or sheets):  # once
+                say_if_far(height_width(padded.shape[-2:]), transform.size)
             heads = cls_attention(model, padded, config.block)[0].cpu()
             tokens = patch_tokens(model, padded)[0].cpu()
             check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)

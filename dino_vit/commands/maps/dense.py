@@ -26,13 +26,14 @@ from dino_vit.data.sources.files import in_threads
 from dino_vit.data.sources.masks import MaskedSource, open_masks
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Interval, Measured
-from dino_vit.eval.features import FeatureSpec, FrozenBackbone, check_finite, in_batches
+from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.labelled import refuse_same_images
 from dino_vit.eval.linear import LinearHeads, LogisticFit, count_correct, sweep
 from dino_vit.eval.results import evaluation
 from dino_vit.models.positions import Grid
+from dino_vit.models.tokens import FeatureSpec
 
 JUDGES = {"knn": "k-NN of patches", "linear": "linear layer"}
 CS = (0.01, 1.0, 100.0)  # inverse penalties of the linear layer

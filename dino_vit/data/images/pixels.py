@@ -109,7 +109,7 @@ def unit_scale(images: Tensor) -> Tensor:
 def resized_side(crop: int) -> int:
     """Return the side to resize an image to before its centre is cropped: about 256 for 224, as published.
 
-    The same number of pixels is cut off at either end: libraries round halves differently.
+    The same number of pixels is cut off at either end.
     """
     return crop + 2 * round(crop / 14)
 

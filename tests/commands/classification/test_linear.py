@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from dino_vit import load_backbone
 from dino_vit.core.checkpoint import Checkpoints
-from dino_vit.eval.features import FeatureSpec, extract_features
+from dino_vit.eval.features import extract_features
 from dino_vit.eval.labelled import LabelledFeatures, SupervisedConfig, hold_out, open_sets
 from dino_vit.eval.linear import sweep, top_classes
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.images import write_classes
 from tests.support.processes import command_in_two

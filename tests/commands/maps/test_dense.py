@@ -20,7 +20,8 @@ from dino_vit.commands.maps.dense import (
 from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.synthetic import SceneSource
 from dino_vit.eval.accuracy import Measured
-from dino_vit.eval.features import FeatureSpec, extract_features
+from dino_vit.eval.features import extract_features
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 from tests.support.images import write_synthetic

@@ -1,0 +1,105 @@
+"""Compare an export with its backbone, by the lines of Python that a user is given to open it."""
+
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+
+from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.views.eval_transform import eval_transform_of, resize
+from dino_vit.weights.card import MODES, processor_config, usage
+from dino_vit.weights.loading import load_backbone
+from dino_vit.weights.reading import WeightsError
+
+LIBRARIES = {"timm": "timm", "huggingface": "transformers", "onnx": "onnxruntime"}
+TOLERANCE = 1e-4  # relative to the largest feature: float32 sums in another order
+HALF_TOLERANCE = 2e-2  # in float16, which has 11 bits
+LEVELS = 2  # of 255, between the pixels of two libraries that round each to whole levels
+
+
+@torch.no_grad()
+def compare_features(model: Backbone, written: Path, format: str, *, larger: bool, half: bool) -> str:
+    """Compare with the features of the written file, by the lines that a user is given to open it."""
+    (height, width), (p, q) = model.image_size, model.patch_size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, model.channels, height + larger * p, width + larger * q, generator=generator)
+    library, errors = LIBRARIES.get(format), list[float]()
+    if not (library and find_spec(library)):
+        peer = load_backbone(written, format=format, heads=model.heads, verbose=False)
+        errors.append(_difference(model.forward_cls(images), peer.forward_cls(images)))
+    else:
+        names = _run(usage(model, written, format, photo=None), given=images)
+        output = names["output"] if format != "onnx" else torch.from_numpy(names["cls"])
+        has_classifier = format == "timm" and isinstance(model, VisionTransformer)
+        errors.append(_difference(model(images) if has_classifier else model.forward_cls(images), output))
+        if format == "huggingface" and (processor := processor_config(model)):
+            with tempfile.TemporaryDirectory() as folder:
+                photos = _write_photos(Path(folder), model.channels, processor)
+                errors += [_compare_photo(model, written, photo) for photo in photos]
+    error, how = max(errors), f"with {library}" if library and find_spec(library) else "by loading it again"
+    if not error <= (tolerance := HALF_TOLERANCE if half else TOLERANCE):
+        raise WeightsError(
+            f"largest relative difference of the CLS features: {error:.1e} (allowed: {tolerance:.0e}); "
+            "nothing was written"
+        )
+    return f"largest relative difference of the CLS features: {error:.1g}, checked {how}"
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / ours.abs().max()).item()
+
+
+def _run(lines: str, **names: object) -> dict[str, Any]:
+    """Run the lines that open an export, and return what they compute."""
+    for_huggingface = "transformers" in lines
+    if for_huggingface:
+        from transformers.utils import logging as bars
+
+        shown = bars.is_progress_bar_enabled()
+        bars.disable_progress_bar()
+    try:
+        exec(lines.replace("images = ...", "images = given"), names)
+    finally:
+        if for_huggingface and shown:
+            bars.enable_progress_bar()
+    return names
+
+
+def _write_photos(folder: Path, channels: int, processor: Mapping[str, Any]) -> list[Path]:
+    """Write pictures of several sizes: small, large, and with an odd number of pixels beside the crop."""
+    crop, photos = processor["crop_size"]["height"], list[Path]()
+    side = processor["size"].get("shortest_edge", crop)
+    longer = crop + 4 * (crop // 4) + 3
+    for index, size in enumerate([(side, longer), (2 * longer, 2 * side), (crop // 2, crop), (crop, crop)]):
+        picture = resize(SyntheticSource(size=64).read(index), size)
+        photos.append(folder / f"{size[0]} × {size[1]}.png")
+        Image.fromarray(rearrange(picture, "c h w -> h w c").numpy()).convert(MODES[channels]).save(
+            photos[-1]
+        )
+    return photos
+
+
+def _compare_photo(model: Backbone, written: Path, photo: Path) -> float:
+    """Check that a photo is prepared alike, and return how far its features differ.
+
+    At another size than that of the weights each library resamples positions in its own way.
+    """
+    names = _run(usage(model, written, "huggingface", photo=str(photo)))
+    transform = eval_transform_of(model, verbose=False)
+    levels = 255 * max(transform.std) * (names["images"][0] - transform(photo)).abs().max().item()
+    if not levels <= LEVELS:
+        raise WeightsError(
+            f"the exported processor prepares a photo of {photo.stem} pixels differently, by up to "
+            f"{levels:.0f} of 255 levels; nothing was written"
+        )
+    if transform.size != model.image_size:
+        return 0.0
+    return _difference(model.forward_cls(names["images"]), names["output"])

@@ -1,0 +1,108 @@
+"""Write a backbone as an ONNX graph, and say what such a graph is of."""
+
+import copy
+import json
+import logging
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dino_vit.core.storage import sync
+from dino_vit.models.backbone import Backbone
+from dino_vit.models.vit import VisionTransformer
+from dino_vit.weights.reading import WeightsError
+
+LARGEST = 2e9  # bytes of weights in a single ONNX file
+INPUT, OUTPUTS = "images", ("cls", "patches")
+METADATA_KEY = "dino_vit"
+
+
+def check_graph(model: Backbone, *, dynamic: bool) -> None:
+    """Raise WeightsError for what a graph cannot hold."""
+    _require_libraries()
+    if dynamic and not isinstance(model, VisionTransformer):
+        name = model.architecture["name"]
+        raise WeightsError(f"{name} of timm is written as a graph for one size: leave out --dynamic")
+    if dynamic and not model.rotary and model.position_mode in ("dino", "dinov2"):
+        raise WeightsError(
+            f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
+            "--dynamic, or load the weights with position_mode='hf', which is equal at the trained size, and "
+            "save them"
+        )
+
+
+class _Graph(nn.Module):
+    """A backbone that returns the CLS token and the patches in float32, whatever it computes in."""
+
+    def __init__(self, model: Backbone) -> None:
+        super().__init__()
+        self.model, self.dtype = model, next(model.parameters()).dtype
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.model.forward_features(images.to(self.dtype)).float()
+        return tokens[:, 0], tokens[:, self.model.first_patch :]
+
+
+@torch.no_grad()
+def write_graph(model: Backbone, path: Path, about: str, *, dynamic: bool, dtype: str) -> None:
+    """Write a graph for any number of images, of the trained size or of any of two patches a side or more.
+
+    `about` is what is known of the model, as JSON.
+    """
+    graph = _Graph(copy.deepcopy(model).half() if dtype == "float16" else model).eval()
+    (height, width), (p, q) = model.image_size, model.patch_size
+    # Another size than a power of two, and of unequal sides, so that nothing is taken for constant.
+    images = torch.zeros(2, model.channels, *((height + p, width + 2 * q) if dynamic else (height, width)))
+    sizes: dict[int, Any] = {0: torch.export.Dim("batch")}
+    if dynamic:
+        rows, columns = (torch.export.Dim(name, min=2, max=1024) for name in ("rows", "columns"))
+        sizes |= {2: p * rows, 3: q * columns}
+    level = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters' own dependencies warn of many things
+        logging.disable(logging.WARNING)
+        try:
+            program = torch.export.export(graph, (images,), dynamic_shapes=(sizes,))
+            names: dict[str, Any] = {"input_names": [INPUT], "output_names": list(OUTPUTS)}
+            onnx = torch.onnx.export(program, **names, dynamo=True, verbose=False)
+        finally:
+            logging.disable(level)
+    assert onnx is not None
+    onnx.model.metadata_props[METADATA_KEY] = about
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in graph.parameters())
+    onnx.save(path, external_data=weights > LARGEST)
+    for file in filter(Path.exists, (path, data_of(path))):
+        sync(file)
+
+
+def data_of(path: Path) -> Path:
+    """Return the file that has the weights of a graph beside it, if they are too large for one file."""
+    return path.with_name(f"{path.name}.data")
+
+
+def describe_graph(path: Path) -> dict[str, Any]:
+    """Return the facts about a backbone that was written as a graph."""
+    _require_libraries()
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        graph = onnx.load(path, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise WeightsError(f"{path} is not an ONNX graph, or is truncated: {error}") from error
+    properties = {entry.key: entry.value for entry in graph.metadata_props}
+    if METADATA_KEY not in properties:
+        raise WeightsError(
+            f"{path} is an ONNX graph that dino-vit did not write, so its backbone is not known"
+        )
+    facts = json.loads(properties[METADATA_KEY])
+    return {"file": str(path), **{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}}
+
+
+def _require_libraries() -> None:
+    if not (find_spec("onnxscript") and find_spec("onnxruntime")):
+        raise WeightsError("to write or read ONNX, install its libraries: pip install 'dino-vit[onnx]'")
