@@ -1,4 +1,4 @@
-"""Evaluation during training: accuracies where there are labels; always the rank, and what colours explain."""
+"""Evaluation during training: accuracies where there are labels, always the rank and what colours explain."""
 
 import math
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ def colours(images: Tensor) -> Tensor:
 
 
 def ridge_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:
-    """Return targets (n, t) as a ridge regression on values (n, d) predicts them, each half from the other."""
+    """Predict targets (n, t) by a ridge regression on values (n, d), each half from the other."""
     predictions = torch.empty_like(targets)
     for train in (first_half, ~first_half):
         std, mean = torch.std_mean(values[train], dim=0, correction=0)

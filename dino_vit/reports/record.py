@@ -10,8 +10,9 @@ from dino_vit.config.loading import load, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.text import plural
+from dino_vit.training.diagnosis import STATES, TOO_EARLY, Diagnosis
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
-from dino_vit.training.verdict import STATES, TOO_EARLY, Diagnosis, summarise
+from dino_vit.training.verdict import judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,8 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
 
 
 def outcome(record: RunRecord) -> str:
-    """Return what has come of a run so far, in the words of its last line."""
-    return summarise(record.history, record.config, record.baseline)
+    """Return the figures of a run so far and what to try, in the words of its last line."""
+    return judge(record.history, record.config, record.baseline).outcome
 
 
 def finite(value: object) -> float | None:

@@ -19,6 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public
+from dino_vit.training.diagnosis import COMPARED
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
@@ -31,9 +32,10 @@ from dino_vit.training.metrics import (
 )
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import diagnose, summarise, waits_for_images
+from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
 
-NAMES = {"knn": "k-NN", "best_knn": "best k-NN", "rankme": "effective rank"}
+TITLES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
+TITLES |= {name: text for name, text in COMPARED.items() if name != "knn"}
 
 
 class Reporter:
@@ -94,8 +96,8 @@ class Reporter:
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
         self.baseline = baseline
-        figures = {name: value for name, value in baseline.figures().items() if name != "queries"}
-        texts = (f"{NAMES.get(name, name.replace('_', ' '))} {value:.1f}" for name, value in figures.items())
+        figures = baseline.figures()
+        texts = [f"{title} {figures[name]:.1f}" for name, title in TITLES.items() if name in figures]
         self.progress.notice(f"before the first step: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
@@ -107,9 +109,9 @@ class Reporter:
         if not self.main:
             return
         self.history.append(metrics)
-        diagnosis = diagnose(self.history, self.state.config, self.baseline)
-        self.history[-1] = replace(metrics, state=diagnosis.state)
-        self.progress.show(metrics, diagnosis)
+        verdict = judge(self.history, self.state.config, self.baseline)
+        self.history[-1] = replace(metrics, state=verdict.diagnosis.state)
+        self.progress.show(metrics, verdict)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
             self.has_advised_on_waiting = True
             self.progress.notice(self._advice_on_waiting())
@@ -134,7 +136,7 @@ class Reporter:
         return (
             f"step {state.step:,}: the run waits for images {self.history[-1].data_wait:.0%} of its time; "
             f"an image takes {', '.join(times)}, with data.workers={state.loader.workers}. "
-            "docs/data.md (What is fast) says what helps"
+            f"{WAITING_HELP}"
         )
 
     def saved(self, path: Path) -> None:
@@ -151,7 +153,7 @@ class Reporter:
     def finish(self) -> None:
         """Say what has come of the run, and where it is."""
         if self.main:
-            self.progress.notice(summarise(self.history, self.state.config, self.baseline))
+            self.progress.notice(str(judge(self.history, self.state.config, self.baseline)))
         best = self.state.best
         text = (
             f", the best by {best['figure']} ({best['value']:.1f}) at step {best['step']:,}" if best else ""
