@@ -76,7 +76,7 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
 def facts(record: RunRecord) -> dict[str, str]:
     """Return what ran, where, on what and how fast."""
     config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
-    named = {"network": config.model.title, "images from": config.data.source, "training": training}
+    named = {"network": config.model.title, "images from": str(config.data.source), "training": training}
     if record.history:
         named["training"] += f", {record.history[-1].epoch:.4g} epochs"
         speed = median(metrics.images_per_second for metrics in record.history)

@@ -34,6 +34,7 @@ from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
 
+FEW_CHOICES = 3  # each gets a line at the start
 TITLES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
 TITLES |= {name: text for name, text in COMPARED.items() if name != "knn"}
 
@@ -185,9 +186,13 @@ def start_record(run: ReadyRun) -> Start:
 
 
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
-    """Yield lines on the devices, the images, the network, and the reason for each choice."""
+    """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
-    processes, views = plural(start.processes, "process", "processes"), config.views
+    processes, views, verbose = (
+        plural(start.processes, "process", "processes"),
+        config.views,
+        config.run.verbose,
+    )
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
         f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "
@@ -198,15 +203,20 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         f"{start.images:,} images of {config.data.source}: {plural(start.steps_per_epoch, 'step')} "
         f"per epoch, {plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
-    yield from run.notes
-    yield (
-        f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
-        f"{start.parameters['head'] / 1e6:.1f} M); views {views.global_count} × {views.global_size} px and "
-        f"{views.local_count} × {views.local_size} px"
-    )
-    if state.sharded:
-        yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
-    for choice in run.choices:
-        yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
+    if verbose or not run.resumed:  # or its first start has said it
+        yield from run.notes
+        yield (
+            f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
+            f"{start.parameters['head'] / 1e6:.1f} M); views {views.global_count} × {views.global_size} px "
+            f"and {views.local_count} × {views.local_size} px"
+        )
+        if state.sharded:
+            yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
+        if verbose or len(run.choices) <= FEW_CHOICES:
+            for choice in run.choices:
+                yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
+        else:
+            chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
+            yield f"{chosen} (config.yaml; run.verbose=true and `dino-vit report` give the reasons)"
     if run.resumed:
         yield f"resuming after step {state.step:,} from {run.resumed}"

@@ -162,10 +162,8 @@ def _about_colour(metrics: MetricsRecord, config: PretrainConfig, baseline: Base
     if not texts or config.data.channels != 3 or augment.module:
         return ""
     few = "" if metrics.probe is None else ", but tells few of the labels"
-    evidence = (
-        f"{what} explains {100 * share:.0f} % of the features ({100 * first:.0f} % before training){few}"
-    )
-    return f"Try {' '.join(texts)}: {evidence}."
+    evidence = f"{100 * share:.0f} % of the features ({100 * first:.0f} % before training)"
+    return f"Try {' '.join(texts)}: {what} explains {evidence}{few}."
 
 
 def _lost_rank(

@@ -95,8 +95,8 @@ def test_nearly_every_state_has_a_real_run():
 def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     assert str(judge(*recorded("flowers-good"))) == (
         "learning: k-NN 53.0 ± 1.6 % (before training 41.3, raw pixels 42.9, largest class 24.3, chance "
-        "20.0), 55.7 % by CLS + mean patch, effective rank 52.4 (before training 14.4); the k-NN of CLS + mean "
-        "patch rose by 14.4 points (p < 0.001). "
+        "20.0), 55.7 % by CLS + mean patch, effective rank 52.4 (before training 14.4); the k-NN of CLS + "
+        "mean patch rose by 14.4 points (p < 0.001). "
         "Try budget.epochs=200: the loss still falls (4.78, and 4.63 in the last third)."
     )
     said = judge(*recorded("flowers-small"))

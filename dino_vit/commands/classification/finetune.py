@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dino_vit.commands.classification import Classification, write_classification
+from dino_vit.config.loading import replace
 from dino_vit.config.sections import Arch, PositiveShare, Share, Side
 from dino_vit.config.settings import (
     BelowOne,
@@ -25,7 +26,7 @@ from dino_vit.config.settings import (
     Probability,
     setting,
 )
-from dino_vit.core import VIT_SIZES, height_width
+from dino_vit.core import VIT_SIZES, height_width, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
 from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -81,7 +82,7 @@ class FinetuneConfig(SupervisedConfig):
         if (self.weights is None) == (self.arch is None):
             text = "give either weights to start from, or arch for a randomly initialised network"
             yield text
-        if self.warmup_epochs >= self.epochs:
+        if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
             yield text
 
@@ -89,6 +90,9 @@ class FinetuneConfig(SupervisedConfig):
 def run(config: FinetuneConfig) -> Classification:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
+    if config.warmup_epochs >= config.epochs:
+        config = replace(config, {"warmup_epochs": config.epochs / 10})
+        log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
         tuning.training.run(
