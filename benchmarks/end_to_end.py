@@ -142,7 +142,7 @@ def warm_up(config: PretrainConfig) -> int:
 
 def contenders(config: PretrainConfig, steps: int) -> dict[str, Work]:
     """Return those that can be had here, our own first."""
-    ours, folder = Ours(config, steps), Path(config.data.source)
+    ours, folder = Ours(config, steps), Path(config.data.images)
     device = ours.state.device
     published = step.Reference(config, device, ours.state)
     files = Files(folder, published_views(config))

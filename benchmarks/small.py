@@ -45,7 +45,7 @@ from dino_vit.eval.online import rankme
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.reports.record import outcome, read_run
-from dino_vit.training.loop import seconds_per_step
+from dino_vit.training.loop import measured_seconds
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import build_eval_transform
 from dino_vit.weights import load_backbone
@@ -149,7 +149,7 @@ def measured_steps(variants: dict[str, list[str]], minutes: float, known: Path) 
 def step_seconds(settings: list[str]) -> float:
     """Return the seconds of a step on one core."""
     torch.set_num_threads(1)
-    return seconds_per_step(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))
+    return measured_seconds(load(PretrainConfig, None, [*settings, "budget.steps=1000"]))[0]
 
 
 def of_set(name: str, folders: dict[str, Path]) -> list[str]:

@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     config = read_run(options.run).config
     images = options.output / "images"
-    source = open_source(config.data.source)
+    source = open_source(config.data.images)
     write_images(source, images)
     train = partial(train_peer, config, images, len(source), seed=options.seed)
     seconds = []

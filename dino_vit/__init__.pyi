@@ -53,7 +53,7 @@ __version__: str
 class _Data(TypedDict, total=False):
     """The images, and how many of them a process takes at once."""
 
-    source: str | os.PathLike[str]
+    source: str | os.PathLike[str] | None
     labels: str | os.PathLike[str] | None
     weights: str | os.PathLike[str] | None
     batch_size: int
@@ -178,6 +178,7 @@ class _Run(TypedDict, total=False):
     eval_every_steps: int | None
     checkpoint_every: int
     keep_every: int | None
+    verbose: bool
     trackers: str | os.PathLike[str] | collections.abc.Sequence[str | os.PathLike[str]]
     peer_timeout: float
     resume: Literal["same", "changed", "never"]
@@ -291,7 +292,7 @@ def pack(
     """
 
 def pretrain(
-    source: str | os.PathLike[str] | object = "synthetic",
+    source: str | os.PathLike[str] | object = None,
     output: str | os.PathLike[str] = "runs/pretrain",
     *,
     method: Literal["dino", "dinov2"] = "dino",
@@ -326,7 +327,7 @@ def pretrain(
       recipe=dino                         as published; auto: fit what is not given to the images [dino|auto]
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
-      data.source=synthetic               folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`
+      data.source=null                    folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`
       data.labels=null                    file of labels for evaluation; null: the source's
       data.weights=null                   file of (name, weight): how often to draw images
       data.batch_size=64                  images per process and forward pass
@@ -413,6 +414,7 @@ def pretrain(
       run.eval_every_steps=null           the same in steps
       run.checkpoint_every=1000           steps between checkpoints
       run.keep_every=null                 steps between checkpoints that stay
+      run.verbose=false                   print all that is chosen at the start, with reasons
       run.trackers=[tensorboard]          Accelerate trackers
       run.peer_timeout=10                 minutes to wait for another rank
       run.resume=same                     resume with what settings [same|changed|never]

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """What has come of the run so far, in a sentence."""
+        """The figures of the run so far with what they compare with, and what to try."""
         return outcome(self._record())
 
     @property

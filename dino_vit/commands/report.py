@@ -52,7 +52,7 @@ def draw(record: RunRecord, config: ReportConfig) -> Pictures:
     """Draw what the images and the checkpoints allow; a note explains what is missing."""
     pictures, labels = Pictures(), record.config.data.labels
     with _noted(pictures, "Pictures are missing; if the images have moved, say where with source=..."):
-        source = open_source(config.source or record.config.data.source)
+        source = open_source(config.source or record.config.data.images)
         with _noted(pictures, "The map has no labels"):
             source = join_labels(source, labels) if labels else source
         epoch = int(record.history[-1].epoch) if record.history else 0
@@ -66,7 +66,7 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")
         return
-    teacher = frozen_backbone(BackboneConfig(source=record.config.data.source, weights=str(checkpoint.path)))
+    teacher = frozen_backbone(BackboneConfig(source=record.config.data.images, weights=str(checkpoint.path)))
     indices = random_indices(source, record.config.seed)[:count]
     images = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):

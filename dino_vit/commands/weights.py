@@ -10,8 +10,8 @@ from dino_vit.commands import Result
 from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, WeightsConfig
 from dino_vit.core import height_width
 from dino_vit.models.backbone import Backbone
+from dino_vit.training.diagnosis import evaluation_text
 from dino_vit.training.metrics import BASELINE, METRICS, read_records
-from dino_vit.training.verdict import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import describe, model_card, show, usage

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar, cast
 from dino_vit.config.pretrain import PHASES, PretrainConfig, fitting_phase, scaled_lr
 from dino_vit.config.settings import get, given_keys
 from dino_vit.core import height_width
+from dino_vit.core.text import plural
 
 T = TypeVar("T")
 
@@ -96,17 +97,18 @@ def auto_choices(
     channels: int,
     global_batch: int,
     steps: int | None = None,
+    evaluations: int = EVALUATIONS,
 ) -> list[Choice]:
     """Return the choices of `recipe=auto`; `image_size` is the shorter side of a typical image.
 
-    `steps` are those that fit into `budget.minutes`.
+    `steps` and `evaluations` are those that fit into `budget.minutes`.
     """
     if config.recipe != "auto":
         return []
     choices = _Choices(config)
     _choose_channels(choices, channels)
     _choose_sizes(choices, image_size)
-    steps = _choose_length(choices, images, global_batch, steps)
+    steps = _choose_length(choices, images, global_batch, steps, evaluations)
     _choose_head(choices, images)
     if steps < SHORT:
         _choose_gentle(choices)
@@ -152,7 +154,9 @@ def _patch(image_size: int) -> float:
     return 16 * (min(image_size, 224) / 224) ** (2 / 3)
 
 
-def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int | None) -> int:
+def _choose_length(
+    choices: _Choices, images: int, global_batch: int, steps: int | None, evaluations: int
+) -> int:
     """Choose the length of the run and of the phases at its start; return the number of steps."""
     budget = choices.config.budget
     if not {"budget.epochs", "budget.steps", "budget.images", "budget.minutes"} & choices.given:
@@ -170,9 +174,26 @@ def _choose_length(choices: _Choices, images: int, global_batch: int, steps: int
             reason = f"{value:g} does not fit {length:.3g} epochs: a tenth of them"
             choices.made[key] = Choice(key, fitting_phase(key, length), reason)
     if "run.eval_every_steps" not in choices.given:
-        interval = _round(min(10.0, length / EVALUATIONS))
-        choices.choose("run.eval_every", interval, f"{EVALUATIONS} times in a run, at least every 10 epochs")
+        interval = _round(min(10.0, length / evaluations))
+        choices.choose(
+            "run.eval_every", interval, f"{plural(evaluations, 'time')} in a run, at least every 10 epochs"
+        )
     return steps
+
+
+def phase_choices(config: PretrainConfig, length: float) -> list[Choice]:
+    """Shorten the phases of a published recipe for a run of `length` epochs that one of them does not fit.
+
+    Those that the user gave stay.
+    """
+    open_phases = [key for key in PHASES if key not in given_keys(config) and get(config, key)]
+    values = {key: cast(float, get(config, key)) for key in open_phases}
+    if config.recipe == "auto" or all(value < length for value in values.values()):
+        return []
+    reason = f"in proportion to a run of {length:.3g} epochs"
+    lengths = {key: length / 2 if "freeze" in key else length for key in values}  # as recipe=auto has them
+    fitting = {key: min(value, fitting_phase(key, lengths[key])) for key, value in values.items()}
+    return [Choice(key, fitting[key], reason) for key in values if fitting[key] != values[key]]
 
 
 def _choose_head(choices: _Choices, images: int) -> None:

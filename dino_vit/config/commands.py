@@ -176,7 +176,7 @@ class FinetuneConfig(SupervisedConfig):
         if (self.weights is None) == (self.arch is None):
             text = "give either weights to start from, or arch for a randomly initialised network"
             yield text
-        if self.warmup_epochs >= self.epochs:
+        if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
             yield text
 

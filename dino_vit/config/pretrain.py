@@ -3,7 +3,7 @@
 The checks see the settings alone. `training.plan` also knows the number of images and processes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import sqrt
 from typing import ClassVar, Literal, NamedTuple, Self, cast
 
@@ -85,7 +85,7 @@ class PretrainConfig(Settings):
     positional: ClassVar = ("data.source", "output")
     examples: ClassVar = (
         "pretrain photos runs/photos budget.minutes=20",
-        "pretrain --config configs/pretrain/vits16.yaml data.source=photos",
+        "pretrain photos --config configs/pretrain/vits16.yaml",
     )
     resumes: ClassVar = True
 
@@ -110,8 +110,8 @@ class PretrainConfig(Settings):
             for problem in check(self):
                 if not filled_later.intersection(problem.keys):
                     yield problem.text
-        if self.budget.epochs is not None and self.recipe != "auto":  # which fits the phases to the run
-            yield from check_phases(self, self.budget.epochs)
+        if self.budget.epochs is not None and self.recipe != "auto":
+            yield from check_phases(self, self.budget.epochs, given_keys(self))
 
 
 class Problem(NamedTuple):
@@ -256,9 +256,9 @@ def _check_lengths(config: PretrainConfig) -> Iterator[Problem]:
         yield Problem(f"{text}{run.checkpoint_every}", ("run.keep_every", "run.checkpoint_every"))
 
 
-def check_phases(config: PretrainConfig, epochs: float) -> Iterator[str]:
-    """Refuse phases at the start of a run that are as long as the run."""
-    for key in PHASES:
+def check_phases(config: PretrainConfig, epochs: float, given: Collection[str] = PHASES) -> Iterator[str]:
+    """Refuse phases at the start of a run that are as long as the run; those not given will be shortened."""
+    for key in (key for key in PHASES if key in given):
         length = cast(float, get(config, key) or 0)
         if length and length >= epochs:
             short = fitting_phase(key, epochs)

@@ -46,8 +46,8 @@ Triple = tuple[Probability, Probability, Probability]
 class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
-    source: str = setting(
-        "synthetic", "folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`", resumable=True
+    source: str | None = setting(
+        None, "folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`", resumable=True
     )  # where the same images are, as their fingerprint tells
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
     weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
@@ -66,6 +66,12 @@ class Data(Settings):
     scaled_decoding: bool = setting(True, "decode a JPEG at 1/2, 1/4 or 1/8 where its views need no more")
     max_pixels: Count = setting(200_000_000, "larger images are not decoded", resumable=True)
     max_unreadable: Probability = setting(0.1, "unreadable share that ends a run", resumable=True)
+
+    @property
+    def images(self) -> str:
+        """The source of a run, which does not start without one."""
+        assert self.source is not None
+        return self.source
 
 
 class Model(Settings):
@@ -247,6 +253,7 @@ class Run(Settings):
     eval_every_steps: Count | None = setting(None, "the same in steps", resumable=True)
     checkpoint_every: Count = setting(1000, "steps between checkpoints", resumable=True)
     keep_every: Count | None = setting(None, "steps between checkpoints that stay", resumable=True)
+    verbose: bool = setting(False, "print all that is chosen at the start, with reasons", resumable=True)
     trackers: tuple[str, ...] = setting(("tensorboard",), "Accelerate trackers", resumable=True)
     peer_timeout: Positive = setting(10.0, "minutes to wait for another rank", resumable=True)
     resume: Literal["same", "changed", "never"] = setting("same", "resume with what settings", resumable=True)

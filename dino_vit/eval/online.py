@@ -1,14 +1,16 @@
-"""Evaluation during training: k-NN accuracy where there are labels, effective rank always."""
+"""Evaluation during training: accuracies where there are labels, always the rank and what colours explain."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from einops import reduce
 from torch import Tensor
+from torch.nn import functional as F
 
-from dino_vit.core import log
+from dino_vit.core import Size, log
 from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
@@ -23,6 +25,7 @@ from dino_vit.views.eval_transform import EvalTransform
 NEIGHBOURS = 20
 _QUERIES_SHARE = 5  # one in so many images is a query, if the source has splits
 _PIXEL_SIDE = 32  # raw pixels of larger images cost memory and classify no better
+_RIDGE = 0.01  # penalty of a ridge regression, per image, on columns of variance 1
 
 
 def rankme(features: Tensor) -> float:
@@ -32,6 +35,46 @@ def rankme(features: Tensor) -> float:
     return float(torch.special.entr(shares).sum().exp())
 
 
+def colours(images: Tensor) -> Tensor:
+    """Return the mean and std of each channel of images (B, C, H, W): (B, 2 C)."""
+    std, mean = torch.std_mean(images.float(), dim=(2, 3))
+    return torch.cat([mean, std], dim=1)
+
+
+def ridge_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:
+    """Predict targets (n, t) by a ridge regression on values (n, d), each half from the other."""
+    predictions = torch.empty_like(targets)
+    for train in (first_half, ~first_half):
+        std, mean = torch.std_mean(values[train], dim=0, correction=0)
+        x = (values - mean) / std.clamp(min=1e-6)
+        offset = targets[train].mean(dim=0)
+        gram = x[train].T @ x[train] + _RIDGE * train.sum() * torch.eye(x.shape[1])
+        weights = torch.linalg.solve(gram, x[train].T @ (targets[train] - offset))
+        predictions[~train] = x[~train] @ weights + offset
+    return predictions
+
+
+def explained(features: Tensor, values: Tensor, first_half: Tensor) -> float:
+    """Return the share of the variance of unit features that a regression on values explains."""
+    targets = F.normalize(features)
+    errors = targets - ridge_predictions(values, targets, first_half)
+    variance = (targets - targets.mean(dim=0)).square().sum()
+    return 1 - float(errors.square().sum() / variance.clamp(min=1e-12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithColours(FeatureSpec):
+    """The same tokens, and after them the colours of the image, which cost no second reading."""
+
+    channels: int
+
+    def shape(self, model: Backbone, size: Size) -> tuple[int, ...]:
+        return (super().shape(model, size)[0] + 2 * self.channels,)
+
+    def of(self, model: Backbone, images: Tensor) -> Tensor:
+        return torch.cat([super().of(model, images), colours(images)], dim=1)
+
+
 def random_indices(source: Source, seed: int) -> list[int]:
     """Return the indices of a source in a random order."""
     bits = random_bits(seed, RngPurpose.EVALUATION, np.arange(len(source)))
@@ -39,21 +82,30 @@ def random_indices(source: Source, seed: int) -> list[int]:
 
 
 class OnlineFigures(NamedTuple):
-    """What an evaluation measured; accuracies are top-1 in per cent, missing without labels."""
+    """What an evaluation measured; accuracies are top-1 in per cent, missing without labels.
+
+    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on each half of
+    the images and tested on the other.
+    """
 
     rankme: float  # of the CLS token
     knn: float | None = None  # of the CLS token
     best_features: str | None = None  # the tokens that are classified best
     best_knn: float | None = None
+    probe: float | None = None
+    colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
+    brightness: float | None = None  # the same of its brightness and contrast alone
 
 
 class Guesses(NamedTuple):
     """What needs no network, in per cent, and the number of images that it is of."""
 
     raw_pixels: float
+    colours: float  # a probe of the mean and std of each channel
     largest_class: float
     chance: float
     queries: int
+    images: int  # that probes are of
 
 
 class OnlineEvaluation:
@@ -92,24 +144,34 @@ class OnlineEvaluation:
         labelled = labelled[:images]
         self.has_labels = len({source.label(index) for index in labelled}) > 1
         self.indices = labelled if self.has_labels else order[:images]
+        self.row = {index: row for row, index in enumerate(self.indices)}
 
     def __call__(self, backbone: Backbone) -> OnlineFigures:
         """Evaluate the CLS token and, where there are labels, other tokens that are as easy to get."""
         specs = simple_specs(backbone) if self.has_labels else [CLS]
-        widest = specs[-1]
+        channels, tokens = self.transform.pixels.channels, specs[-1].tokens
+        widest = _WithColours(tokens=tokens, blocks=specs[-1].blocks, channels=channels)
         features = self._features(backbone, widest)
-        if not features.values.isfinite().all():
+        if len(features.indices) < 2 or not features.values.isfinite().all():
             return OnlineFigures(math.nan, math.nan if self.has_labels else None)
 
         def columns(spec: FeatureSpec) -> Tensor:
             return features.values[:, spec.columns_in(widest, backbone.width)]
 
-        rank = rankme(columns(CLS))
+        cls, of_colours = columns(CLS), features.values[:, -2 * channels :].cpu()
+        brightness = reduce(of_colours, "n (figure channel) -> n figure", "mean", figure=2)
+        halves = self._first_half(features.indices)
+        figures = OnlineFigures(
+            rankme(cls),
+            colour=explained(cls.cpu(), of_colours, halves),
+            brightness=explained(cls.cpu(), brightness, halves),
+        )
         if not self.has_labels:
-            return OnlineFigures(rank)
+            return figures
         top1 = {spec: self._accuracy(columns(spec), features.indices) for spec in specs}
         best = max(specs, key=lambda spec: top1[spec])
-        return OnlineFigures(rank, top1[CLS], best.title, top1[best])
+        probe = self._probe(columns(FeatureSpec(tokens=tokens)), features.indices)
+        return figures._replace(knn=top1[CLS], best_features=best.title, best_knn=top1[best], probe=probe)
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""
@@ -120,15 +182,18 @@ class OnlineEvaluation:
         targets = np.array([self.source.label(index) for index in queries], np.int64)
         trivial = trivial_baselines(targets, self.source.classes)
         largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
-        return Guesses(self._raw_pixels(), largest, chance, len(queries))
+        pixels, of_colours = self._raw_pixels()
+        return Guesses(pixels, of_colours, largest, chance, len(queries), len(self.indices))
 
-    def _raw_pixels(self) -> float:
+    def _raw_pixels(self) -> tuple[float, float]:
+        """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
         height, width = self.transform.size
         shrink = min(1.0, _PIXEL_SIDE / max(height, width))
         size = max(1, round(height * shrink)), max(1, round(width * shrink))
         small = replace(self.transform, size=size)
         pixels = pixel_features(self.source, self.indices, transform=small)
-        return self._accuracy(pixels.values, pixels.indices)
+        images = pixels.values.view(-1, self.transform.pixels.channels, *size)
+        return self._accuracy(pixels.values, pixels.indices), self._probe(colours(images), pixels.indices)
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""
@@ -149,9 +214,25 @@ class OnlineEvaluation:
             log.warning("online evaluation leaves out unreadable images: %d, first %s", count, first)
         return Features(all_gather(mine.values), all_gather(mine.indices), mine.unreadable)
 
+    def _first_half(self, indices: Tensor) -> Tensor:
+        """Return which images are in the first of two random halves, whatever order they come in."""
+        order = torch.tensor([self.row[index] for index in indices.tolist()]).argsort()
+        return torch.zeros(len(order), dtype=torch.bool).index_fill(0, order[::2], True)
+
+    def _labels(self, indices: Tensor) -> Tensor:
+        return torch.tensor([self.source.label(index) for index in indices.tolist()])
+
+    def _probe(self, features: Tensor, indices: Tensor) -> float:
+        """Return the per cent of images that a ridge regression to their labels classifies correctly."""
+        classes, targets = torch.unique(self._labels(indices), return_inverse=True)
+        scores = ridge_predictions(
+            features.cpu(), F.one_hot(targets, len(classes)).float(), self._first_half(indices)
+        )
+        return 100 * float((scores.argmax(dim=1) == targets).float().mean())
+
     def _accuracy(self, features: Tensor, indices: Tensor) -> float:
         """Return the per cent of images that their neighbours classify correctly."""
-        labels = torch.tensor([self.source.label(i) for i in indices.tolist()])
+        labels = self._labels(indices)
         votes = queries = torch.arange(len(indices))  # rows
         if self.bank is not None:
             in_bank = torch.isin(indices, self.bank)

@@ -12,7 +12,8 @@ from markupsafe import Markup
 from dino_vit.core.text import printable, public
 from dino_vit.reports.pictures import Pictures
 from dino_vit.reports.record import RunRecord, changed_settings, facts, outcome, state
-from dino_vit.training.verdict import LEARNING
+from dino_vit.training.diagnosis import LEARNING
+from dino_vit.training.verdict import WAITING, WAITING_HELP
 from dino_vit.views.build import MASKED_VIEWS
 
 BUCKETS = 300  # the lowest and the highest point of each are kept
@@ -32,6 +33,16 @@ GAP = "Of the two entropies: how much the teacher's output depends on the image.
 KNN = "Share of the held-out images whose class is predicted, in per cent."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
+    (
+        "probe",
+        "Ridge probe",
+        "In per cent, trained on half of the images of an evaluation, tested on the other.",
+    ),
+    (
+        "colour",
+        "Explained by colour",
+        "Share of the features' variance that the images' mean colours explain.",
+    ),
     ("embedding_std", "Feature spread", "1: over the whole sphere, 0: all images at one point."),
     ("prototypes_in_use", "Prototypes in use", "By the teacher, in a batch."),
     ("koleo", "KoLeo", "Minus the mean log distance to the nearest other image of a batch."),
@@ -42,7 +53,7 @@ SINGLE = [  # field of a record, title, caption
     ("teacher_temp", "Teacher temperature", "A lower one gives sharper outputs."),
     ("weight_decay", "Weight decay", ""),
     ("images_per_second", "Throughput", "In images per second."),
-    ("data_wait", "Waiting for images", "Share of the time; above 0.1 try a higher data.workers."),
+    ("data_wait", "Waiting for images", f"Share of the time; above {WAITING:g}, {WAITING_HELP}."),
 ]
 
 
@@ -54,7 +65,7 @@ def render(record: RunRecord, pictures: Pictures) -> str:
         title=record.folder.resolve().name,
         folder=record.folder,
         state=diagnosis.state,
-        tone="bad" if diagnosis.advice else "good" if diagnosis == LEARNING else "plain",
+        tone="bad" if diagnosis.remedies else "good" if diagnosis == LEARNING else "plain",
         history=history,
         outcome=outcome(record),
         figures=figures(record),

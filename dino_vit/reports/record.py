@@ -11,8 +11,9 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.text import plural
 from dino_vit.eval.results import Evaluation, read_evaluations
+from dino_vit.training.diagnosis import STATES, TOO_EARLY, Diagnosis
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
-from dino_vit.training.verdict import STATES, TOO_EARLY, Diagnosis, summarise
+from dino_vit.training.verdict import judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def changed_settings(record: RunRecord) -> list[tuple[str, str, str, str]]:
 def facts(record: RunRecord) -> dict[str, str]:
     """Return what ran, where, on what and how fast."""
     config, training = record.config, f"{record.step:,} of {record.total_steps or 0:,} steps"
-    named = {"network": config.model.title, "images from": config.data.source, "training": training}
+    named = {"network": config.model.title, "images from": str(config.data.source), "training": training}
     if record.history:
         named["training"] += f", {record.history[-1].epoch:.4g} epochs"
         speed = median(metrics.images_per_second for metrics in record.history)
@@ -104,8 +105,8 @@ def state(record: RunRecord) -> tuple[Diagnosis, str]:
 
 
 def outcome(record: RunRecord) -> str:
-    """Return what has come of a run so far, in the words of its last line."""
-    return summarise(record.history, record.config, record.baseline)
+    """Return the figures of a run so far and what to try, in the words of its last line."""
+    return judge(record.history, record.config, record.baseline).outcome
 
 
 def finite(value: object) -> float | None:

@@ -1,6 +1,7 @@
 """Pretraining: set up, steps in the order of the paper's pseudo-code, evaluate, save."""
 
 import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
-from dino_vit.config.auto import ENOUGH_IMAGES, Choice, network_ladder
+from dino_vit.config.auto import ENOUGH_IMAGES, EVALUATIONS, Choice, network_ladder
 from dino_vit.config.loading import replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
@@ -41,6 +42,8 @@ from dino_vit.training.state import ADVICE, TrainingState
 from dino_vit.views.loader import Batch
 
 WARM_UP, TIMED = 2, 4  # steps taken to measure the speed
+TIMED_IMAGES = 100  # evaluated for the same
+EVALUATED = 0.25  # share of the time of a run of some minutes
 
 
 def pretrain(
@@ -53,6 +56,11 @@ def pretrain(
 
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
+    if config.data.source is None:
+        raise ValueError(
+            "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain "
+            "photos` (data.source); `synthetic` are generated textures"
+        )
     with Interruption() as interruption:
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):
@@ -70,8 +78,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     state.start_clock()
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
-        state.interval.restart()
-    state.start_clock()
+    state.interval.restart()
     interruption.in_steps, first = True, state.step
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:
@@ -204,10 +211,14 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
 
 
 def fit_to_minutes(config: PretrainConfig) -> Fit:
-    """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes."""
+    """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes.
+
+    Evaluations are part of the minutes: `recipe=auto` has as many as take a quarter of them, six at most.
+    """
     minutes = config.budget.minutes
     if minutes is None or Checkpoints(Path(config.output)).paths():
         return NO_FIT
+    log.info("measuring how long a step and an evaluation take ...")
     context = open_context(config, start_processes())
     config = with_choices(config, start_choices(config, context))
     choices: list[Choice] = []
@@ -217,19 +228,22 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
         smallest = ladder[0]
         batch = config.data.batch_size * config.optim.accumulate * context.processes
         # Images of the smallest size that are seen in the minutes.
-        seen = 60 * minutes / seconds_per_step(replace(config, smallest.settings)) * batch
+        step, _ = measured_seconds(replace(config, smallest.settings))
+        seen = 60 * minutes / step * batch
         affordable = [rung for rung in ladder if seen * smallest.cost / rung.cost >= ENOUGH_IMAGES]
         chosen = max(affordable, key=lambda rung: rung.cost, default=smallest)
         count = float(f"{seen * smallest.cost / chosen.cost:.2g}")
         reason = f"sees about {count:,.0f} images in {minutes:g} minutes on this machine"
         choices = [Choice(key, value, reason) for key, value in chosen.settings.items()]
         config = replace(config, chosen.settings)
-    return Fit(max(1, int(60 * minutes / seconds_per_step(config))), choices)
+    step, evaluation = measured_seconds(config)
+    count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
+    left = 60 * minutes - (count + 1) * evaluation  # one is before the first step
+    return Fit(max(1, int(left / step)), choices, count, step)
 
 
-def seconds_per_step(config: PretrainConfig) -> float:
-    """Take a few steps of a run that leaves nothing behind, and return the mean time of one."""
-    log.info("measuring how long a step takes ...")
+def measured_seconds(config: PretrainConfig) -> tuple[float, float]:
+    """Measure the mean time of a step and that of an evaluation in a run that leaves nothing behind."""
     with TemporaryDirectory() as folder:
         # recipe=auto fits its phases to a run of any length; elsewhere none may be as long as the run.
         steps = 1000 if config.recipe == "auto" else 10**12
@@ -242,5 +256,20 @@ def seconds_per_step(config: PretrainConfig) -> float:
                     start = time.perf_counter()
                 take_step(state, batches)
         wait_for_device(state.device)
-        seconds = torch.tensor((time.perf_counter() - start) / TIMED, device=state.device)
-        return float(all_reduce_mean(seconds))
+        step_seconds = (time.perf_counter() - start) / TIMED
+        seconds = torch.tensor([step_seconds, evaluation_seconds(state)], device=state.device)
+        mean_step, mean_evaluation = all_reduce_mean(seconds).tolist()
+        return mean_step, mean_evaluation
+
+
+def evaluation_seconds(state: TrainingState) -> float:
+    """Return the time that an evaluation takes, by one of a few of its images."""
+    if state.plan.steps_between_evaluations is None:
+        return 0.0
+    evaluation = state.evaluation
+    few = copy.copy(evaluation)
+    few.indices = evaluation.indices[:TIMED_IMAGES]
+    start = time.perf_counter()
+    state.teacher.with_full_weights(few)
+    seconds = time.perf_counter() - start
+    return seconds * len(evaluation.indices) / len(few.indices)

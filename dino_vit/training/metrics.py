@@ -57,6 +57,9 @@ class MetricsRecord:
     rankme: float | None = None  # where the step was evaluated
     best_features: str | None = None  # the tokens whose k-NN accuracy was the best, and that accuracy
     best_knn: float | None = None
+    probe: float | None = None  # of a ridge regression, like `knn`
+    colour: float | None = None  # share of the features that the images' colours explain
+    brightness: float | None = None
     state: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class MetricsRecord:
     def scalars(self) -> dict[str, float]:
         """Return the scalars for trackers, those of an evaluation in a group of their own."""
         record = {name: value for name, value in self.to_record().items() if isinstance(value, int | float)}
-        evaluated = ("knn", "rankme", "best_knn")
+        evaluated = ("knn", "rankme", "best_knn", "probe", "colour", "brightness")
         return {f"{'eval' if name in evaluated else 'train'}/{name}": record[name] for name in record}
 
 
@@ -106,10 +109,15 @@ class Baseline:
     knn: Number | None = None
     best_features: str | None = None
     best_knn: Number | None = None
+    probe: Number | None = None
+    colour: Number | None = None  # share of the features that colours explain
+    brightness: Number | None = None
     raw_pixels: Number | None = None
+    colours: Number | None = None  # a probe that sees nothing else
     largest_class: Number | None = None  # always guessed
     chance: Number | None = None
-    queries: Count | None = None  # images that the accuracies are of
+    queries: Count | None = None  # images that k-NN accuracies are of
+    images: Count | None = None  # that those of probes are of
 
     def figures(self) -> dict[str, float]:
         """Return the finite numbers by name."""

@@ -9,6 +9,8 @@ from dino_vit.config.settings import ConfigError
 from dino_vit.core.text import plural
 from dino_vit.method.schedules import warmup_constant, warmup_cosine
 
+LOG_LINES = 20  # at least, of a run of some minutes
+
 
 class ScheduleValues(NamedTuple):
     """The values of all schedules at one step."""
@@ -64,7 +66,10 @@ class Plan:
     def is_logged(self, step: int) -> bool:
         """Tell whether a log line is due after `step` steps."""
         # The figures of an evaluation are part of a log line.
-        return step % self.config.run.log_every == 0 or step == self.total_steps or self.is_evaluated(step)
+        every = self.config.run.log_every
+        if self.config.budget.minutes:  # there the length is fitted, however slow a step is
+            every = min(every, max(1, self.total_steps // LOG_LINES))
+        return step % every == 0 or step == self.total_steps or self.is_evaluated(step)
 
     def is_evaluated(self, step: int) -> bool:
         """Tell whether an online evaluation is due after `step` steps."""

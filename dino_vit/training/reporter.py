@@ -19,6 +19,7 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public
+from dino_vit.training.diagnosis import COMPARED
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
@@ -31,9 +32,11 @@ from dino_vit.training.metrics import (
 )
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import diagnose, summarise, waits_for_images
+from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
 
-NAMES = {"knn": "k-NN", "best_knn": "best k-NN", "rankme": "effective rank"}
+FEW_CHOICES = 3  # each gets a line at the start
+TITLES = {"rankme": "effective rank", "knn": "k-NN", "best_knn": "best k-NN", "probe": "ridge probe"}
+TITLES |= {name: text for name, text in COMPARED.items() if name != "knn"}
 
 
 class Reporter:
@@ -94,8 +97,8 @@ class Reporter:
     def log_baseline(self, baseline: Baseline) -> None:
         """Log the evaluation before the first step."""
         self.baseline = baseline
-        figures = {name: value for name, value in baseline.figures().items() if name != "queries"}
-        texts = (f"{NAMES.get(name, name.replace('_', ' '))} {value:.1f}" for name, value in figures.items())
+        figures = baseline.figures()
+        texts = [f"{title} {figures[name]:.1f}" for name, title in TITLES.items() if name in figures]
         self.progress.notice(f"before the first step: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:
@@ -107,9 +110,9 @@ class Reporter:
         if not self.main:
             return
         self.history.append(metrics)
-        diagnosis = diagnose(self.history, self.state.config, self.baseline)
-        self.history[-1] = replace(metrics, state=diagnosis.state)
-        self.progress.show(metrics, diagnosis)
+        verdict = judge(self.history, self.state.config, self.baseline)
+        self.history[-1] = replace(metrics, state=verdict.diagnosis.state)
+        self.progress.show(metrics, verdict)
         if waits_for_images(self.history) and not self.has_advised_on_waiting:
             self.has_advised_on_waiting = True
             self.progress.notice(self._advice_on_waiting())
@@ -134,7 +137,7 @@ class Reporter:
         return (
             f"step {state.step:,}: the run waits for images {self.history[-1].data_wait:.0%} of its time; "
             f"an image takes {', '.join(times)}, with data.workers={state.loader.workers}. "
-            "docs/data.md (What is fast) says what helps"
+            f"{WAITING_HELP}"
         )
 
     def saved(self, path: Path) -> None:
@@ -151,7 +154,7 @@ class Reporter:
     def finish(self) -> None:
         """Say what has come of the run, and where it is."""
         if self.main:
-            self.progress.notice(summarise(self.history, self.state.config, self.baseline))
+            self.progress.notice(str(judge(self.history, self.state.config, self.baseline)))
         best = self.state.best
         text = (
             f", the best by {best['figure']} ({best['value']:.1f}) at step {best['step']:,}" if best else ""
@@ -183,9 +186,13 @@ def start_record(run: ReadyRun) -> Start:
 
 
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
-    """Yield lines on the devices, the images, the network, and the reason for each choice."""
+    """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
-    processes, views = plural(start.processes, "process", "processes"), config.views
+    processes, views, verbose = (
+        plural(start.processes, "process", "processes"),
+        config.views,
+        config.run.verbose,
+    )
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
         f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "
@@ -196,15 +203,20 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         f"{start.images:,} images of {config.data.source}: {plural(start.steps_per_epoch, 'step')} "
         f"per epoch, {plural(start.total_steps, 'step')} ({plan.epochs:.4g} epochs), peak lr {plan.lr:.3g}"
     )
-    yield from run.notes
-    yield (
-        f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
-        f"{start.parameters['head'] / 1e6:.1f} M); views {views.global_count} × {views.global_size} px and "
-        f"{views.local_count} × {views.local_size} px"
-    )
-    if state.sharded:
-        yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
-    for choice in run.choices:
-        yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
+    if verbose or not run.resumed:  # or its first start has said it
+        yield from run.notes
+        yield (
+            f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
+            f"{start.parameters['head'] / 1e6:.1f} M); views {views.global_count} × {views.global_size} px "
+            f"and {views.local_count} × {views.local_size} px"
+        )
+        if state.sharded:
+            yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
+        if verbose or len(run.choices) <= FEW_CHOICES:
+            for choice in run.choices:
+                yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
+        else:
+            chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
+            yield f"{chosen} (config.yaml; run.verbose=true and `dino-vit report` give the reasons)"
     if run.resumed:
         yield f"resuming after step {state.step:,} from {run.resumed}"

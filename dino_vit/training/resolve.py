@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dino_vit.config.auto import Choice, auto_choices, init_choices
+from dino_vit.config.auto import EVALUATIONS, Choice, auto_choices, init_choices, phase_choices
 from dino_vit.config.loading import load, replace
-from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PretrainConfig
+from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PHASES, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 
 class Fit(NamedTuple):
-    """The steps that fit into `budget.minutes`, and the network and views that were chosen for them."""
+    """What fits into `budget.minutes`: steps and evaluations, and the network and views chosen for them."""
 
     steps: int | None = None
     choices: Sequence[Choice] = ()
+    evaluations: int = EVALUATIONS
+    step_seconds: float = 0.0
 
 
 NO_FIT = Fit()  # of a run whose budget is not in minutes
@@ -99,8 +101,13 @@ def resolve_config(
             channels=images.channels,
             global_batch=resumed.metadata["global_batch"] if resumed else batch,
             steps=context.fit.steps,
+            evaluations=context.fit.evaluations,
         )
     )
+    global_batch = min(batch, len(source))  # more is refused by the plan
+    steps = context.fit.steps or config.budget.total_steps(len(source), global_batch)
+    shortened = [] if resumed else phase_choices(config, steps / (len(source) // global_batch))
+    add(shortened)
     if not any(image.fits(config.data.channels) for image in images.images):
         raise ValueError(
             f"data.channels={config.data.channels}, but the images of {config.data.source} have "
@@ -158,9 +165,20 @@ def _frozen_choices(config: PretrainConfig, context: RunContext) -> list[Choice]
     _check_agreement(config, shared, name)
     reason = "as the teacher of teacher.weights has"
     choices = [Choice(key, value, reason) for key, value in shared.items() if value != get(config, key)]
+    if config.recipe == "auto" and frozen.backbone.has_patches:
+        choices += _frozen_sizes(config, frozen.backbone)
     if "model.drop_path" not in given_keys(config):
         choices.append(Choice("model.drop_path", 0.0, "none where a frozen teacher is learned from"))
     return choices
+
+
+def _frozen_sizes(config: PretrainConfig, teacher: Backbone) -> list[Choice]:
+    """Let the student see what a frozen teacher was trained on, up to 224 pixels, in patches of its size."""
+    patch = max(height_width(teacher.patch_size))
+    side = max(min(224, *teacher.image_size) // patch, 2) * patch
+    sizes = {"views.global_size": side} | ({} if config.model.timm else {"model.patch_size": patch})
+    given = given_keys(config)
+    return [Choice(key, size, "as teacher.weights have") for key, size in sizes.items() if key not in given]
 
 
 def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
@@ -187,7 +205,15 @@ def _architecture_choices(config: PretrainConfig, context: RunContext) -> list[C
         if config.model.arch and (config.model.timm or config.model.shape != tuple(shape.values())):
             _check_agreement(config, {"model.arch": shape}, weights)
     _check_agreement(config, settings, weights)
+    if config.recipe == "auto" and "views.global_size" not in given:
+        settings["views.global_size"] = _side(trained["image_size"])
     return [Choice(key, value, "as the trained weights have") for key, value in settings.items()]
+
+
+def _side(size: int | Sequence[int]) -> object:
+    """Return a size as a setting: the side of a square, or height and width."""
+    height, width = height_width(size)
+    return height if height == width else (height, width)
 
 
 def _check_agreement(config: PretrainConfig, values: Mapping[str, object], weights: str) -> None:
@@ -211,6 +237,7 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     before, given = started_config(context.resumed), given_keys(config)
     keys = {f"data.{name}" for name in ("bits", "mean", "std") if getattr(config.data, name) is None}
     keys |= {"data.order"} if config.data.order is None and before.data.order else set()
+    keys |= {key for key in PHASES if key not in given and get(before, key) != get(config, key)}
     if config.recipe == "auto":
         for key in (AUTO_KEYS | FITTED_KEYS) - given:
             if get(before, key) is not None and not settings_of(PretrainConfig)[key].rivals & given:

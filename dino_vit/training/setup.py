@@ -14,10 +14,12 @@ from accelerate import Accelerator
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
+from dino_vit.config.settings import given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
+from dino_vit.core.text import plural
 from dino_vit.data.labels import choose_splits, describe_sampling, describe_use, read_sampling_weights
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
@@ -57,6 +59,14 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     state = _build_state(config, context, accelerator)
     if context.resumed:
         state.restore(context.resumed)
+    elif config.budget.minutes and state.plan.total_steps < state.plan.steps_per_epoch:
+        steps, minutes = state.plan.steps_per_epoch, config.budget.minutes
+        missing = (steps - state.plan.total_steps) * context.fit.step_seconds / 60
+        needed = float(f"{minutes + missing:.2g}")
+        notes.append(
+            f"budget.minutes={minutes:g} has time for about {plural(state.plan.total_steps, 'step')} of the "
+            f"{steps:,} in an epoch, so not every image is seen; budget.minutes={needed:g} would be an epoch"
+        )
     if context.imitated:
         notes.append(
             f"the student imitates the features of {config.teacher.weights}, which has no head: settings of "
@@ -65,16 +75,16 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     if context.sampling is not None:
         notes.append(describe_sampling(context.sampling))
     if splits := choose_splits(context.source):
-        use = describe_use(context.source, *splits, config.data.source)
+        use = describe_use(context.source, *splits, config.data.images)
         notes.append(f"{use}; the run learns from all of them, without labels")
     return ReadyRun(state, choices, notes, context.resumed.path if context.resumed else None)
 
 
 def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) -> RunContext:
     """Open what a run depends on beside its settings: images, checkpoint, trained weights, teacher."""
-    if Path(config.output).resolve() == Path(config.data.source).resolve():
+    if Path(config.output).resolve() == Path(config.data.images).resolve():
         raise ValueError(f"output={config.output} is the source of the images; give a folder of its own")
-    source = open_source(config.data.source, config.data.labels)
+    source = open_source(config.data.images, config.data.labels)
     sampling = read_sampling_weights(source, config.data.weights) if config.data.weights else None
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
@@ -273,12 +283,13 @@ def _load_trained(config: PretrainConfig) -> Backbone:
     assert config.init is not None
     overrides: dict[str, Any] = {"heads": config.init.heads} if config.init.heads else {}
     overrides |= {"mask_token": True} if _hides_patches(config) else {}
+    if config.recipe != "auto" or "views.global_size" in given_keys(config):  # auto takes the weights' size
+        overrides["image_size"] = config.views.global_shape
     return load_backbone(
         config.init.weights,
         network=config.init.network,
         format=config.init.format,
         trained_size=config.init.trained_size,
-        image_size=config.views.global_shape,
         channels=config.data.channels,
         **overrides,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ ADVICE = (
     "Run it again with run.resume=changed, and run.precision=no or a lower optim.lr, optim.clip or "
     "loss.teacher_temp; it goes on from its last good checkpoint"
 )
+PACES = 9  # of the last log lines, whose median is the pace of a run of some minutes
+FEW_PACES = 3  # the first of a start is slow: workers begin, networks are compiled
+# A run of some minutes changes its length if that is off by more than this share of the steps that are left.
+OFF = 0.05
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000
@@ -161,7 +166,8 @@ class TrainingState:
     best: dict[str, Any] | None = None  # figure, value, step
     seconds_before: float = 0.0  # of the starts before this one
     began: float | None = None  # when this start began to train
-    first: tuple[float, int] | None = None  # when its first step began, and which that was
+    evaluation_seconds: float = 0.0  # that the last evaluation took
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds per step, of intervals
 
     def __post_init__(self) -> None:
         self.interval = Interval(self.device)
@@ -193,12 +199,18 @@ class TrainingState:
 
     def evaluate(self) -> OnlineFigures:
         """Evaluate the teacher; update the best result: by k-NN where there are labels, otherwise by rank."""
-        figures = self.teacher.with_full_weights(self.evaluation)
+        figures = self._timed_evaluation()
         figure, value = ("rankme", figures.rankme) if figures.knn is None else ("knn", figures.knn)
         # A NaN is never the best. Rank 0 decides, since figures of others may differ by rounding, and a
         # checkpoint of shards needs all.
         if broadcast_int(math.isfinite(value) and (self.best is None or value > self.best["value"])):
             self.best = {"figure": figure, "value": value, "step": self.step}
+        return figures
+
+    def _timed_evaluation(self) -> OnlineFigures:
+        start = time.perf_counter()
+        figures: OnlineFigures = self.teacher.with_full_weights(self.evaluation)
+        self.evaluation_seconds = time.perf_counter() - start
         return figures
 
     @property
@@ -208,14 +220,13 @@ class TrainingState:
 
     def evaluate_baseline(self) -> Baseline:
         """Evaluate the network before the first step and, on rank 0, what needs no network."""
-        figures = self.teacher.with_full_weights(self.evaluation)
+        figures = self._timed_evaluation()
         guesses = self.evaluation.guesses() if self.accelerator.is_main_process else None
         return Baseline(**figures._asdict(), **(guesses._asdict() if guesses else {}))
 
     def start_clock(self) -> None:
-        """Begin to count the seconds of training; call it again right before the first step."""
-        self.first = time.monotonic(), self.step
-        self.began = self.began or self.first[0]
+        """Begin to count the seconds of this start."""
+        self.began = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -223,17 +234,25 @@ class TrainingState:
         return self.seconds_before + (0.0 if self.began is None else time.monotonic() - self.began)
 
     def refit(self) -> None:
-        """Fit the schedules to the time that is left of `budget.minutes`, at the pace of this start."""
-        minutes = self.config.budget.minutes
-        if minutes is None or not self.step:
+        """Fit the length to what is left of `budget.minutes`, if it is clearly off; called at a log line."""
+        if self.config.budget.minutes is None:
             return
-        seconds, steps = self.seconds, self.step
-        if self.first and self.step > self.first[1]:
-            seconds, steps = time.monotonic() - self.first[0], self.step - self.first[1]
-        left = max(60 * minutes - self.seconds, 0.0)
-        more = int(left * steps / max(seconds, 1e-3))
+        steps = self.interval.images // self.plan.global_batch
+        self.paces.append((time.perf_counter() - self.interval.start) / max(steps, 1))
+        if len(self.paces) >= FEW_PACES:
+            self._fit(median(self.paces))
+
+    def _fit(self, pace: float) -> None:
+        """Fit the length to the time that is left, at some seconds per step and with its evaluations."""
+        left = 60 * (self.config.budget.minutes or 0.0) - self.seconds
+        if interval := self.plan.steps_between_evaluations:
+            pace += self.evaluation_seconds / interval
+            left -= self.evaluation_seconds  # of the last, at the end
+        more, planned = int(max(left, 0.0) / max(pace, 1e-6)), self.plan.total_steps - self.step
         # A step or two at the end would only be evaluated again.
-        total = broadcast_int(self.step + (more if more > TOO_FEW * self.step else 0))
+        more = more if more > TOO_FEW * self.step else 0
+        is_off = abs(more - planned) > max(OFF * planned, TOO_FEW * self.plan.total_steps)
+        total = broadcast_int(self.step + (more if is_off else planned))
         self.plan = replace(self.plan, total_steps=total)
 
     def read_interval(self) -> MetricsRecord:
@@ -307,7 +326,9 @@ class TrainingState:
         self.interval.restore(checkpoint.metadata["interval"], checkpoint.metadata["nonfinite_steps"])
         self.best = checkpoint.metadata["best"]
         self.seconds_before = checkpoint.metadata["seconds"]
-        self.refit()
+        was = checkpoint.metadata["config"]["budget"].get("minutes")
+        if self.config.budget.minutes != was and self.step:
+            self._fit(self.seconds / self.step)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"student": self.student, "teacher": self.teacher, **self.objective.centers}

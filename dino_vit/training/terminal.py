@@ -10,8 +10,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from dino_vit.core.text import duration, live_console, printable_lines
+from dino_vit.training.diagnosis import TOO_EARLY
 from dino_vit.training.metrics import MetricsRecord
-from dino_vit.training.verdict import TOO_EARLY, Diagnosis
+from dino_vit.training.verdict import Verdict
 
 REFRESH = 0.5  # seconds between two updates of the bar
 RECENT = 1800  # seconds whose pace the remaining time is estimated from
@@ -63,16 +64,17 @@ class RunProgress:
             self.drawn = self.clock()
             self.bar.refresh()
 
-    def show(self, metrics: MetricsRecord, diagnosis: Diagnosis) -> None:
+    def show(self, metrics: MetricsRecord, verdict: Verdict) -> None:
         """Show a record; when the state turns bad, or good again, say so once."""
-        before, self.diagnosis = self.diagnosis, diagnosis
+        before, self.diagnosis = self.diagnosis, verdict.diagnosis
         self.task.total = metrics.total_steps  # which `budget.minutes` changes
         self.bar.update(self.task.id, completed=metrics.step, refresh=True)
         self.notice(self._line(metrics))
         self.saved_step = None
         last = metrics.step >= metrics.total_steps  # then the run's summary says it
-        if diagnosis != before and (diagnosis.advice or before.advice) and not last:
-            self.notice(f"step {metrics.step:,}: {diagnosis.state}. {diagnosis.advice}".rstrip())
+        is_news = self.diagnosis != before and (self.diagnosis.remedies or before.remedies)
+        if is_news and not last:
+            self.notice(f"step {metrics.step:,}: {self.diagnosis.state}. {verdict.advice}".rstrip())
 
     def notice(self, text: str) -> None:
         """Print a line that stays."""

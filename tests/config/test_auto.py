@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from dino_vit.config.auto import Choice, auto_choices, init_choices
+from dino_vit.config.auto import Choice, auto_choices, init_choices, phase_choices
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import AUTO_KEYS, PretrainConfig
 from dino_vit.config.settings import ConfigError, values
@@ -162,3 +162,15 @@ def test_init_goes_before_auto() -> None:
     config = filled(config, init_choices(config))
     config = filled(config, auto_choices(config, **CIFAR))
     assert (config.optim.lr, config.teacher.momentum, config.model.patch_size) == (5e-5, 0.9995, 4)
+
+
+def test_a_published_recipe_gets_shorter_phases_only_where_one_does_not_fit():
+    def phases(length, *settings):
+        config = load(PretrainConfig, None, settings)
+        return {choice.key: choice.value for choice in phase_choices(config, length)}
+
+    assert phases(5) == {"optim.warmup_epochs": 0.5, "optim.freeze_last_layer_epochs": 0.25}
+    assert phases(11) == {}
+    assert phases(5, "optim.warmup_epochs=2") == {}  # the other one fits
+    of_dinov2 = phases(25, "method=dinov2")
+    assert of_dinov2 == {"optim.warmup_epochs": 2.5, "loss.warmup_teacher_temp_epochs": 2}

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+from dino_vit.training.diagnosis import LEARNING, TOO_EARLY, UNIFORM
 from dino_vit.training.metrics import MetricsRecord
-from dino_vit.training.verdict import LEARNING, TOO_EARLY, UNIFORM
+from dino_vit.training.verdict import Verdict
+
+ADVICE = "Try head.batch_norm=true."
 
 HEALTHY = MetricsRecord(
     step=10_000,
@@ -48,4 +51,4 @@ def show_some(progress, clock):
                 progress.advance(step)
             now = replace(HEALTHY, step=1000 + 50 * n, total_steps=progress.task.total)
             metrics = replace(now, epoch=n / 4, knn=47.5 if n == 2 else None)
-            progress.show(metrics, diagnosis)
+            progress.show(metrics, Verdict(diagnosis, "", ADVICE if diagnosis is UNIFORM else ""))

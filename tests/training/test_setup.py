@@ -122,6 +122,11 @@ def test_recipe_auto_says_what_it_chose_and_why(tmp_path):
     settings = {"recipe": "auto", "data.source": "synthetic:640:32", "run.precision": "no", "data.workers": 0}
     settings |= {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
     found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
+    short = list(describe_start(found, start_record(found)))
+    assert len(short) <= 12
+    assert f"{len(found.choices)} settings were chosen to fit the images" in short[-1]
+    settings["run.verbose"] = "true"
+    found = set_up(configured(tmp_path / "run", settings, {"run.trackers": "[]"}), Accelerator())
     said = "\n".join(describe_start(found, start_record(found)))
     config = found.state.config
     for key, value in (("head.prototypes", 256), ("model.patch_size", 4), ("views.global_size", 32)):

@@ -12,9 +12,12 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration
+from dino_vit.training.diagnosis import LEARNING
 from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import LEARNING, UNIFORM
-from tests.support.history import HEALTHY, Clock, show_some
+from dino_vit.training.verdict import Verdict
+from tests.support.history import ADVICE, HEALTHY, Clock, show_some
+
+FINE = Verdict(LEARNING, "", "")
 
 
 def test_without_a_terminal_there_are_plain_aligned_lines():
@@ -26,7 +29,7 @@ def test_without_a_terminal_there_are_plain_aligned_lines():
     assert lines[1] == f"{step}  eta      -  too early to say"
     assert lines[2].endswith("  learning  k-NN 47.5 %")
     assert lines[3].endswith("  uniform collapse  saved 1,120")
-    assert lines[4] == f"step 1,150: uniform collapse. {UNIFORM.advice}"
+    assert lines[4] == f"step 1,150: uniform collapse. {ADVICE}"
     assert lines[5].endswith("  uniform collapse")
     assert lines[6].endswith("  eta  1d03h  learning")
     assert lines[7:] == ["step 1,250: learning."]
@@ -41,7 +44,7 @@ def test_the_end_is_estimated_from_the_pace():
     clock.now += 500  # an evaluation before the first step, which is no step's time
     for step in range(100, 1_001, 100):
         clock.now += 100
-        progress.show(replace(HEALTHY, step=step, total_steps=1_000), LEARNING)
+        progress.show(replace(HEALTHY, step=step, total_steps=1_000), FINE)
     ends = [re.search(r"eta +(\S+)", line)[1] for line in stream.getvalue().splitlines()]
     assert (ends[0], ends[1], ends[-1]) == ("-", "13m20", "0s")
 
@@ -49,7 +52,7 @@ def test_the_end_is_estimated_from_the_pace():
 def test_a_run_of_some_minutes_may_change_its_length():
     stream = StringIO()
     progress = RunProgress(total_steps=1_000, stream=stream)
-    progress.show(replace(HEALTHY, step=100, total_steps=800), LEARNING)
+    progress.show(replace(HEALTHY, step=100, total_steps=800), FINE)
     assert stream.getvalue().startswith("step 100/800 ")
 
 
@@ -120,7 +123,7 @@ def test_on_a_terminal_there_is_one_bar_below_the_lines():
     *lines, bar = [line for line in screen(received) if line]
     assert lines[0] == "Resuming runs/demo [at step 1,000]."
     assert lines[1].startswith("step 1,050/1,250  epoch   0.2  loss  9.100 (ln K  -1.99)")
-    assert lines[4] == f"step 1,150: uniform collapse. {UNIFORM.advice}"
+    assert lines[4] == f"step 1,150: uniform collapse. {ADVICE}"
     assert len(lines) == 1 + 5 + 1  # the last state is in the summary of the run
     assert re.fullmatch(r"1,250/1,250 ━+ 100% 00:00", bar)
     assert received.endswith("\x1b[?25h")  # the cursor is shown again

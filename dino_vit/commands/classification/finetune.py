@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.config.commands import FinetuneConfig
-from dino_vit.core import VIT_SIZES, height_width
+from dino_vit.config.loading import replace
+from dino_vit.core import VIT_SIZES, height_width, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
 from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -41,6 +42,9 @@ MIN_LR = 1e-6  # at the end
 def run(config: FinetuneConfig) -> Classification:
     """Train from where the output folder left off, and write the results once the last epoch is done."""
     accelerator = start_processes()
+    if config.warmup_epochs >= config.epochs:
+        config = replace(config, {"warmup_epochs": config.epochs / 10})
+        log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
         tuning.training.run(
