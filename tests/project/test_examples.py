@@ -5,8 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import dino_vit
+from dino_vit.data.sources.synthetic import SceneSource
 from tests.support.documents import README, ROOT
 from tests.support.images import write_synthetic
 
@@ -64,6 +66,16 @@ def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, fold
     said = run("timm_finetune.py", "own.safetensors", "photos", "--epochs", "1")
     assert said.startswith("epoch 1: ")
     assert (folder / "finetuned.pth").exists()
+    scenes = SceneSource(length=20, size=32)
+    for number in range(20):
+        for name, pixels in (
+            ("images", scenes.read(number).permute(1, 2, 0)),
+            ("masks", scenes.mask(number)),
+        ):
+            (folder / name).mkdir(exist_ok=True)
+            Image.fromarray(pixels.numpy()).save(folder / name / f"{number}.png")
+    said = run("segmentation_head.py", "images", "masks", "own.safetensors", "--steps", "20")
+    assert said.endswith(" % of the pixels of 4 photos are right\n")
     dino_vit.embed("photos", weights="own.safetensors", output="photos.parquet", verbose=False)
     said = run("million_photos.py", "photos.parquet", "photos/sky/0.png")
     assert said.splitlines()[1] == "  1.000  sky/0.png"
