@@ -78,7 +78,7 @@ def train(state: TrainingState, reporter: Reporter, interruption: Interruption) 
     state.start_clock()
     if state.saved_step is None and state.plan.steps_between_evaluations:
         reporter.log_baseline(state.evaluate_baseline())
-    state.interval.restart()
+        state.interval.restart()
     interruption.in_steps, first = True, state.step
     with contextlib.closing(state.loader.batches(state.step)) as batches, state.writer:
         while state.step < state.plan.total_steps:

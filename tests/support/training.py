@@ -21,13 +21,13 @@ def configured(output, settings, defaults=TINY):
     return load(PretrainConfig, None, [f"{key}={value}" for key, value in merged.items()])
 
 
-def opened(output, settings):
-    return set_up(configured(output, settings), Accelerator())
+def opened(output, settings, defaults=TINY):
+    return set_up(configured(output, settings, defaults), Accelerator())
 
 
-def trained(output, settings=MappingProxyType({})):
+def trained(output, settings=MappingProxyType({}), defaults=TINY):
     """Train in this process and return the state."""
-    ready = opened(output, settings)
+    ready = opened(output, settings, defaults)
     with Interruption() as interruption, Reporter(ready) as reporter:
         assert train(ready.state, reporter, interruption)
     return ready.state

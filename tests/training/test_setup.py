@@ -8,14 +8,18 @@ import torch
 from accelerate import Accelerator
 
 from dino_vit import export_backbone, load_backbone
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import write_tensors
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
+from dino_vit.training.loop import pretrain
 from dino_vit.training.reporter import describe_start, start_record
+from dino_vit.training.resolve import Fit
 from dino_vit.training.setup import set_up
 from dino_vit.views.eval_transform import EvalTransform
-from tests.support.runs import tensors
+from tests.support.runs import TINY, tensors
 from tests.support.training import configured, moved, opened, tensors_of, trained
 
 
@@ -154,3 +158,60 @@ def test_a_folder_whose_checkpoint_says_something_else_is_refused(tmp_path, weig
     write_tensors(path, checkpoint.tensors, json.dumps(metadata))
     with pytest.raises(ValueError, match="it lacks seconds; give another output"):
         opened(tmp_path, {"budget.steps": 10})
+
+
+def test_a_run_without_images_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no images are given: .* `dino-vit pretrain photos`"):
+        pretrain(load(PretrainConfig, None, [f"output={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path):
+    phases = {"optim.warmup_epochs", "optim.freeze_last_layer_epochs"}
+    settings = {key: value for key, value in TINY.items() if key not in phases}
+    settings |= {"budget.steps": "null", "budget.epochs": 5, "data.source": "synthetic:80:32"}
+    run = opened(tmp_path / "run", settings, {})
+    optim = run.state.config.optim
+    assert (optim.warmup_epochs, optim.freeze_last_layer_epochs) == (0.5, 0.25)
+    said = "\n".join(describe_start(run, start_record(run)))
+    assert "  optim.warmup_epochs=0.5: in proportion to a run of 5 epochs" in said
+    with pytest.raises(ValueError, match=r"optim.warmup_epochs=7 is not shorter than the run \(5 epochs\)"):
+        configured(tmp_path / "run", {**settings, "optim.warmup_epochs": 7}, {})
+
+    trained(tmp_path / "run", settings, {})
+    (tmp_path / "run" / "checkpoints" / "step-00000050.safetensors").unlink()
+    resumed = opened(tmp_path / "run", settings, {})
+    assert resumed.state.config.optim == optim
+    lines = list(describe_start(resumed, start_record(resumed)))
+    assert len(lines) == 3
+    assert lines[-1].startswith("resuming after step 45 from ")
+
+
+AUTO = {"recipe": "auto", "data.source": "synthetic:64:96", "data.batch_size": 8, "data.workers": 0}
+AUTO |= {"run.trackers": "[]", "run.precision": "no", "budget.steps": 20}
+
+
+def test_auto_shows_trained_weights_the_views_that_they_know(tmp_path, weights):
+    run = opened(tmp_path / "run", {**AUTO, "init.weights": weights}, {})
+    views, model = run.state.config.views, run.state.config.model
+    assert (views.global_size, views.local_size, model.patch_size) == (32, 16, 8)
+    assert not moved(tensors_of(run.state.student.backbone), tensors_of(load_backbone(weights)))
+    given = {**AUTO, "init.weights": weights, "views.global_size": 64}
+    assert opened(tmp_path / "given", given, {}).state.student.backbone.image_size == (64, 64)
+
+
+def test_auto_cuts_views_into_the_patches_of_a_frozen_teacher(tmp_path, weights):
+    model = {"model.arch": "null", "model.width": 32, "model.depth": 2, "model.heads": 2}
+    state = opened(tmp_path / "run", {**AUTO, **model, "teacher.weights": weights}, {}).state
+    assert (state.config.views.global_size, state.config.model.patch_size) == (32, 8)
+
+
+def test_a_run_that_sees_few_images_says_so(tmp_path):
+    minutes = {"budget.steps": "null", "budget.minutes": 1, "optim.warmup_epochs": 0}
+    config = configured(tmp_path / "run", {**minutes, "optim.freeze_last_layer_epochs": 0})
+    notes = set_up(config, Accelerator(), Fit(3, (), 1, 15.0)).notes
+    assert any(
+        note.startswith("budget.minutes=1 has time for about 3 steps of the 8 in an epoch")
+        and note.endswith("budget.minutes=2.2 would be an epoch")
+        for note in notes
+    )

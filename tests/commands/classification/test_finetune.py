@@ -55,6 +55,14 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert load_backbone(output).architecture["num_classes"] == 0, "it serves as a backbone too"
 
 
+def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
+    settings = [f"weights={weights}", f"output={tmp_path / 'run'}", "epochs=1", "workers=0", "precision=no"]
+    said = command_here("finetune", "synthetic:100:16", *settings)
+    assert "warmup_epochs=0.1, in proportion to epochs=1" in said
+    found = json.loads((tmp_path / "run" / "eval" / "finetune.json").read_text())
+    assert found["config"]["warmup_epochs"] == 0.1
+
+
 def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
     more = (f"weights={weights}",)
     whole, _ = tune(tmp_path / "whole", *more)
