@@ -212,11 +212,11 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         )
         if state.sharded:
             yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"
-        if verbose or len(run.choices) <= FEW_CHOICES:
-            for choice in run.choices:
-                yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
-        else:
-            chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
-            yield f"{chosen} (config.yaml; run.verbose=true and `dino-vit report` give the reasons)"
+    if verbose or len(run.choices) <= FEW_CHOICES:
+        for choice in run.choices:
+            yield f"  {choice.key}={write_yaml(choice.value)}: {choice.reason}"
+    else:
+        chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
+        yield f"{chosen} (config.yaml; run.verbose=true and `dino-vit report` give the reasons)"
     if run.resumed:
         yield f"resuming after step {state.step:,} from {run.resumed}"

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from dino_vit.config.auto import Choice
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.sections import STUDENT_TEMPERATURE
-from dino_vit.config.settings import given_keys
+from dino_vit.config.settings import get, given_keys
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -29,7 +29,7 @@ from dino_vit.models.backbone import Backbone
 from dino_vit.models.student_teacher import Network, build_networks
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.training.plan import make_plan
-from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config
+from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, started_config
 from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ReadyRun(NamedTuple):
-    """A run that is ready to train, what was chosen for it, and notes on its images."""
+    """A run that is ready to train, what was chosen for this start, and notes on its images."""
 
     state: TrainingState
     choices: list[Choice]
@@ -56,6 +56,8 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
     config, choices, notes = resolve_config(config, context)
     if context.resumed:
         check_same_run(config, context, context.resumed)
+        before = started_config(context.resumed)
+        choices = [choice for choice in choices if get(before, choice.key) != choice.value]
     state = _build_state(config, context, accelerator)
     if context.resumed:
         state.restore(context.resumed)

@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_what_it_measured(tmp_path):
 
 def test_recipe_auto_takes_the_channels_of_the_images_and_measures_them(tmp_path):
     folder = fill(tmp_path / "images", lambda n, path, plane: np.save(path.with_suffix(".npy"), plane))
-    said = run(tmp_path / "run", {**SETTINGS, "recipe": "auto", "data.source": folder})
+    said = run(tmp_path / "run", {**SETTINGS, "recipe": "auto", "run.verbose": "true", "data.source": folder})
     assert "data.channels=1: as the images have" in said
     assert f"measured on {LENGTH} images" in said
     assert said.count("data.mean=") == 1
