@@ -168,7 +168,10 @@ def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):
     ("settings", "message"),
     [
         (["data.source=/no/such/folder"], "'/no/such/folder'"),
-        (["run.trackers=[tensorbord]"], "run.trackers: tensorbord is not installed. Install it, choose from"),
+        (
+            ["data.source=synthetic", "run.trackers=[tensorbord]"],
+            "run.trackers: tensorbord is not installed. Install it, choose from",
+        ),
         (["data.source=synthetic:20"], "20 images do not fill a global batch of 64"),
         (["init.weights=/no/such.pth", *SMALL], "/no/such.pth does not exist"),
         (["output=/dev/null/run", "budget.epochs=20", *SMALL], "/dev/null"),

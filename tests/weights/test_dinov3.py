@@ -218,7 +218,7 @@ def test_rotated_keys_may_have_a_bias(tmp_path):
 def test_each_block_has_a_factor_of_its_own_in_training():
     model, seen = VisionTransformer(**ROTARY, rotary_rescale=2.0), []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2][0]))
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[2][0][0]))
     model.train()(IMAGES[0])
     model.eval()(IMAGES[0])
     assert not torch.equal(*seen[:2])

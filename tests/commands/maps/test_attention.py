@@ -86,10 +86,10 @@ def test_mistakes_are_explained(weights, tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_bytes(b"")
     for arguments, message in (
-        ([f"weights={tmp_path}/none.pth"], "none.pth does not exist"),
-        ([f"weights={weights}", "source=nowhere"], "nowhere"),
-        ([f"weights={weights}", "block=7"], "blocks 0 to 1"),
-        ([f"weights={weights}", f"source={tmp_path / 'bad'}"], "can be read (1 tried)"),
+        (["synthetic", f"{tmp_path}/none.pth"], "none.pth does not exist"),
+        (["nowhere", str(weights)], "nowhere"),
+        (["synthetic", str(weights), "block=7"], "blocks 0 to 1"),
+        ([str(tmp_path / "bad"), str(weights)], "can be read (1 tried)"),
     ):
         assert main(["attention", f"output={tmp_path / 'out'}", *arguments]) == 2
         assert message in capsys.readouterr().err
