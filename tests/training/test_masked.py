@@ -162,7 +162,9 @@ def test_a_gram_teacher_with_other_pixels_is_refused(tmp_path):
 def test_masked_patches_cannot_come_or_go_halfway(tmp_path):
     trained(tmp_path / "run", {"budget.steps": 10})
     changed = {**PATCHES, "views.global_size": 32, "budget.steps": 20, "run.resume": "changed"}
-    with pytest.raises(ValueError, match=r"a different network or optimiser.* another output and init.weights="):
+    with pytest.raises(
+        ValueError, match=r"a different network or optimiser.* another output and init.weights="
+    ):
         opened(tmp_path / "run", changed)
     started = {**changed, "init.weights": tmp_path / "run", "init.head_epochs": 0.5, "run.resume": "same"}
     said = run(tmp_path / "other", started)
