@@ -28,10 +28,23 @@ from dino_vit.data.images.pixels import unit_scale
 
 Operation = Callable[[Tensor, Tensor], object]
 
-_ORDERS = list(permutations(range(4)))
+# The shortest sequence of the four jitter operations that contains every order of them: a batch of images of
+# any orders takes twelve operations, where four for each of four positions would be sixteen.
+JITTERS = (0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 0, 2)
 _NEGLIGIBLE = 1e-3  # taps of the Gaussian below this weight are left out; the centre has weight 1
 _REACH = math.sqrt(-2 * math.log(_NEGLIGIBLE))  # in sigmas
 _LUMA = (0.2989, 0.587, 0.114)
+
+
+def _places(order: Sequence[int]) -> list[int]:
+    """Return where in `JITTERS` the operations of an order are."""
+    places = [-1]
+    for number in order:
+        places.append(JITTERS.index(number, places[-1] + 1))
+    return places[1:]
+
+
+_PLACES = [_places(order) for order in permutations(range(4))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +151,11 @@ class Augment(nn.Module):
     def _steps(self, rows: Tensor) -> list[tuple[Operation, list[int]]]:
         """List the operations in order, each with the indices of the images it applies to."""
         on = [[row for row, value in enumerate(column) if value > 0] for column in rows.T.tolist()]
-        orders = [_ORDERS[number] for number in rows[:, Column.ORDER].int().tolist()]
+        places = [_PLACES[number] for number in rows[:, Column.ORDER].int().tolist()]
         jitter = [
-            (operation, [row for row in on[Column.JITTER] if orders[row][position] == number])
-            for position in range(4)
-            for number, operation in enumerate(self.jitter)
+            (self.jitter[number], [row for row in on[Column.JITTER] if place in places[row]])
+            for place, number in enumerate(JITTERS)
+            if number < len(self.jitter)
         ]
         return [
             (_flip_, on[Column.FLIP]),
