@@ -59,6 +59,8 @@ class Backbone(nn.Module):
     def forward_features(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return all tokens (B, 1 + R + N, D), CLS first; `mask` (B, N) are the masked patches."""
 
+    drop_path_seed: int | None = None  # which the training loop sets for each forward pass
+
     def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Draw the `scales` of `forward_views`, if the backbone takes any."""
         return None

@@ -141,18 +141,20 @@ class VisionTransformer(Backbone):
     def draw_scales(self, views: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Draw what stochastic depth multiplies branches by: (depth, 2, B, 1, 1) for each size of views.
 
-        They are drawn on the host, all at once: on a GPU each draw would be a kernel of its own.
+        They are drawn on the host, all at once: on a GPU each draw would be a kernel of its own. With a
+        `drop_path_seed` they are a function of it, else they come from PyTorch's generator.
         """
         rates = self.drop_path_rates
         if not self.training or not any(rates):
             return None
-        drawn = []
+        seed, drawn = self.drop_path_seed, []
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
         for view in views:
             kept = torch.ones(self.depth, 2, view.shape[0])
             for rate, of_block in zip(rates, kept, strict=True):
                 if rate:
                     for of_branch in of_block:
-                        of_branch.bernoulli_(1 - rate)
+                        of_branch.bernoulli_(1 - rate, generator=generator)
             kept /= 1 - torch.tensor(rates)[:, None, None]  # the expectation stays
             drawn.append(to_device(kept, view.device)[..., None, None])
         return drawn

@@ -116,10 +116,13 @@ def take_step(state: TrainingState, batches: Iterator[Batch]) -> None:
     for micro in range(config.optim.accumulate):
         batch = state.interval.next_batch(batches)
         state.unreadable.count(batch)
-        # Stochastic depth is a function of (seed, step, part of the batch), so that a resumed run draws
-        # the same. Seeded when the images are there: code of the user's own that reads them may draw, too.
+        # What networks draw is a function of (seed, step, part of the batch), so that a resumed run draws the
+        # same: stochastic depth has a seed of its own, which nothing else draws from, dropout PyTorch's.
+        # Seeded when the images are there: code of the user's own that reads them may draw, too.
         part = state.accelerator.process_index + state.accelerator.num_processes * micro
-        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, state.step, part))
+        seed = derive_seed(config.seed, RngPurpose.NETWORK, state.step, part)
+        torch.manual_seed(seed)
+        student.backbone.drop_path_seed = seed
         loss += forward_backward(state, batch, rates, last=micro == config.optim.accumulate - 1)
 
     state.scaler.unscale_(state.optimizer)  # does nothing except in float16, like `scale` and `update`

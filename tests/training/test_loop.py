@@ -11,10 +11,13 @@ import dino_vit.training.loop
 import dino_vit.training.setup
 from benchmarks.step import Reference
 from dino_vit.core.checkpoint import NotFinite
+from dino_vit.core.process import Interruption
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.schedules import warmup_cosine
+from dino_vit.training.loop import train
+from dino_vit.training.reporter import Reporter
 from dino_vit.training.state import TrainingState
-from tests.support.runs import history, steps, tensors
+from tests.support.runs import assert_same_end, history, steps, tensors
 from tests.support.training import moved, opened, tensors_of, trained
 
 SHORT = {"optim.warmup_epochs": 0}
@@ -227,3 +230,18 @@ def test_a_run_that_ends_with_what_is_not_finite_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(dino_vit.training.loop, "ema_update", torch.no_grad()(spoil))
     with pytest.raises(NotFinite, match=r"not be written: .*not finite; the first is teacher.*Run it again"):
         trained(tmp_path / "run", {"budget.steps": 5, **SHORT})
+
+
+def test_what_else_draws_random_numbers_does_not_change_stochastic_depth(tmp_path):
+    settings = {"model.drop_path": 0.5, "budget.steps": 6, "optim.warmup_epochs": 0}
+    trained(tmp_path / "whole", settings)
+    ready = opened(tmp_path / "run", settings)
+
+    def draw(*_):
+        torch.rand(3)
+
+    # After the generator is seeded, before the student draws; as another thread might.
+    ready.state.teacher.register_forward_hook(draw)
+    with Interruption() as interruption, Reporter(ready) as reporter:
+        assert train(ready.state, reporter, interruption)
+    assert_same_end(tmp_path / "run", tmp_path / "whole", 6)
