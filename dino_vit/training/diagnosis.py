@@ -24,7 +24,7 @@ ZERO, MAXIMAL = 0.05, 0.95
 STUCK = 0.002
 # Scaling in float16 skips a step from time to time; a larger share of skipped steps is a problem.
 SKIPPED = 0.2
-# A run of fewer steps that has not seen each image once is not judged.
+# Of a shorter run that has not seen each image once nothing bad is said, but of steps that are not finite.
 FEW_STEPS = 300
 # Evaluations that must agree before a run is said to have gained nothing.
 ENOUGH = 3
@@ -107,8 +107,8 @@ def diagnose(
     before = baseline.rankme if baseline else None
     spread = bool(before and evaluations and (evaluations[-1].rankme or 0.0) > before / HALF)
     collapsed = collapse(history, settled_step=settled_step)
-    if is_too_short(history[-1]) and collapsed is not NONFINITE:
-        return TOO_EARLY
+    if is_too_short(history[-1]) and collapsed is not NONFINITE:  # only what is good for sure is said
+        return by_accuracy if by_accuracy in (LEARNING, BELOW_PIXELS) else TOO_EARLY
     follows_late = collapsed is STUCK_AT_LN and (improved or spread)  # features may improve before the loss
     if collapsed and not follows_late:
         return collapsed

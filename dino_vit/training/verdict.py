@@ -103,7 +103,7 @@ def _advice(
     finished = last.step >= last.total_steps
     if is_too_short(last):
         enough = min(float(FEW_STEPS), last.step / last.epoch if last.epoch else math.inf) / last.step
-        longer = f"To be judged, a run takes {FEW_STEPS} steps or an epoch: {_length(config, enough)}."
+        longer = f"The run was shorter than {FEW_STEPS} steps and an epoch: try {_length(config, enough)}."
         return longer if finished else ""
     if diagnosis in (TOO_EARLY, NOT_EVALUATED):
         return ""

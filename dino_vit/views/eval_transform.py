@@ -18,7 +18,7 @@ from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 
 Interpolation = Literal["bicubic", "bilinear"]
-FAR = 1.5  # times the trained side, or a part of it, from which on a size is said to be another
+FAR = 2  # times the trained side, or a half of it, beyond which a size is said to be another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def eval_transform_of(
 def say_if_far(size: Size, trained: Size) -> None:
     """Warn if images of a size are far from those that a backbone was trained on."""
     ratio = math.sqrt(math.prod(size) / math.prod(trained))
-    if not 1 / FAR < ratio < FAR:
+    if not 1 / FAR <= ratio <= FAR:
         images, weights = (f"{height} × {width}" for height, width in (size, trained))
         log.warning(
             "images of %s pixels are far from the %s of the weights, which may give poor features",

@@ -47,7 +47,7 @@ TABLE = {
     "textures-flat": ([EARLY, BELOW, "uniform collapse"], [EARLY, "uniform collapse"]),
     "textures-hot": ([EARLY, LEARNING, LOSING], [EARLY, COLLAPSING]),
     "textures-past-best": (  # k-NN rises to 39 %, falls to 28 % and stays at 30 %
-        [EARLY, LEARNING, "all images alike", LOSING, PAST, "uniform collapse"],
+        [EARLY, BELOW, LEARNING, "all images alike", LOSING, PAST, "uniform collapse"],
         [EARLY, "all images alike", COLLAPSING, "uniform collapse"],
     ),
     "textures-no-evaluation": ([EARLY, STUCK], [EARLY, STUCK]),
@@ -115,7 +115,7 @@ def test_a_run_that_saw_few_images_hears_how_long_to_train():
     said = judge(history, config, baseline)
     assert said.diagnosis.state == EARLY
     minutes = float(f"{2 * history[-1].step / history[-1].epoch / history[-1].step:.2g}")
-    assert said.advice == f"To be judged, a run takes 300 steps or an epoch: budget.minutes={minutes:g}."
+    assert said.advice == f"The run was shorter than 300 steps and an epoch: try budget.minutes={minutes:g}."
     assert judge(history[:-1], config, baseline).advice == ""  # it is under way
 
 

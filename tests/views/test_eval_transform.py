@@ -58,8 +58,10 @@ def test_the_weights_say_how_images_are_prepared(caplog):
     assert eval_transform_of(model).mean == (0.485, 0.456, 0.406)
     assert "using those of ImageNet" in caplog.text
     assert "far from" not in caplog.text
-    assert eval_transform_of(model, size=(48, 48)).size == (48, 48)
-    assert "images of 48 × 48 pixels are far from the 32 × 32 of the weights" in caplog.text
+    assert eval_transform_of(model, size=(64, 64)).size == (64, 64)
+    assert "far from" not in caplog.text
+    assert eval_transform_of(model, size=(72, 72)).size == (72, 72)
+    assert "images of 72 × 72 pixels are far from the 32 × 32 of the weights" in caplog.text
     other = backbone(channels=5)
     with pytest.raises(ValueError, match="5 channels"):
         eval_transform_of(other)

@@ -70,11 +70,11 @@ def test_the_maps_are_those_of_the_padded_image(weights, photos, tmp_path):
 
 
 def test_sizes_as_asked(weights, photos, tmp_path, caplog):
-    options = ["size=16", "longest=40", "count=null"]
+    options = ["size=8", "longest=40", "count=null"]
     assert main(["attention", str(photos), f"weights={weights}", f"output={tmp_path / 'o'}", *options]) == 0
-    assert size_of(tmp_path / "o" / "0-a.overlay.png") == (16, 26)
+    assert size_of(tmp_path / "o" / "0-a.overlay.png") == (8, 13)
     assert size_of(tmp_path / "o" / "2-deep-b-c.overlay.png") == (40, 5)
-    assert caplog.text.count("images of 16 × 32 pixels are far from the 32 × 48 of the weights") == 1
+    assert caplog.text.count("images of 8 × 16 pixels are far from the 32 × 48 of the weights") == 1
 
 
 def test_file_names_are_safe():
