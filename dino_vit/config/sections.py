@@ -70,7 +70,11 @@ class Data(Settings):
     @property
     def images(self) -> str:
         """The source of a run, which does not start without one."""
-        assert self.source is not None
+        if self.source is None:
+            raise ValueError(
+                "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain "
+                "photos` (data.source); `synthetic` are generated textures"
+            )
         return self.source
 
 

@@ -56,11 +56,7 @@ def pretrain(
 
     On rank 0 `on_metrics` is called with each record and `on_checkpoint` with the path of each checkpoint.
     """
-    if config.data.source is None:
-        raise ValueError(
-            "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain "
-            "photos` (data.source); `synthetic` are generated textures"
-        )
+    _ = config.data.images  # raises where there are none
     with Interruption() as interruption:
         accelerator = start_processes(trackers=config.run.trackers, folder=Path(config.output))
         with locked(Path(config.output)):

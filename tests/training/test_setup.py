@@ -164,6 +164,10 @@ def test_a_run_without_images_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no images are given: .* `dino-vit pretrain photos`"):
         pretrain(load(PretrainConfig, None, [f"output={tmp_path / 'run'}"]))
     assert not (tmp_path / "run").exists()
+    with pytest.raises(
+        ValueError, match="no images are given"
+    ):  # of a damaged config.yaml, which is read for a report
+        _ = load(PretrainConfig).data.images
 
 
 def test_a_short_run_of_a_published_recipe_shortens_what_was_not_given(tmp_path):
