@@ -36,7 +36,7 @@ class CustomSource:
             raise ValueError(
                 f"{title_of(given)} is not a source of images: it needs __len__, and read(i) or [i]"
             )
-        self.given: Any = _HubRows(given) if hasattr(given, "cast_column") else given
+        self.given = _with_hub_rows(given)
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")
         self._labels = _number_targets(self.given)
@@ -105,7 +105,7 @@ class _HubRows:
     def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, index: int) -> object:
+    def __getitem__(self, index: int) -> object:
         image = self.images[index][self.columns.image]
         if isinstance(image, dict):
             return image["path"] if image["bytes"] is None else image["bytes"]
@@ -113,6 +113,15 @@ class _HubRows:
 
     def name(self, index: int) -> str:
         return str(index) if self.names is None else str(self.names[index])
+
+
+def _with_hub_rows(given: Any) -> Any:
+    """Return a data set with the `_HubRows` of each Hugging Face `Dataset` in it."""
+    if isinstance(given, Subset):
+        return Subset(_with_hub_rows(given.dataset), given.indices)
+    if isinstance(given, ConcatDataset):
+        return ConcatDataset(map(_with_hub_rows, given.datasets))
+    return _HubRows(given) if hasattr(given, "cast_column") else given
 
 
 def _method(given: Any, name: str) -> Callable[[int], Any] | None:

@@ -134,6 +134,9 @@ def test_a_dataset_of_hugging_face_is_a_source(tmp_path, hub_rows, caplog):
     assert chosen.read(0) == (tmp_path / f"{order}.png").read_bytes()
     assert chosen.fingerprint != source.fingerprint
     assert not caplog.text
+    parts = CustomSource(ConcatDataset([Subset(hub_rows, [3, 0]), hub_rows]))
+    assert labels_of(parts) == ["dog", "cat", *["cat", "dog"] * 2]
+    assert (parts.name(0), parts.read(1)) == ("0/d", source.read(0))
     turned = CustomSource(hub_rows.with_transform(lambda rows: {"img": [0 for _ in rows["img"]]}))
     assert turned.read(2) == source.read(2)
     assert "transform of the Dataset is not applied" in caplog.text
