@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, object]] = {
     }
 }
 
-# What recipe=auto fills in where the user gave nothing; see auto.py.
+# What recipe=auto fills in where the user gave nothing, with budget.minutes also the network; see auto.py.
 AUTO_KEYS = frozenset(
     (
         *("data.channels", "data.mean", "data.std", "model.patch_size", "head.prototypes", "budget.epochs"),
@@ -46,10 +46,6 @@ AUTO_KEYS = frozenset(
         *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
         *("optim.layer_decay", "optim.patch_embed_lr"),
     )
-)
-# What recipe=auto also chooses where a run is short, or has a budget in minutes.
-FITTED_KEYS = frozenset(
-    {"loss.warmup_teacher_temp_epochs", "init.head_epochs", "model.width", "model.depth", "model.heads"}
 )
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
 SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0), "lars": (1e-6, 50.0)}
@@ -110,7 +106,7 @@ class PretrainConfig(Settings):
             for problem in check(self):
                 if not filled_later.intersection(problem.keys):
                     yield problem.text
-        if self.budget.epochs is not None and self.recipe != "auto":
+        if self.budget.epochs is not None and "budget.epochs" not in filled_later:
             yield from check_phases(self, self.budget.epochs, given_keys(self))
 
 
