@@ -113,6 +113,7 @@ def test_contradictions_are_refused_with_a_way_out(overrides: list[str], message
         ["optim.warmup_epochs=0", "optim.freeze_last_layer_epochs=0", "budget.epochs=1"],
         ["init.weights=runs/other"],
         ["recipe=auto", "budget.epochs=5", "data.channels=13", "views.global_size=30"],
+        ["recipe=auto", "loss.patch_weight=1", "views.global_size=32"],
     ],
 )
 def test_what_makes_sense_is_accepted(overrides: list[str]) -> None:
