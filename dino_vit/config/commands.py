@@ -32,12 +32,13 @@ Evaluator = Literal["knn", "linear", "dense"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
+Block = Annotated[int, Field(ge=-1000, le=1000)]
+Byte = Annotated[int, Field(ge=0, le=255)]
 IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
+MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
 OF_PYTHON = "in Python none"
-RESULTS: str | None = setting(
-    None, f"JSON file; null: one for this command in eval/ of the run, {OF_PYTHON}", resumable=True
-)
+RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {OF_PYTHON}", resumable=True)
 
 
 class BackboneConfig(Settings):
@@ -47,14 +48,9 @@ class BackboneConfig(Settings):
     weights: str = Field(description="run folder or weights file")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit | None = setting(
-        None,
-        "crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop",
-    )
+    fit: Fit | None = setting(None, "resize and centre-crop, or resize the whole; null: that of the weights")
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
-    num_workers: Few | None = setting(
-        None, "threads that read images, not processes; null: one per core, at most 16", resumable=True
-    )
+    num_workers: Few | None = setting(None, "threads that read images; null: by the cores", resumable=True)
     precision: Precision = setting("auto", "auto: bf16 where it is native")
 
     positional: ClassVar[tuple[str, ...]] = ("source", "weights")
@@ -63,9 +59,7 @@ class BackboneConfig(Settings):
 class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
-    cache: str | None = setting(
-        None, "folder that caches features; null: features/ in DINO_VIT_CACHE", resumable=True
-    )
+    cache: str | None = setting(None, "of features; null: features/ in DINO_VIT_CACHE", resumable=True)
 
 
 class SupervisedConfig(Settings):
@@ -73,9 +67,7 @@ class SupervisedConfig(Settings):
 
     source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
-    train: str | None = setting(
-        None, "images to train on; null: the split train of source, or all of it but a fifth"
-    )
+    train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     seed: Seed = setting(0, "of all random numbers")
 
@@ -84,14 +76,10 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
-    train: str | None = setting(
-        None, "labelled images of the bank; null: the split train of source, or for each image the others"
-    )
+    train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting(
-        (), "also classify by only this many images per class, such as 1 and 5, five times"
-    )
+    shots: tuple[Count, ...] = setting((), "also by only so many images per class, such as 1 and 5")
     output: str | None = RESULTS
     writes: ClassVar = "eval/knn"
 
@@ -127,9 +115,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
         "linear photos runs/pretrain method=logistic",
     )
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
-    select: Literal["source", "train"] = setting(
-        "source", "choose the best head on source, as published, or on a held-out tenth of train"
-    )
+    select: Literal["source", "train"] = setting("source", "choose the head on it, or a tenth of train")
     output: str | None = RESULTS
     writes: ClassVar = "eval/linear"
     grid: ProbeGrid = ProbeGrid()
@@ -138,8 +124,7 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 
     def contradictions(self) -> Iterator[str]:
         if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
-            text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
-            yield text
+            yield f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
 
 
 class FinetuneConfig(SupervisedConfig):
@@ -174,11 +159,9 @@ class FinetuneConfig(SupervisedConfig):
     def contradictions(self) -> Iterator[str]:
         """Yield problems with the start and the length of the run."""
         if (self.weights is None) == (self.arch is None):
-            text = "give either weights to start from, or arch for a randomly initialised network"
-            yield text
+            yield "give either weights to start from, or arch for a randomly initialised network"
         if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
-            text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
-            yield text
+            yield f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
 
 
 class DenseConfig(BackboneConfig):
@@ -188,9 +171,7 @@ class DenseConfig(BackboneConfig):
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
-    ignore_value: Annotated[int, Field(ge=0, le=255)] = setting(
-        IGNORED, "value of pixels that belong to no class"
-    )
+    ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
     train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
     k: Few = setting(20, "neighbours of a patch")
     patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
@@ -206,13 +187,9 @@ class DenseConfig(BackboneConfig):
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare backbones on the same images."""
 
-    examples: ClassVar = (
-        "compare photos runs/a runs/b",
-        "compare photos runs/a untrained=true",
-    )
-    weights: NonEmpty[str] = Field(  # type: ignore[assignment]  # several, where the other commands take one
-        description="run folders or weights files, two or more"
-    )
+    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true")
+    # Several, where the other commands take one.
+    weights: NonEmpty[str] = Field(description="run folders or weights files")  # type: ignore[assignment]
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
@@ -236,9 +213,7 @@ class AttentionConfig(Settings):
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
-    block: Annotated[int, Field(ge=-1000, le=1000)] = setting(
-        -1, "block whose attention is drawn; negative numbers count from the last"
-    )
+    block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
 
     positional: ClassVar = ("source", "weights")
 
@@ -251,9 +226,7 @@ class EmbedConfig(CachedConfig):
     writes: ClassVar = "embeddings.parquet"
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
-    precision: Precision = setting(
-        "no", "of the forward passes: no is float32, auto is bf16 where it is native"
-    )
+    precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
 
     examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
@@ -329,12 +302,7 @@ class ReportConfig(Settings):
     run: str = Field(description="folder of the run")
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: str | None = setting(None, "where the images are now; null: where the run read them")
-    images: int = Field(
-        500,
-        ge=MIN_IMAGES,
-        le=MAX_IMAGES,
-        description="images on the map; with more, their pictures are smaller",
-    )
+    images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
 
 class WeightsConfig(Settings):
@@ -342,13 +310,9 @@ class WeightsConfig(Settings):
 
     source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
     network: Network = setting("teacher", "network of a training checkpoint")
-    source_format: WeightsFormat | None = setting(
-        None, "format of the source where files look alike; null: detected"
-    )
+    source_format: WeightsFormat | None = setting(None, "of files that look alike; null: detected")
     heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
-    image_size: Side | None = setting(
-        None, "resample the positions to this side, or height and width; null: as stored"
-    )
+    image_size: Side | None = setting(None, "resample the positions to this size; null: as stored")
 
     positional: ClassVar[tuple[str, ...]] = ("source",)
 
@@ -367,9 +331,7 @@ class ExportConfig(WeightsConfig):
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
-    dtype: Literal["float32", "float16"] = setting(
-        "float32", "onnx: of weights and arithmetic; images and outputs are float32"
-    )
+    dtype: Literal["float32", "float16"] = setting("float32", "onnx: of weights and arithmetic")
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
@@ -378,9 +340,6 @@ class ExportConfig(WeightsConfig):
 
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
-        if self.dynamic and self.format != "onnx":
-            yield f"--dynamic is for --format onnx, not {self.format}"
-        if self.dtype != "float32" and self.format != "onnx":
-            yield f"--dtype is for --format onnx, not {self.format}"
-        if self.license is not None and self.format != "huggingface":
-            yield f"--license is for --format huggingface, not {self.format}"
+        for name, format in (("dynamic", "onnx"), ("dtype", "onnx"), ("license", "huggingface")):
+            if getattr(self, name) != type(self).model_fields[name].default and self.format != format:
+                yield f"--{name} is for --format {format}, not {self.format}"

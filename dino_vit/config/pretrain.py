@@ -63,9 +63,7 @@ class PretrainConfig(Settings):
     """Self-supervised pretraining of a vision transformer with DINO."""
 
     method: Literal["dino", "dinov2"] = setting("dino", "defaults of 2021, or of 2023 with masked patches")
-    recipe: Literal["dino", "auto"] = setting(
-        "dino", "as published; auto: fit what is not given to the images"
-    )
+    recipe: Literal["dino", "auto"] = setting("dino", "as published; auto: fit to the images")
     seed: Seed = setting(0, "seed of every random number")
     output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
     data: sections.Data = sections.Data()

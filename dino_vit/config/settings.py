@@ -25,7 +25,6 @@ def whole(value: object) -> object:
 
 # Every number has a largest value, so that what no machine holds is refused and not tried.
 Count = Annotated[int, Field(ge=1, le=10**12), BeforeValidator(whole)]
-CountOrZero = Annotated[int, Field(ge=0, le=10**12), BeforeValidator(whole)]
 Dimension = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(whole)]  # of a tensor or an image
 Few = Annotated[int, Field(ge=1, le=1000), BeforeValidator(whole)]  # blocks, views, threads, ...
 FewOrZero = Annotated[int, Field(ge=0, le=1000), BeforeValidator(whole)]
