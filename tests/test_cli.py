@@ -1,4 +1,3 @@
-import json
 import os
 import platform
 import signal
@@ -126,15 +125,6 @@ def test_config_prints_settings_that_load_back(tmp_path, capsys):
     assert load(PretrainConfig, tmp_path / "a.yaml") == load(PretrainConfig, None, settings)
     assert main(["config", "pretrain", "--config", str(tmp_path / "a.yaml")]) == 0
     assert capsys.readouterr().out == printed
-
-
-def test_config_prints_a_json_schema(capsys):
-    assert main(["config", "pretrain", "--schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema["$schema"].startswith("https://json-schema.org/")
-    assert schema["properties"]["seed"]["description"] == "seed of every random number"
-    assert schema["additionalProperties"] is False
-    assert {"Data", "Model", "Optim"} < set(schema["$defs"])
 
 
 def test_bad_settings_are_explained_before_torch_is_imported(tmp_path):

@@ -28,7 +28,7 @@ def test_a_user_pretrains_looks_and_embeds(tmp_path):
         "run.knn('synthetic:60:16', k=3)",
         "run.show_attention(count=2)",
     )
-    assert "step  5/20" in stderr(ran), "lines, as ipywidgets is not installed"
+    assert "step  5/20" in stderr(ran), "lines, not a bar"
     assert "done: run/checkpoints holds the last step" in stderr(ran)
     assert "step 20 of 20" in shown[0]["data"]["text/plain"]
     assert "<pre>run: ViT" in shown[0]["data"]["text/html"]

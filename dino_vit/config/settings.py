@@ -5,14 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Annotated, ClassVar, NamedTuple, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")

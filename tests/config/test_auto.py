@@ -49,11 +49,7 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
 
 
-@pytest.mark.parametrize(
-    "given",
-    [[], ["budget.epochs=7"], ["budget.steps=1234"]],
-    ids=str,
-)
+@pytest.mark.parametrize("given", [[], ["budget.epochs=7"], ["budget.steps=1234"]], ids=str)
 @pytest.mark.parametrize("images", [3586, 320])
 def test_the_reasons_name_the_number_of_steps_of_the_plan(images: int, given: list[str]) -> None:
     config, choices = auto("data.batch_size=60", *given, **CIFAR | {"images": images, "global_batch": 60})

@@ -74,10 +74,7 @@ def test_a_method_is_a_set_of_defaults_that_anything_given_replaces(tmp_path: Pa
         (["budget.epochs=null"], "the run has no length"),
         (["run.eval_every=2", "run.eval_every_steps=5"], "run.eval_every and run.eval_every_steps are both"),
         (["model.arch=vit_smal"], "model.arch = vit_smal: did you mean vit_small?"),
-        (
-            ["model.arch=resnet50"],
-            "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge, timm:",
-        ),
+        (["model.arch=resnet50"], "must be one of vit_tiny, vit_small, vit_base, vit_large, vit_huge, timm:"),
         (["model.arch=vit_tiny", "model.width=64"], "remove model.width"),
         (["model.width=64"], "give model.width and model.depth, or model.arch"),
         (["model.width=96", "model.depth=2"], "is not a multiple of the 64 channels of a head"),
