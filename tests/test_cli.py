@@ -64,7 +64,7 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
     shown = capsys.readouterr().out
     cls = COMMANDS[name].config_class
     assert all(text in shown for text in (cls.__doc__, *cls.examples))
-    assert all(info.doc and info.doc.split()[0] in shown for info in settings_of(cls).values())
+    assert all(info.meaning.split()[0] in shown for info in settings_of(cls).values())
     assert callable(COMMANDS[name].run)
 
 

@@ -44,6 +44,7 @@ RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {OF_
 class BackboneConfig(Settings):
     """Send images through a frozen backbone."""
 
+    positional: ClassVar[tuple[str, ...]] = ("source", "weights")
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
     weights: str = Field(description="run folder or weights file")
     network: Network = setting("teacher", "network of a checkpoint")
@@ -52,8 +53,6 @@ class BackboneConfig(Settings):
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
     num_workers: Few | None = setting(None, "threads that read images; null: by the cores", resumable=True)
     precision: Precision = setting("auto", "auto: bf16 where it is native")
-
-    positional: ClassVar[tuple[str, ...]] = ("source", "weights")
 
 
 class CachedConfig(BackboneConfig):
@@ -76,12 +75,12 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
+    writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also by only so many images per class, such as 1 and 5")
     output: str | None = RESULTS
-    writes: ClassVar = "eval/knn"
 
 
 class ProbeGrid(Settings):
@@ -114,10 +113,10 @@ class LinearConfig(SupervisedConfig, CachedConfig):
         "linear photos/val runs/pretrain train=photos/train",
         "linear photos runs/pretrain method=logistic",
     )
+    writes: ClassVar = "eval/linear"
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
     select: Literal["source", "train"] = setting("source", "choose the head on it, or a tenth of train")
     output: str | None = RESULTS
-    writes: ClassVar = "eval/linear"
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
@@ -135,6 +134,7 @@ class FinetuneConfig(SupervisedConfig):
         "finetune photos arch=vit_small",
     )
     resumes: ClassVar = True
+    positional: ClassVar = ("source", "weights")
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Network = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
@@ -154,8 +154,6 @@ class FinetuneConfig(SupervisedConfig):
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
-    positional: ClassVar = ("source", "weights")
-
     def contradictions(self) -> Iterator[str]:
         """Yield problems with the start and the length of the run."""
         if (self.weights is None) == (self.arch is None):
@@ -168,6 +166,7 @@ class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
     examples: ClassVar = ("dense synthetic:scenes:1000 runs/pretrain",)
+    writes: ClassVar = "eval/dense"
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
@@ -176,7 +175,6 @@ class DenseConfig(BackboneConfig):
     k: Few = setting(20, "neighbours of a patch")
     patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
     output: str | None = RESULTS
-    writes: ClassVar = "eval/dense"
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
@@ -206,6 +204,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 class AttentionConfig(Settings):
     """Draw the self-attention maps of images."""
 
+    positional: ClassVar = ("source", "weights")
     source: str = Field(description="image, video, folder, glob or any other source of images")
     weights: str = Field(description="run folder or weights file")
     output: str = setting("attention", "folder for pictures and maps")
@@ -215,47 +214,42 @@ class AttentionConfig(Settings):
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
 
-    positional: ClassVar = ("source", "weights")
-
 
 class EmbedConfig(CachedConfig):
     """Write the embeddings of images to a file."""
 
+    writes: ClassVar = "embeddings.parquet"
+    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
-    writes: ClassVar = "embeddings.parquet"
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
     precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
 
-    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
-
 
 class SearchConfig(Settings):
     """Find the images nearest to given ones among those that were embedded."""
 
+    writes: ClassVar = "search.png"
+    positional: ClassVar = ("embeddings", "images")
+    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
     output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
-    writes: ClassVar = "search.png"
-
-    positional: ClassVar = ("embeddings", "images")
-    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
 
 
 class DuplicatesConfig(Settings):
     """List images that are nearly the same, those with two labels or in two splits first."""
 
     examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
+    positional: ClassVar = ("embeddings",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
-
-    positional: ClassVar = ("embeddings",)
 
 
 class DemoConfig(Settings):
@@ -270,6 +264,7 @@ class DemoConfig(Settings):
 class InspectConfig(Settings):
     """Inspect the images of a source before training on them."""
 
+    positional: ClassVar = ("source",)
     source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
@@ -278,19 +273,16 @@ class InspectConfig(Settings):
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
-    positional: ClassVar = ("source",)
-
 
 class PackConfig(Settings):
     """Pack a source of images into tar shards."""
 
+    positional: ClassVar = ("source", "output")
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
     output: str = Field(description="folder to write; it must not exist or be empty")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
     size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")
-
-    positional: ClassVar = ("source", "output")
 
 
 class ReportConfig(Settings):
@@ -308,35 +300,32 @@ class ReportConfig(Settings):
 class WeightsConfig(Settings):
     """A backbone as another library or a run has written it."""
 
+    positional: ClassVar[tuple[str, ...]] = ("source",)
     source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
     network: Network = setting("teacher", "network of a training checkpoint")
     source_format: WeightsFormat | None = setting(None, "of files that look alike; null: detected")
     heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
     image_size: Side | None = setting(None, "resample the positions to this size; null: as stored")
 
-    positional: ClassVar[tuple[str, ...]] = ("source",)
-
 
 class InspectWeightsConfig(WeightsConfig):
     """Show the format, architecture, normalisation, network and step of a weights file or folder."""
 
-    as_json: bool = setting(False, "print JSON")
-
     examples: ClassVar = ("inspect-weights runs/pretrain",)
+    as_json: bool = setting(False, "print JSON")
 
 
 class ExportConfig(WeightsConfig):
     """Write a backbone in the format of another library, and check that its features agree."""
 
+    positional: ClassVar = ("source", "out")
+    examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
     dtype: Literal["float32", "float16"] = setting("float32", "onnx: of weights and arithmetic")
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
-
-    positional: ClassVar = ("source", "out")
-    examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
 
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""

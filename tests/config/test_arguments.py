@@ -79,5 +79,5 @@ def test_help_lists_every_setting(cls: type[Settings], capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     for key, info in settings_of(cls).items():
         assert f"{key}=" in shown
-        assert info.doc in shown
+        assert info.meaning in shown
     assert "Undefined" not in shown

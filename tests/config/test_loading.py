@@ -229,7 +229,7 @@ def test_settings_are_written_as_yaml_that_loads_back(tmp_path: Path, overrides:
     cake = load(Cake, None, overrides)
     text = to_yaml(cake)
     assert load(Cake, write(tmp_path, text)) == cake
-    assert all(f"# {settings_of(Cake)[key].doc}" in text for key in values(cake))
+    assert all(f"# {settings_of(Cake)[key].meaning}" in text for key in values(cake))
 
 
 @pytest.mark.parametrize("given", [np.array([1.0, 5.0]), torch.tensor([1, 5]), [np.int64(1), 5]])

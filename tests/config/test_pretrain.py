@@ -18,7 +18,7 @@ def refused(*overrides: str) -> str:
 
 
 def test_every_setting_is_documented() -> None:
-    assert all(info.doc for info in settings_of(PretrainConfig).values())
+    assert all(info.meaning for info in settings_of(PretrainConfig).values())
     assert all(len(line) <= 132 for line in to_yaml(PretrainConfig()).splitlines())
 
 
