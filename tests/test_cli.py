@@ -64,7 +64,9 @@ def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
     shown = capsys.readouterr().out
     cls = COMMANDS[name].config_class
     assert all(text in shown for text in (cls.__doc__, *cls.examples))
-    assert all(info.meaning.split()[0] in shown for info in settings_of(cls).values())
+    assert all(info.meaning and info.meaning in shown for info in settings_of(cls).values())
+    assert all(f"{key}=" in shown for key in settings_of(cls))
+    assert "Undefined" not in shown
     assert callable(COMMANDS[name].run)
 
 
