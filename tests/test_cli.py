@@ -57,6 +57,16 @@ def test_help_and_mistakes_of_every_command_need_no_torch():
     assert python(code) == "[]"
 
 
+def test_the_help_has_a_line_for_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        " knn classify images by their nearest neighbours, on features of a frozen backbone linear" in shown
+    )
+    assert all(f" {name} {command.help}" in shown for name, command in COMMANDS.items())
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_settings_with_a_meaning_and_a_function(name, capsys):
     with pytest.raises(SystemExit, match="0"):
