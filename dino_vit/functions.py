@@ -48,13 +48,12 @@ def function_of(name: str) -> Callable[..., Any]:
     positional = {key.rpartition(".")[2]: key for key in cls.positional}
     taken = _signature(name, cls, positional)
 
-    def function(*args: object, **keywords: object) -> object:
-        named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
-        given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
-        config, verbose = given.pop("config", None), given.pop("verbose", True)
-        called = {hook.name: given.pop(hook.name, None) for hook in hooks}
+    def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
+        called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
+        named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
+        given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
         with _logging(verbose):
