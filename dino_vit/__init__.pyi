@@ -484,18 +484,18 @@ def knn(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            resize and centre-crop, or resize the whole; null: that of the weights [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          of features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       k=[10, 20, 100, 200]                numbers of neighbours
       temperature=0.07                    a neighbour's vote is exp(cosine / temperature)
-      shots=[]                            also by only so many images per class, such as 1 and 5
+      shots=[]                            also classify by so few images per class, such as 1 and 5
       output=null                         JSON file; null: in eval/ of the run, in Python none
     """
 
@@ -533,11 +533,11 @@ def linear(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            resize and centre-crop, or resize the whole; null: that of the weights [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          of features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
@@ -645,7 +645,7 @@ def dense(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            resize and centre-crop, or resize the whole; null: that of the weights [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -692,11 +692,11 @@ def compare(
       weights=...                         run folders or weights files
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            resize and centre-crop, or resize the whole; null: that of the weights [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          of features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
@@ -765,11 +765,11 @@ def embed(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            resize and centre-crop, or resize the whole; null: that of the weights [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          of features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
       output=null                         Parquet file; null: embeddings.parquet, in Python none
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
@@ -841,7 +841,7 @@ def inspect_weights(
 
       source=...                          weights file (.pth, .pt, .safetensors), run folder or hub folder
       network=teacher                     network of a training checkpoint [teacher|student]
-      source_format=null                  of files that look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
+      source_format=null                  format, where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
       heads=null                          attention heads, for a width that does not imply them
       image_size=null                     resample the positions to this size; null: as stored
       as_json=false                       print JSON
@@ -872,7 +872,7 @@ def export(
 
       source=...                          weights file (.pth, .pt, .safetensors), run folder or hub folder
       network=teacher                     network of a training checkpoint [teacher|student]
-      source_format=null                  of files that look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
+      source_format=null                  format, where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
       heads=null                          attention heads, for a width that does not imply them
       image_size=null                     resample the positions to this size; null: as stored
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface

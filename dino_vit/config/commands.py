@@ -49,7 +49,7 @@ class BackboneConfig(Settings):
     weights: str = Field(description="run folder or weights file")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit | None = setting(None, "resize and centre-crop, or resize the whole; null: that of the weights")
+    fit: Fit | None = setting(None, "crop: resize and centre-crop; whole: only resize; null: by the weights")
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
     num_workers: Few | None = setting(None, "threads that read images; null: by the cores", resumable=True)
     precision: Precision = setting("auto", "auto: bf16 where it is native")
@@ -58,7 +58,7 @@ class BackboneConfig(Settings):
 class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
-    cache: str | None = setting(None, "of features; null: features/ in DINO_VIT_CACHE", resumable=True)
+    cache: str | None = setting(None, "folder of features; null: features/ in DINO_VIT_CACHE", resumable=True)
 
 
 class SupervisedConfig(Settings):
@@ -79,7 +79,7 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting((), "also by only so many images per class, such as 1 and 5")
+    shots: tuple[Count, ...] = setting((), "also classify by so few images per class, such as 1 and 5")
     output: str | None = RESULTS
 
 
@@ -303,7 +303,7 @@ class WeightsConfig(Settings):
     positional: ClassVar[tuple[str, ...]] = ("source",)
     source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
     network: Network = setting("teacher", "network of a training checkpoint")
-    source_format: WeightsFormat | None = setting(None, "of files that look alike; null: detected")
+    source_format: WeightsFormat | None = setting(None, "format, where files look alike; null: detected")
     heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
     image_size: Side | None = setting(None, "resample the positions to this size; null: as stored")
 
