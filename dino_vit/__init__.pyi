@@ -324,10 +324,10 @@ def pretrain(
     The settings and their defaults:
 
       method=dino                         defaults of 2021, or of 2023 with masked patches [dino|dinov2]
-      recipe=dino                         as published; auto: fit what is not given to the images [dino|auto]
+      recipe=dino                         as published; auto: fit to the images [dino|auto]
       seed=0                              seed of every random number
       output=runs/pretrain                folder of the run; a run in it is resumed
-      data.source=null                    folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`
+      data.source=null                    folder, list, archive, array, hf:NAME, `synthetic`
       data.labels=null                    file of labels for evaluation; null: the source's
       data.weights=null                   file of (name, weight): how often to draw images
       data.batch_size=64                  images per process and forward pass
@@ -355,7 +355,7 @@ def pretrain(
       model.key_bias=null                 bias of the keys; null: unless positions are rotary
       model.registers=0                   register tokens
       model.drop_path=0.1                 stochastic depth of the student's last block
-      model.drop_path_schedule=linear     from 0 at the first block, or equal [linear|uniform]
+      model.drop_path_schedule=linear     rising from 0, or all equal [linear|uniform]
       model.layer_scale=null              initial scale of the branches of a block; null: none
       model.grad_checkpointing=false      recompute blocks to save memory
       head.prototypes=65536               output dimension
@@ -484,19 +484,19 @@ def knn(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images, not processes; null: one per core, at most 16
+      num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          folder that caches features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          labelled images of the bank; null: the split train of source, or for each image the others
+      train=null                          images of the bank; null: split train, or for each image the others
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       k=[10, 20, 100, 200]                numbers of neighbours
       temperature=0.07                    a neighbour's vote is exp(cosine / temperature)
-      shots=[]                            also classify by only this many images per class, such as 1 and 5, five times
-      output=null                         JSON file; null: one for this command in eval/ of the run, in Python none
+      shots=[]                            also classify by so few images per class, such as 1 and 5
+      output=null                         JSON file; null: in eval/ of the run, in Python none
     """
 
 def linear(
@@ -533,18 +533,18 @@ def linear(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images, not processes; null: one per core, at most 16
+      num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          folder that caches features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          images to train on; null: the split train of source, or all of it but a fifth
+      train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       method=grid                         how the classifiers are trained [grid|logistic|dino2021]
-      select=source                       choose the best head on source, as published, or on a held-out tenth of train [source|train]
-      output=null                         JSON file; null: one for this command in eval/ of the run, in Python none
+      select=source                       choose the head on it, or a tenth of train [source|train]
+      output=null                         JSON file; null: in eval/ of the run, in Python none
       grid.rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  learning rates at a batch of 256
       grid.steps=null                     of SGD; null: ten epochs, but at least 1,250 and at most 12,500
       logistic.cs=[1.0e-06, 1.778279410038923e-06, 3.162277660168379e-06,  ...  inverse strengths of the penalty
@@ -591,7 +591,7 @@ def finetune(
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          images to train on; null: the split train of source, or all of it but a fifth
+      train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       weights=null                        run folder or weights file to start from
@@ -645,9 +645,9 @@ def dense(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images, not processes; null: one per core, at most 16
+      num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
       masks=null                          folder of PNG masks named as the images; null: masks/ beside them
       train_masks=null                    the same of train
@@ -656,7 +656,7 @@ def dense(
       train=null                          images with masks to learn from; null: every other one of source
       k=20                                neighbours of a patch
       patches=50000                       patches to learn from, at most; as many of each image
-      output=null                         JSON file; null: one for this command in eval/ of the run, in Python none
+      output=null                         JSON file; null: in eval/ of the run, in Python none
     """
 
 def compare(
@@ -689,16 +689,16 @@ def compare(
     The settings and their defaults:
 
       source=...                          labelled images to evaluate on: folder, list, archives, ...
-      weights=...                         run folders or weights files, two or more
+      weights=...                         run folders or weights files
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images, not processes; null: one per core, at most 16
+      num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          folder that caches features; null: features/ in DINO_VIT_CACHE
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file with the labels of source; null: the source's own
-      train=null                          images to train on; null: the split train of source, or all of it but a fifth
+      train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       measures=[]                         what to measure; empty: what labels and masks allow
@@ -765,11 +765,11 @@ def embed(
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
       size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop [crop|whole]
+      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
-      num_workers=null                    threads that read images, not processes; null: one per core, at most 16
-      precision='no'                      of the forward passes: no is float32, auto is bf16 where it is native [auto|no|bf16|fp16]
-      cache=null                          folder that caches features; null: features/ in DINO_VIT_CACHE
+      num_workers=null                    threads that read images; null: by the cores
+      precision='no'                      no: float32; auto: bf16 where it is native [auto|no|bf16|fp16]
+      cache=null                          folder of features; null: features/ in DINO_VIT_CACHE
       labels=null                         CSV or JSON file of the images' labels; null: the source's own
       output=null                         Parquet file; null: embeddings.parquet, in Python none
       tokens=cls                          CLS token, mean of the patches, both, the patches, or all tokens [cls|mean|cls+mean|patches|all]
@@ -841,9 +841,9 @@ def inspect_weights(
 
       source=...                          weights file (.pth, .pt, .safetensors), run folder or hub folder
       network=teacher                     network of a training checkpoint [teacher|student]
-      source_format=null                  format of the source where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
+      source_format=null                  format, where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
       heads=null                          attention heads, for a width that does not imply them
-      image_size=null                     resample the positions to this side, or height and width; null: as stored
+      image_size=null                     resample the positions to this size; null: as stored
       as_json=false                       print JSON
     """
 
@@ -872,13 +872,13 @@ def export(
 
       source=...                          weights file (.pth, .pt, .safetensors), run folder or hub folder
       network=teacher                     network of a training checkpoint [teacher|student]
-      source_format=null                  format of the source where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
+      source_format=null                  format, where files look alike; null: detected [dino-vit|reference|timm|torchvision|huggingface|dinov2|dinov3]
       heads=null                          attention heads, for a width that does not imply them
-      image_size=null                     resample the positions to this side, or height and width; null: as stored
+      image_size=null                     resample the positions to this size; null: as stored
       out=...                             file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface
       format=...                          format to write [reference|timm|huggingface|onnx]
       dynamic=false                       onnx: take images of any size; otherwise of that of the weights
-      dtype=float32                       onnx: of weights and arithmetic; images and outputs are float32 [float32|float16]
+      dtype=float32                       onnx: of weights and arithmetic [float32|float16]
       overwrite=false                     replace OUT if it exists
       license=null                        huggingface: licence for the model card, such as apache-2.0
     """

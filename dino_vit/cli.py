@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import json
 import logging
 import os
 import re
@@ -68,26 +67,20 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
             cls = command.config_class
             subparser.description = "\n  dino-vit ".join([f"{cls.__doc__}\n", *cls.examples])
             add_config_arguments(subparser, cls)
-    show = commands.add_parser("config", help="print the settings of a command as YAML or as a JSON schema")
+    show = commands.add_parser("config", help="print the settings of a command as YAML")
     show.description = "Print every setting of a command with its meaning, as YAML that loads again."
     show.add_argument("of", choices=COMMANDS, metavar="COMMAND", help="the command")
-    show.add_argument("--schema", action="store_true", help="print a JSON schema, for editors, instead")
     add_config_arguments(show, Settings)
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
-    show = args.command == "config"
-    command = COMMANDS[args.of if show else args.command]
+    if args.command == "config":
+        print(to_yaml(config_from(args, COMMANDS[args.of].config_class)), end="")
+        return
+    command = COMMANDS[args.command]
     cls = command.config_class
-    if show and args.schema:
-        schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
-        print(json.dumps(schema, indent=2))
-        return
     config = config_from(args, cls)
-    if show:
-        print(to_yaml(config), end="")
-        return
     # The function is imported after the config is validated: its imports may take seconds.
     with Interruption() if cls.resumes else nullcontext():
         _print(command.run(_with_output(config)))

@@ -28,7 +28,7 @@ from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 from dino_vit.commands import COMMANDS
 from dino_vit.config.loading import flat, list_settings, load, replace
 from dino_vit.config.objects import pass_object, title_of
-from dino_vit.config.settings import ConfigError, Settings, section_of, settings_of
+from dino_vit.config.settings import ConfigError, Settings, settings_of
 from dino_vit.core import log
 from dino_vit.core.process import is_rank_0
 from dino_vit.core.text import PrintableFormatter, printable_lines
@@ -48,21 +48,18 @@ def function_of(name: str) -> Callable[..., Any]:
     positional = {key.rpartition(".")[2]: key for key in cls.positional}
     taken = _signature(name, cls, positional)
 
-    def function(*args: object, **keywords: object) -> object:
-        named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
-        given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
-        config, verbose = given.pop("config", None), given.pop("verbose", True)
-        called = {hook.name: given.pop(hook.name, None) for hook in hooks}
+    def function(*args: object, config: object = None, verbose: bool = True, **keywords: object) -> object:
         if hooks and "callbacks" in keywords:
             raise ConfigError([CALLBACKS])
+        called = {hook.name: keywords.pop(hook.name, None) for hook in hooks}
+        named = {key: keywords.pop(key) for key in taken.parameters.keys() & keywords.keys()}
+        given = taken.bind_partial(*args, **named).arguments  # what is missing may be in `config`
         settings = keywords | {positional.get(name, name): value for name, value in given.items()}
         ready: Any = _config(cls, config, _with_objects_named(settings))
         with _logging(verbose):
             result = run(ready, **called)
         if name == "pretrain":
-            from dino_vit.run import Run
-
-            return Run(ready.output)
+            return _run_class()(ready.output)
         if verbose and result is not None and is_rank_0():
             print(printable_lines(str(result)))
             vars(result)["printed"] = True  # a notebook need not show it again
@@ -85,29 +82,20 @@ def _signature(name: str, cls: type[Settings], positional: Mapping[str, str]) ->
         info: Any = infos.get(key)  # of a section there is none
         default = {} if info is None else Parameter.empty if info.required else info.default
         kind = Parameter.POSITIONAL_OR_KEYWORD if title in positional else Parameter.KEYWORD_ONLY
-        accepted = FileName | object if key in OBJECTS else _accepted(_type_of(cls, key))
+        accepted = FileName | object if key in OBJECTS else _accepted(cls.model_fields[key].annotation)
         parameters.append(Parameter(title, kind, default=default, annotation=accepted))
     parameters += list(of_run.parameters.values())[1:]
     config: Any = FileName | cls | None
     for title, accepted, default in (("config", config, None), ("verbose", bool, True)):
         parameters.append(Parameter(title, Parameter.KEYWORD_ONLY, default=default, annotation=accepted))
-    return Signature(parameters, return_annotation=_returned(name, of_run.return_annotation))
+    returned = _run_class() if name == "pretrain" else of_run.return_annotation
+    return Signature(parameters, return_annotation=returned)
 
 
-def _returned(name: str, by_run: Any) -> Any:
-    if name != "pretrain":
-        return by_run
-    from dino_vit.run import Run
+def _run_class() -> Any:
+    from dino_vit.run import Run  # imports all that a run can do
 
     return Run
-
-
-def _type_of(cls: type[Settings], key: str) -> object:
-    """Return the type of a dotted key."""
-    name, _, inner = key.partition(".")
-    annotation = cls.model_fields[name].annotation
-    section = section_of(annotation)
-    return _type_of(section, inner) if section and inner else annotation
 
 
 def _accepted(annotation: Any) -> Any:

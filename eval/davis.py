@@ -35,7 +35,7 @@ from torch import Tensor
 
 from dino_vit.cli import run_program
 from dino_vit.commands import Result, format_table
-from dino_vit.config.settings import Count, CountOrZero, Dimension, Positive, Settings, setting
+from dino_vit.config.settings import Count, Dimension, FewOrZero, Positive, Settings, setting
 from dino_vit.core import Size
 from dino_vit.core.runtime import start_processes
 from dino_vit.core.text import progress
@@ -56,7 +56,7 @@ class DavisConfig(Settings):
     weights: str = Field(description="run folder or weights file")
     size: Dimension = setting(480, "pixels of the shorter side of a frame")
     last_frames: Count = setting(7, "previous frames, beside the first, whose labels are passed on")
-    radius: CountOrZero = setting(12, "rows and columns within which to search patches; 0: everywhere")
+    radius: FewOrZero = setting(12, "rows and columns within which to search patches; 0: everywhere")
     k: Count = setting(5, "nearest patches whose labels are averaged")
     temperature: Positive = setting(0.1, "a patch weighs exp(cosine / temperature)")
     output: str = setting("davis", "folder for the masks and davis.json")

@@ -22,9 +22,8 @@ class Result:
 
 
 class Command(NamedTuple):
-    """A command: its line in `dino-vit --help`, its settings and the function that takes them."""
+    """A command: its settings and the function that takes them."""
 
-    help: str
     config: str  # module:class
     function: str  # module:function
 
@@ -34,6 +33,12 @@ class Command(NamedTuple):
         return resolve_name(f"dino_vit.{self.config}")
 
     @property
+    def help(self) -> str:
+        """The line in `dino-vit --help`."""
+        text = str(self.config_class.__doc__).rstrip(".")
+        return text[0].lower() + text[1:]
+
+    @property
     def run(self) -> Callable[..., Any]:
         """The function of the settings, which returns a `Result` or None; its import takes seconds."""
         return resolve_name(f"dino_vit.{self.function}")
@@ -41,76 +46,22 @@ class Command(NamedTuple):
 
 # Each is `dino-vit NAME` and, with underscores, a function of `dino_vit`.
 COMMANDS = {
-    "demo": Command(
-        "see a transformer learn without labels, in minutes",
-        "config.commands:DemoConfig",
-        "commands.demo:run",
-    ),
-    "inspect-data": Command(
-        "show what is in a source of images", "config.commands:InspectConfig", "commands.inspect_data:run"
-    ),
-    "pack": Command(
-        "write a source of images as tar shards", "config.commands:PackConfig", "commands.pack:run"
-    ),
-    "pretrain": Command(
-        "train on images without labels", "config.pretrain:PretrainConfig", "training.loop:pretrain"
-    ),
-    "report": Command(
-        "write an HTML page about a run", "config.commands:ReportConfig", "commands.report:run"
-    ),
-    "knn": Command(
-        "classify images by their nearest neighbours",
-        "config.commands:KnnConfig",
-        "commands.classification.knn:run",
-    ),
-    "linear": Command(
-        "train linear classifiers on a frozen backbone",
-        "config.commands:LinearConfig",
-        "commands.classification.linear:run",
-    ),
-    "finetune": Command(
-        "train a backbone and a classifier",
-        "config.commands:FinetuneConfig",
-        "commands.classification.finetune:run",
-    ),
-    "dense": Command(
-        "classify the pixels of images that have masks",
-        "config.commands:DenseConfig",
-        "commands.maps.dense:run",
-    ),
-    "compare": Command(
-        "measure several weights on the same images", "config.commands:CompareConfig", "commands.compare:run"
-    ),
-    "attention": Command(
-        "draw the attention of the CLS token",
-        "config.commands:AttentionConfig",
-        "commands.maps.attention:run",
-    ),
-    "embed": Command(
-        "write the embeddings of images to a file",
-        "config.commands:EmbedConfig",
-        "commands.embeddings.embed:run",
-    ),
-    "search": Command(
-        "find embedded images like given ones",
-        "config.commands:SearchConfig",
-        "commands.embeddings.search:run",
-    ),
-    "duplicates": Command(
-        "list embedded images that are nearly the same",
-        "config.commands:DuplicatesConfig",
-        "commands.embeddings.duplicates:run",
-    ),
-    "inspect-weights": Command(
-        "show what is in a weights file or run folder",
-        "config.commands:InspectWeightsConfig",
-        "commands.weights:inspect",
-    ),
-    "export": Command(
-        "write a backbone for timm, Hugging Face, ONNX or the DINO repository",
-        "config.commands:ExportConfig",
-        "commands.weights:export",
-    ),
+    "demo": Command("config.commands:DemoConfig", "commands.demo:run"),
+    "inspect-data": Command("config.commands:InspectConfig", "commands.inspect_data:run"),
+    "pack": Command("config.commands:PackConfig", "commands.pack:run"),
+    "pretrain": Command("config.pretrain:PretrainConfig", "training.loop:pretrain"),
+    "report": Command("config.commands:ReportConfig", "commands.report:run"),
+    "knn": Command("config.commands:KnnConfig", "commands.classification.knn:run"),
+    "linear": Command("config.commands:LinearConfig", "commands.classification.linear:run"),
+    "finetune": Command("config.commands:FinetuneConfig", "commands.classification.finetune:run"),
+    "dense": Command("config.commands:DenseConfig", "commands.maps.dense:run"),
+    "compare": Command("config.commands:CompareConfig", "commands.compare:run"),
+    "attention": Command("config.commands:AttentionConfig", "commands.maps.attention:run"),
+    "embed": Command("config.commands:EmbedConfig", "commands.embeddings.embed:run"),
+    "search": Command("config.commands:SearchConfig", "commands.embeddings.search:run"),
+    "duplicates": Command("config.commands:DuplicatesConfig", "commands.embeddings.duplicates:run"),
+    "inspect-weights": Command("config.commands:InspectWeightsConfig", "commands.weights:inspect"),
+    "export": Command("config.commands:ExportConfig", "commands.weights:export"),
 }
 
 

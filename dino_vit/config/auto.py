@@ -157,7 +157,7 @@ def _patch(image_size: int) -> float:
 def _choose_length(
     choices: _Choices, images: int, global_batch: int, steps: int | None, evaluations: int
 ) -> int:
-    """Choose the length of the run and of the phases at its start; return the number of steps."""
+    """Choose the length of the run and of its warm-up; return the number of steps."""
     budget = choices.config.budget
     if not {"budget.epochs", "budget.steps", "budget.images", "budget.minutes"} & choices.given:
         epochs = min(max(10 * round(10 * (IMAGENET / images) ** 0.25), 30), 800)
@@ -168,11 +168,6 @@ def _choose_length(
     warmup, freeze = _round(min(10.0, length / 10)), _round(min(1.0, length / 20))
     choices.choose("optim.warmup_epochs", warmup, "a tenth of the run, at most 10 epochs")
     choices.choose("optim.freeze_last_layer_epochs", freeze, "a twentieth of the run, at most 1 epoch")
-    for key in PHASES:
-        value = cast(float, get(choices.config, key) or 0)
-        if key not in choices.made and value >= length:
-            reason = f"{value:g} does not fit {length:.3g} epochs: a tenth of them"
-            choices.made[key] = Choice(key, fitting_phase(key, length), reason)
     if "run.eval_every_steps" not in choices.given:
         interval = _round(min(10.0, length / evaluations))
         choices.choose(
@@ -182,13 +177,10 @@ def _choose_length(
 
 
 def phase_choices(config: PretrainConfig, length: float) -> list[Choice]:
-    """Shorten the phases of a published recipe for a run of `length` epochs that one of them does not fit.
-
-    Those that the user gave stay.
-    """
+    """Shorten the phases that were not given, in a run of `length` epochs that one of them does not fit."""
     open_phases = [key for key in PHASES if key not in given_keys(config) and get(config, key)]
     values = {key: cast(float, get(config, key)) for key in open_phases}
-    if config.recipe == "auto" or all(value < length for value in values.values()):
+    if all(value < length for value in values.values()):
         return []
     reason = f"in proportion to a run of {length:.3g} epochs"
     lengths = {key: length / 2 if "freeze" in key else length for key in values}  # as recipe=auto has them

@@ -32,40 +32,33 @@ Evaluator = Literal["knn", "linear", "dense"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
+Block = Annotated[int, Field(ge=-1000, le=1000)]
+Byte = Annotated[int, Field(ge=0, le=255)]
 IGNORED = 255  # pixels of a mask that belong to no class
 MIN_IMAGES, MAX_IMAGES = 4, 6000  # on the map of a report
+MapImages = Annotated[int, Field(ge=MIN_IMAGES, le=MAX_IMAGES)]
 OF_PYTHON = "in Python none"
-RESULTS: str | None = setting(
-    None, f"JSON file; null: one for this command in eval/ of the run, {OF_PYTHON}", resumable=True
-)
+RESULTS: str | None = setting(None, f"JSON file; null: in eval/ of the run, {OF_PYTHON}", resumable=True)
 
 
 class BackboneConfig(Settings):
     """Send images through a frozen backbone."""
 
+    positional: ClassVar[tuple[str, ...]] = ("source", "weights")
     source: str = Field(description="the images: a folder, a list, archives, Parquet, ... or `synthetic`")
     weights: str = Field(description="run folder or weights file")
     network: Network = setting("teacher", "network of a checkpoint")
     size: Side | None = setting(None, "side in pixels, or [height, width]; null: that of the weights")
-    fit: Fit | None = setting(
-        None,
-        "crop: resize and centre-crop; whole: resize the whole image; null: that of the weights, or crop",
-    )
+    fit: Fit | None = setting(None, "crop: resize and centre-crop; whole: only resize; null: by the weights")
     batch_size: Dimension = setting(128, "images per process and forward pass", resumable=True)
-    num_workers: Few | None = setting(
-        None, "threads that read images, not processes; null: one per core, at most 16", resumable=True
-    )
+    num_workers: Few | None = setting(None, "threads that read images; null: by the cores", resumable=True)
     precision: Precision = setting("auto", "auto: bf16 where it is native")
-
-    positional: ClassVar[tuple[str, ...]] = ("source", "weights")
 
 
 class CachedConfig(BackboneConfig):
     """Evaluate a frozen backbone on the features of images, which are computed once and cached."""
 
-    cache: str | None = setting(
-        None, "folder that caches features; null: features/ in DINO_VIT_CACHE", resumable=True
-    )
+    cache: str | None = setting(None, "folder of features; null: features/ in DINO_VIT_CACHE", resumable=True)
 
 
 class SupervisedConfig(Settings):
@@ -73,9 +66,7 @@ class SupervisedConfig(Settings):
 
     source: str = Field(description="labelled images to evaluate on: folder, list, archives, ...")
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
-    train: str | None = setting(
-        None, "images to train on; null: the split train of source, or all of it but a fifth"
-    )
+    train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
     seed: Seed = setting(0, "of all random numbers")
 
@@ -84,16 +75,12 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     """Classify images by their nearest neighbours, on features of a frozen backbone."""
 
     examples: ClassVar = ("knn photos runs/demo", "knn photos/val runs/demo train=photos/train")
-    train: str | None = setting(
-        None, "labelled images of the bank; null: the split train of source, or for each image the others"
-    )
+    writes: ClassVar = "eval/knn"
+    train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
     temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
-    shots: tuple[Count, ...] = setting(
-        (), "also classify by only this many images per class, such as 1 and 5, five times"
-    )
+    shots: tuple[Count, ...] = setting((), "also classify by so few images per class, such as 1 and 5")
     output: str | None = RESULTS
-    writes: ClassVar = "eval/knn"
 
 
 class ProbeGrid(Settings):
@@ -126,20 +113,17 @@ class LinearConfig(SupervisedConfig, CachedConfig):
         "linear photos/val runs/pretrain train=photos/train",
         "linear photos runs/pretrain method=logistic",
     )
-    method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
-    select: Literal["source", "train"] = setting(
-        "source", "choose the best head on source, as published, or on a held-out tenth of train"
-    )
-    output: str | None = RESULTS
     writes: ClassVar = "eval/linear"
+    method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
+    select: Literal["source", "train"] = setting("source", "choose the head on it, or a tenth of train")
+    output: str | None = RESULTS
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
     dino2021: Dino2021 = Dino2021()
 
     def contradictions(self) -> Iterator[str]:
         if self.method == "dino2021" and self.dino2021.mean and self.dino2021.blocks != 1:
-            text = f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
-            yield text
+            yield f"dino2021.mean=true needs dino2021.blocks=1, not {self.dino2021.blocks}"
 
 
 class FinetuneConfig(SupervisedConfig):
@@ -150,6 +134,7 @@ class FinetuneConfig(SupervisedConfig):
         "finetune photos arch=vit_small",
     )
     resumes: ClassVar = True
+    positional: ClassVar = ("source", "weights")
     weights: str | None = setting(None, "run folder or weights file to start from")
     network: Network = setting("teacher", "network of a checkpoint to start from")
     arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
@@ -169,33 +154,27 @@ class FinetuneConfig(SupervisedConfig):
     flip: Probability = setting(0.5, "probability of a horizontal flip")
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
-    positional: ClassVar = ("source", "weights")
-
     def contradictions(self) -> Iterator[str]:
         """Yield problems with the start and the length of the run."""
         if (self.weights is None) == (self.arch is None):
-            text = "give either weights to start from, or arch for a randomly initialised network"
-            yield text
+            yield "give either weights to start from, or arch for a randomly initialised network"
         if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
-            text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
-            yield text
+            yield f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
 
 
 class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
     examples: ClassVar = ("dense synthetic:scenes:1000 runs/pretrain",)
+    writes: ClassVar = "eval/dense"
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
-    ignore_value: Annotated[int, Field(ge=0, le=255)] = setting(
-        IGNORED, "value of pixels that belong to no class"
-    )
+    ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
     train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
     k: Few = setting(20, "neighbours of a patch")
     patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
     output: str | None = RESULTS
-    writes: ClassVar = "eval/dense"
 
     def contradictions(self) -> Iterator[str]:
         """Yield a setting that would have no effect."""
@@ -206,13 +185,9 @@ class DenseConfig(BackboneConfig):
 class CompareConfig(SupervisedConfig, CachedConfig):
     """Compare backbones on the same images."""
 
-    examples: ClassVar = (
-        "compare photos runs/a runs/b",
-        "compare photos runs/a untrained=true",
-    )
-    weights: NonEmpty[str] = Field(  # type: ignore[assignment]  # several, where the other commands take one
-        description="run folders or weights files, two or more"
-    )
+    examples: ClassVar = ("compare photos runs/a runs/b", "compare photos runs/a untrained=true")
+    # Several, where the other commands take one.
+    weights: NonEmpty[str] = Field(description="run folders or weights files")  # type: ignore[assignment]
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
@@ -229,6 +204,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 class AttentionConfig(Settings):
     """Draw the self-attention maps of images."""
 
+    positional: ClassVar = ("source", "weights")
     source: str = Field(description="image, video, folder, glob or any other source of images")
     weights: str = Field(description="run folder or weights file")
     output: str = setting("attention", "folder for pictures and maps")
@@ -236,53 +212,44 @@ class AttentionConfig(Settings):
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
-    block: Annotated[int, Field(ge=-1000, le=1000)] = setting(
-        -1, "block whose attention is drawn; negative numbers count from the last"
-    )
-
-    positional: ClassVar = ("source", "weights")
+    block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
 
 
 class EmbedConfig(CachedConfig):
     """Write the embeddings of images to a file."""
 
+    writes: ClassVar = "embeddings.parquet"
+    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
     labels: str | None = setting(None, "CSV or JSON file of the images' labels; null: the source's own")
     output: str | None = setting(None, f"Parquet file; null: embeddings.parquet, {OF_PYTHON}")
-    writes: ClassVar = "embeddings.parquet"
     tokens: Tokens = setting("cls", "CLS token, mean of the patches, both, the patches, or all tokens")
     blocks: Few = setting(1, "last blocks whose tokens are joined")
-    precision: Precision = setting(
-        "no", "of the forward passes: no is float32, auto is bf16 where it is native"
-    )
+    precision: Precision = setting("no", "no: float32; auto: bf16 where it is native")
     dtype: Literal["float32", "float16"] = setting("float32", "of the embeddings in the file")
-
-    examples: ClassVar = ("embed photos runs/pretrain output=photos.parquet",)
 
 
 class SearchConfig(Settings):
     """Find the images nearest to given ones among those that were embedded."""
 
+    writes: ClassVar = "search.png"
+    positional: ClassVar = ("embeddings", "images")
+    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     images: tuple[str, ...] = Field(description="image files to find similar images to")
     weights: str | None = setting(None, "run folder or weights file; null: those of the embeddings")
     k: Dimension = setting(8, "nearest images to show")
     output: str | None = setting(None, f"PNG, with a JSON file beside it; null: search.png, {OF_PYTHON}")
-    writes: ClassVar = "search.png"
-
-    positional: ClassVar = ("embeddings", "images")
-    examples: ClassVar = ("search photos.parquet cat.jpg dog.jpg output=found.png",)
 
 
 class DuplicatesConfig(Settings):
     """List images that are nearly the same, those with two labels or in two splits first."""
 
     examples: ClassVar = ("duplicates photos.parquet threshold=0.97 output=duplicates.json",)
+    positional: ClassVar = ("embeddings",)
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
     output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
-
-    positional: ClassVar = ("embeddings",)
 
 
 class DemoConfig(Settings):
@@ -297,6 +264,7 @@ class DemoConfig(Settings):
 class InspectConfig(Settings):
     """Inspect the images of a source before training on them."""
 
+    positional: ClassVar = ("source",)
     source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     count: Count | None = setting(2000, "images to inspect, evenly spread over the source; null: all")
@@ -305,19 +273,16 @@ class InspectConfig(Settings):
     pretrain: str | None = setting(None, "config file of the training to show views of; null: recipe=auto")
     as_json: bool = setting(False, "print JSON, with every unreadable image")
 
-    positional: ClassVar = ("source",)
-
 
 class PackConfig(Settings):
     """Pack a source of images into tar shards."""
 
+    positional: ClassVar = ("source", "output")
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
     output: str = Field(description="folder to write; it must not exist or be empty")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
     shard_size: Count = setting(512, "approximate size of a shard in MiB")
     size: Count | None = setting(None, "reduce larger images to this shorter side in pixels; null: none")
-
-    positional: ClassVar = ("source", "output")
 
 
 class ReportConfig(Settings):
@@ -329,58 +294,41 @@ class ReportConfig(Settings):
     run: str = Field(description="folder of the run")
     output: str | None = setting(None, "file to write; null: report.html in the folder of the run")
     source: str | None = setting(None, "where the images are now; null: where the run read them")
-    images: int = Field(
-        500,
-        ge=MIN_IMAGES,
-        le=MAX_IMAGES,
-        description="images on the map; with more, their pictures are smaller",
-    )
+    images: MapImages = setting(500, "images on the map; with more, their pictures are smaller")
 
 
 class WeightsConfig(Settings):
     """A backbone as another library or a run has written it."""
 
+    positional: ClassVar[tuple[str, ...]] = ("source",)
     source: str = Field(description="weights file (.pth, .pt, .safetensors), run folder or hub folder")
     network: Network = setting("teacher", "network of a training checkpoint")
-    source_format: WeightsFormat | None = setting(
-        None, "format of the source where files look alike; null: detected"
-    )
+    source_format: WeightsFormat | None = setting(None, "format, where files look alike; null: detected")
     heads: Few | None = setting(None, "attention heads, for a width that does not imply them")
-    image_size: Side | None = setting(
-        None, "resample the positions to this side, or height and width; null: as stored"
-    )
-
-    positional: ClassVar[tuple[str, ...]] = ("source",)
+    image_size: Side | None = setting(None, "resample the positions to this size; null: as stored")
 
 
 class InspectWeightsConfig(WeightsConfig):
     """Show the format, architecture, normalisation, network and step of a weights file or folder."""
 
-    as_json: bool = setting(False, "print JSON")
-
     examples: ClassVar = ("inspect-weights runs/pretrain",)
+    as_json: bool = setting(False, "print JSON")
 
 
 class ExportConfig(WeightsConfig):
     """Write a backbone in the format of another library, and check that its features agree."""
 
+    positional: ClassVar = ("source", "out")
+    examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
     out: str = Field(description="file to write (.pth, .pt, .safetensors, .onnx), or folder for huggingface")
     format: Literal["reference", "timm", "huggingface", "onnx"] = Field(description="format to write")
     dynamic: bool = setting(False, "onnx: take images of any size; otherwise of that of the weights")
-    dtype: Literal["float32", "float16"] = setting(
-        "float32", "onnx: of weights and arithmetic; images and outputs are float32"
-    )
+    dtype: Literal["float32", "float16"] = setting("float32", "onnx: of weights and arithmetic")
     overwrite: bool = setting(False, "replace OUT if it exists")
     license: str | None = setting(None, "huggingface: licence for the model card, such as apache-2.0")
 
-    positional: ClassVar = ("source", "out")
-    examples: ClassVar = ("export runs/pretrain vits16.pth --format timm",)
-
     def contradictions(self) -> Iterator[str]:
         """Yield settings that would have no effect."""
-        if self.dynamic and self.format != "onnx":
-            yield f"--dynamic is for --format onnx, not {self.format}"
-        if self.dtype != "float32" and self.format != "onnx":
-            yield f"--dtype is for --format onnx, not {self.format}"
-        if self.license is not None and self.format != "huggingface":
-            yield f"--license is for --format huggingface, not {self.format}"
+        for name, format in (("dynamic", "onnx"), ("dtype", "onnx"), ("license", "huggingface")):
+            if getattr(self, name) != type(self).model_fields[name].default and self.format != format:
+                yield f"--{name} is for --format {format}, not {self.format}"

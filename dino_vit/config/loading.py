@@ -8,6 +8,7 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dino_vit.config.settings import (
-    C,
-    ConfigError,
-    Settings,
-    section_of,
-    sections,
-    settings_of,
-    values,
-)
+from dino_vit.config.settings import C, ConfigError, Settings, sections, settings_of, values
 from dino_vit.core.text import brief
-
-# Settings that are constants now; the configs of earlier runs have them, and must have these values.
-FIXED: dict[str, object] = {
-    "head.layers": 3,
-    "loss.warmup_teacher_temp": 0.04,
-    "run.max_nonfinite_steps": 5,
-}
 
 COLUMN = 34  # where the meaning of a setting begins
 
@@ -67,9 +53,8 @@ def flat(nested: Mapping[str, object], prefix: str = "") -> _Layer:
 def _read_override(cls: type[Settings], text: str) -> _Layer:
     key, equals, value = text.partition("=")
     if not equals:
-        guesses = [f"write {key}=..." for key in nearest(text, cls)]
-        hint = [*guesses, "write settings as name=value"][0]
-        raise ValueError(f"{brief(text)!r} on the command line is not key=value; {hint}")
+        hint = next((f"{key}=..." for key in nearest(text, cls)), "settings as name=value")
+        raise ValueError(f"{brief(text)!r} on the command line is not key=value; write {hint}")
     info = settings_of(cls).get(key)
     if info and info.takes_text and value != "null":
         return {key: value}
@@ -94,16 +79,13 @@ def _build(cls: type[C], below: _Layer, above: _Layer, file: str, *, python: boo
     problems: list[str] = []
     nested: dict[str, Any] = {}
     for key, value in layer.items():
-        is_empty = key in sections(cls) and value in (None, {})  # a section without settings
         if key in infos:
             section, _, name = key.rpartition(".")
             inside = nested.setdefault(section, {}) if section else nested
             inside[name] = value
-        elif not is_empty and not (key in FIXED and value == FIXED[key]):
-            of_program = python and key in above
-            problems.append(
-                f"{brief(key)} is not a setting{origins.get(key, '')}; {_hint(cls, key, value, of_program)}"
-            )
+        elif key not in sections(cls) or value not in (None, {}):  # a section without settings is no mistake
+            hint = _hint(cls, key, value, python and key in above)
+            problems.append(f"{brief(key)} is not a setting{origins.get(key, '')}; {hint}")
     try:
         config = cls.model_validate(nested)
     except ValidationError as error:
@@ -125,8 +107,6 @@ def _hint(cls: type[Settings], key: str, value: object, python: bool) -> str:
     """Return what to write instead of an unknown key, in Python or on the command line and in files."""
     section = key.partition(".")[0]
     inside = {name: info for name, info in settings_of(cls).items() if name.startswith(f"{section}.")}
-    if key in FIXED:
-        return f"its value is fixed at {write_yaml(FIXED[key])}"
     if key in sections(cls):  # as model=vit_small
         guesses = [name for name, info in inside.items() if get_close_matches(str(value), info.choices)]
     else:
@@ -146,14 +126,11 @@ def _written(key: str, value: object, python: bool) -> str:
 
 def nearest(typed: str, cls: type[Settings]) -> list[str]:
     """Return the dotted keys that a mistyped one may mean, with their section or without."""
-    keys_by_name: dict[str, list[str]] = {}
-    for key in settings_of(cls):
-        for name in {key, key.rpartition(".")[2]}:
-            keys_by_name.setdefault(name, []).append(key)
+    names = {key: {key, key.rpartition(".")[2]} for key in settings_of(cls)}
     last = typed.rpartition(".")[2]
     for name, cutoff in ((last, 1.0), (typed, 0.75), (last, 0.75)):
-        if matches := get_close_matches(name, keys_by_name, n=1, cutoff=cutoff):
-            return keys_by_name[matches[0]]
+        if matches := get_close_matches(name, chain(*names.values()), n=1, cutoff=cutoff):
+            return [key for key in names if matches[0] in names[key]]
     return []
 
 
@@ -195,13 +172,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, cls: type[Settings]) -
     help = "settings, which override those in the file; --key VALUE is the same"
     parser.add_argument("settings", nargs="*", metavar=f"{names}key=value", help=help)
     for key, info in settings_of(cls).items():
-        option, kind = f"--{key.replace('_', '-')}", f"{key}={{}}".format
+        taken: dict[str, Any] = {"action": "append", "type": f"{key}={{}}".format}
         if info.is_switch:
-            parser.add_argument(
-                option, dest="options", action="append_const", const=kind("true"), help=argparse.SUPPRESS
-            )
-        else:
-            parser.add_argument(option, dest="options", action="append", type=kind, help=argparse.SUPPRESS)
+            taken = {"action": "append_const", "const": f"{key}=true"}
+        parser.add_argument(f"--{key.replace('_', '-')}", dest="options", help=argparse.SUPPRESS, **taken)
     parser.set_defaults(options=[])
     if lines := list_settings(cls):
         parser.epilog = f"settings and their defaults:\n{lines}".replace("%", "%%")
@@ -227,8 +201,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
 
 def config_from(args: argparse.Namespace, cls: type[C]) -> C:
     """Return the config for parsed arguments."""
-    unset, named = list(cls.positional), list[str]()
-    listed: list[str] = []
+    unset, named, listed = list(cls.positional), list[str](), list[str]()
     for text in args.settings:
         key, equals, _ = text.partition("=")
         is_path = bool(unset) and "/" in key  # with an = in it
@@ -258,8 +231,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: object) -> bool:
-        return True
+    """Write numbers without a needless fraction, and what is no plain value as text."""
 
 
 _FLOAT = re.compile(
@@ -310,19 +282,13 @@ _Dumper.add_representer(float, _represent_float)
 _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))
 
 
-def to_yaml(config: Settings) -> str:
+def to_yaml(config: Settings, indent: str = "") -> str:
     """Return every setting as YAML that loads back to an equal config, each with its meaning."""
-    cls = type(config)
     lines: list[str] = []
-    section = ""
-    for key, value in values(config).items():
-        prefix, _, name = key.rpartition(".")
-        if prefix != section:
-            lines.append("")
-        if prefix and prefix != section:
-            inner = section_of(cls.model_fields[prefix].annotation)
-            lines += [f"# {inner.__doc__}" if inner else "", f"{prefix}:"]
-        section = prefix
-        line = f"{'  ' if prefix else ''}{name}: {write_yaml(value)}"
-        lines.append(f"{line:<{COLUMN - 2}}  # {settings_of(cls)[key].meaning}")
+    for name, value in config:
+        if isinstance(value, Settings):
+            lines += ["", f"# {value.__doc__}", f"{name}:", to_yaml(value, "  ").rstrip()]
+        else:
+            meaning = settings_of(type(config))[name].meaning
+            lines.append(f"{f'{indent}{name}: {write_yaml(value)}':<{COLUMN - 2}}  # {meaning}")
     return "\n".join(lines) + "\n"

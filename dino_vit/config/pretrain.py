@@ -1,11 +1,13 @@
 """The configuration of a pretraining: its sections, the defaults of a method, and what is refused.
 
-The checks see the settings alone. `training.plan` also knows the number of images and processes.
+The checks see the settings alone, and name all that a problem is about. `training.plan` also knows the number
+of images and processes.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from math import sqrt
-from typing import ClassVar, Literal, NamedTuple, Self, cast
+from typing import ClassVar, Literal, Self, cast
 
 from pydantic import model_validator
 
@@ -34,7 +36,7 @@ METHODS: dict[str, dict[str, object]] = {
     }
 }
 
-# What recipe=auto fills in where the user gave nothing; see auto.py.
+# What recipe=auto fills in where the user gave nothing, with budget.minutes also the network; see auto.py.
 AUTO_KEYS = frozenset(
     (
         *("data.channels", "data.mean", "data.std", "model.patch_size", "head.prototypes", "budget.epochs"),
@@ -47,12 +49,9 @@ AUTO_KEYS = frozenset(
         *("optim.layer_decay", "optim.patch_embed_lr"),
     )
 )
-# What recipe=auto also chooses where a run is short, or has a budget in minutes.
-FITTED_KEYS = frozenset(
-    {"loss.warmup_teacher_temp_epochs", "init.head_epochs", "model.width", "model.depth", "model.heads"}
-)
 # No scaled learning rate outside of these is known to have worked (dino#61, #273).
 SANE_LR = {"adamw": (1e-7, 1e-2), "sgd": (1e-6, 10.0), "lars": (1e-6, 50.0)}
+_KEY = re.compile(r"[a-z]+\.\w+")  # of a setting, in the sentence about a problem
 # At the start of a run, in epochs.
 PHASES = (
     *("optim.warmup_epochs", "optim.freeze_last_layer_epochs"),
@@ -64,9 +63,7 @@ class PretrainConfig(Settings):
     """Self-supervised pretraining of a vision transformer with DINO."""
 
     method: Literal["dino", "dinov2"] = setting("dino", "defaults of 2021, or of 2023 with masked patches")
-    recipe: Literal["dino", "auto"] = setting(
-        "dino", "as published; auto: fit what is not given to the images"
-    )
+    recipe: Literal["dino", "auto"] = setting("dino", "as published; auto: fit to the images")
     seed: Seed = setting(0, "seed of every random number")
     output: str = setting("runs/pretrain", "folder of the run; a run in it is resumed", resumable=True)
     data: sections.Data = sections.Data()
@@ -108,17 +105,10 @@ class PretrainConfig(Settings):
         filled_later = AUTO_KEYS - given_keys(self) if self.recipe == "auto" else frozenset[str]()
         for check in (_check_model, _check_views, _check_channels, _check_loss, _check_lengths):
             for problem in check(self):
-                if not filled_later.intersection(problem.keys):
-                    yield problem.text
-        if self.budget.epochs is not None and self.recipe != "auto":
+                if not filled_later.intersection(_KEY.findall(problem)):
+                    yield problem
+        if self.budget.epochs is not None and "budget.epochs" not in filled_later:
             yield from check_phases(self, self.budget.epochs, given_keys(self))
-
-
-class Problem(NamedTuple):
-    """A combination that is refused, and the dotted keys of the settings in it."""
-
-    text: str
-    keys: tuple[str, ...]
 
 
 def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
@@ -126,46 +116,42 @@ def scaled_lr(lr: float, global_batch: int, scaling: str) -> float:
     return lr * {"linear": global_batch / 256, "sqrt": sqrt(global_batch / 256), "none": 1.0}[scaling]
 
 
-def _check_model(config: PretrainConfig) -> Iterator[Problem]:
+def _check_model(config: PretrainConfig) -> Iterator[str]:
     """Check the size of the backbone, and that what a model of timm ignores is not given."""
-    model, sizes = config.model, ("model.width", "model.depth", "model.heads")
-    given = [key for key in sizes if get(config, key) is not None]
-    keys = ("model.arch", *sizes)
+    model = config.model
+    given = [key for key in ("model.width", "model.depth", "model.heads") if get(config, key) is not None]
     if model.timm:
         default = values(PretrainConfig())
         unused = [key for key in sections.OF_OUR_TRANSFORMERS if get(config, key) != default[key]]
         if "." in model.timm:
-            text = (
-                f"model.arch={model.arch} names pretrained weights, but model.arch takes only an architecture"
-            )
-            yield Problem(f"{text}; give init.weights={model.arch}", keys)
+            text = f"model.arch={model.arch} names pretrained weights, but takes only an architecture"
+            yield f"{text}; give init.weights={model.arch}"
         elif given or unused:
             text = f"model.arch={model.arch} is built as timm defines it"
-            yield Problem(f"{text}; remove {', '.join([*given, *unused])}", (*keys, *unused))
+            yield f"{text}; remove {', '.join([*given, *unused])}"
     elif model.arch and given:
         text = f"model.arch={model.arch} already sets width, depth and heads"
-        yield Problem(f"{text}; remove it (model.arch=null) or remove {', '.join(given)}", keys)
+        yield f"{text}; remove it (model.arch=null) or remove {', '.join(given)}"
     elif not model.arch and not (model.width and model.depth):
-        yield Problem("give model.width and model.depth, or model.arch", keys)
+        yield "give model.width and model.depth, or model.arch"
     elif not model.arch:
         yield from _check_heads(model)
 
 
-def _check_heads(model: sections.Model) -> Iterator[Problem]:
+def _check_heads(model: sections.Model) -> Iterator[str]:
     width, _, heads = model.shape
-    keys = ("model.width", "model.heads")
     if not model.heads and width % sections.HEAD_CHANNELS:
         text = f"model.width={width} is not a multiple of the {sections.HEAD_CHANNELS} channels of a head"
-        yield Problem(f"{text}; give model.heads, or another width", keys)
+        yield f"{text}; give model.heads, or another width"
     elif width % heads:
         text = f"model.width={width} is not divisible by model.heads={heads}"
-        yield Problem(f"{text}; use other heads, or a width that is a multiple of {heads}", keys)
+        yield f"{text}; use other heads, or a width that is a multiple of {heads}"
     elif model.positions == "rotary" and width // heads % 4:
         text = f"model.positions=rotary needs heads of 4, 8, ... channels, not of {width // heads}"
-        yield Problem(f"{text}; use other model.heads", ("model.positions", *keys))
+        yield f"{text}; use other model.heads"
 
 
-def _check_views(config: PretrainConfig) -> Iterator[Problem]:
+def _check_views(config: PretrainConfig) -> Iterator[str]:
     """Check sizes, counts and ranges of the views."""
     views, patch = config.views, config.model.patch_size
     sizes = {"views.global_size": views.global_shape}
@@ -177,58 +163,68 @@ def _check_views(config: PretrainConfig) -> Iterator[Problem]:
             below = odd[0] // patch * patch
             nearest = f"{below} or {below + patch}" if below else below + patch
             text = f"{key}={get(config, key)} is not divisible by model.patch_size={patch}"
-            yield Problem(f"{text}; use {nearest}, or another patch size", (key, "model.patch_size"))
+            yield f"{text}; use {nearest}, or another patch size"
     if views.global_count + views.local_count < 2:
-        text = "DINO needs at least two views per image; set views.local_count or views.global_count=2"
-        yield Problem(text, ("views.global_count", "views.local_count"))
-    ranges = {"views.global_scale": views.global_scale, "views.local_scale": views.local_scale}
-    for key, (low, high) in {**ranges, "augment.blur_sigma": config.augment.blur_sigma}.items():
+        yield "DINO needs at least two views per image; set views.local_count or views.global_count=2"
+    for key in ("views.global_scale", "views.local_scale", "augment.blur_sigma"):
+        low, high = cast(tuple[float, float], get(config, key))
         if low > high:
-            yield Problem(f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]", (key,))
+            yield f"{key}=[{low}, {high}] must go from low to high; try [{high}, {low}]"
 
 
-def _check_channels(config: PretrainConfig) -> Iterator[Problem]:
+def _check_channels(config: PretrainConfig) -> Iterator[str]:
     """Check what depends on the number of channels."""
     data, augment = config.data, config.augment
     for name, numbers in (("mean", data.mean), ("std", data.std)):
         if numbers is not None and len(numbers) != data.channels:
             text = f"data.{name}={list(numbers)} does not fit data.channels={data.channels}"
-            advice = f"give one value per channel, or data.{name}=null to have it measured"
-            yield Problem(f"{text}; {advice}", (f"data.{name}", "data.channels"))
+            yield f"{text}; give one value per channel, or data.{name}=null to have it measured"
     if data.range and data.range[0] >= data.range[1]:
-        yield Problem(f"data.range={list(data.range)} must go from low to high", ("data.range",))
+        yield f"data.range={list(data.range)} must go from low to high"
     coloured = [f"augment.{name}" for name in ("saturation", "hue", "grey") if getattr(augment, name)]
     if data.channels != 3 and coloured:
-        text = f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
-        yield Problem(text, ("data.channels", *coloured))
+        yield f"data.channels={data.channels} is not RGB; set {' '.join(f'{key}=0' for key in coloured)}"
 
 
-def _check_loss(config: PretrainConfig) -> Iterator[Problem]:
+def _check_loss(config: PretrainConfig) -> Iterator[str]:
     """Refuse targets no sharper than the student's outputs, and masks that hide nothing."""
     loss, start = config.loss, sections.START_TEACHER_TEMPERATURE
     if loss.teacher_temp >= sections.STUDENT_TEMPERATURE:
         text = f"loss.teacher_temp={loss.teacher_temp} is not below the student's"
-        yield Problem(f"{text} {sections.STUDENT_TEMPERATURE}; use 0.04 to 0.07", ("loss.teacher_temp",))
+        yield f"{text} {sections.STUDENT_TEMPERATURE}; use 0.04 to 0.07"
     epochs = loss.warmup_teacher_temp_epochs
     if epochs and loss.teacher_temp <= start:
-        keys = ("loss.teacher_temp", "loss.warmup_teacher_temp_epochs")
-        text = f"the teacher's temperature cannot warm up over {epochs} epochs from {start}"
-        yield Problem(
-            f"{text} to {loss.teacher_temp}; raise loss.teacher_temp (0.07), or set {keys[1]}=0", keys
-        )
+        text = f"the teacher's temperature cannot warm up over {epochs} epochs from {start} to "
+        advice = "raise loss.teacher_temp (0.07), or set loss.warmup_teacher_temp_epochs=0"
+        yield f"{text}{loss.teacher_temp}; {advice}"
     if not loss.patch_weight and not config.head.shared:
         text = "head.shared=false is a head for masked patches, but loss.patch_weight=0 masks none"
-        yield Problem(f"{text}; set loss.patch_weight=1, or head.shared=true", ("head.shared",))
+        yield f"{text}; set loss.patch_weight=1, or head.shared=true"
     elif loss.patch_weight and config.model.timm:
         text = f"loss.patch_weight={loss.patch_weight} hides patches, which {config.model.arch} cannot"
-        yield Problem(f"{text}; set loss.patch_weight=0, or take one of our sizes", ("loss.patch_weight",))
+        yield f"{text}; set loss.patch_weight=0, or take one of our sizes"
     elif loss.patch_weight:
-        rows, columns = (side // config.model.patch_size for side in config.views.global_shape)
+        size, patch = config.views.global_size, config.model.patch_size
+        rows, columns = (side // patch for side in config.views.global_shape)
         if min(rows, columns) < 2 or rows * columns < 10:  # at least a tenth of the patches is masked
-            size = config.views.global_size
             text = f"views.global_size={size} has {rows} x {columns} patches, too few for masks"
-            keys = ("views.global_size", "model.patch_size")
-            yield Problem(f"{text}; use smaller patches, or loss.patch_weight=0", keys)
+            yield f"{text}; lower model.patch_size={patch}, or set loss.patch_weight=0"
+
+
+def _check_lengths(config: PretrainConfig) -> Iterator[str]:
+    """Check the length of the run and the intervals in it."""
+    units = {f"budget.{name}": value for name, value in config.budget}
+    given = [f"{key}={value}" for key, value in units.items() if value is not None]
+    if not given:
+        yield f"the run has no length; give one of {', '.join(units)}"
+    elif len(given) > 1:
+        yield f"{' and '.join(given)} are both given; give one"
+    run = config.run
+    if run.eval_every and run.eval_every_steps:
+        yield "run.eval_every and run.eval_every_steps are both given; give one"
+    if run.keep_every and run.keep_every % run.checkpoint_every:
+        text = f"run.keep_every={run.keep_every} is not a multiple of run.checkpoint_every="
+        yield f"{text}{run.checkpoint_every}"
 
 
 def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
@@ -238,22 +234,6 @@ def check_scaled_lr(optim: sections.Optim, global_batch: int) -> Iterator[str]:
     if not lowest <= lr <= highest:
         text = f"optim.lr={optim.lr} is {lr:.3g} at a global batch of {global_batch} (lr_scaling="
         yield f"{text}{optim.lr_scaling}); {optim.name} learns between {lowest:g} and {highest:g}"
-
-
-def _check_lengths(config: PretrainConfig) -> Iterator[Problem]:
-    """Check the length of the run and the intervals in it."""
-    units = {f"budget.{name}": value for name, value in config.budget}
-    given = [f"{key}={value}" for key, value in units.items() if value is not None]
-    if len(given) != 1:
-        text = f"{' and '.join(given)} are both given" if given else "the run has no length"
-        yield Problem(f"{text}; give exactly one of {', '.join(units)}", tuple(units))
-    run = config.run
-    if run.eval_every and run.eval_every_steps:
-        keys = ("run.eval_every", "run.eval_every_steps")
-        yield Problem(f"{' and '.join(keys)} are both given; give one", keys)
-    if run.keep_every and run.keep_every % run.checkpoint_every:
-        text = f"run.keep_every={run.keep_every} is not a multiple of run.checkpoint_every="
-        yield Problem(f"{text}{run.checkpoint_every}", ("run.keep_every", "run.checkpoint_every"))
 
 
 def check_phases(config: PretrainConfig, epochs: float, given: Collection[str] = PHASES) -> Iterator[str]:

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from dino_vit.config.settings import (
     BelowOne,
     Count,
-    CountOrZero,
     Dimension,
     Few,
     FewOrZero,
@@ -46,9 +45,8 @@ Triple = tuple[Probability, Probability, Probability]
 class Data(Settings):
     """The images, and how many of them a process takes at once."""
 
-    source: str | None = setting(
-        None, "folder, list, tar, zip, Parquet, array, hf:NAME or `synthetic`", resumable=True
-    )  # where the same images are, as their fingerprint tells
+    # It is resumable where the same images are in another place, as their fingerprint tells.
+    source: str | None = setting(None, "folder, list, archive, array, hf:NAME, `synthetic`", resumable=True)
     labels: str | None = setting(None, "file of labels for evaluation; null: the source's", resumable=True)
     weights: str | None = setting(None, "file of (name, weight): how often to draw images", resumable=True)
     batch_size: Dimension = setting(64, "images per process and forward pass", resumable=True)
@@ -71,10 +69,10 @@ class Data(Settings):
     def images(self) -> str:
         """The source of a run, which does not start without one."""
         if self.source is None:
-            raise ValueError(
-                "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain "
-                "photos` (data.source); `synthetic` are generated textures"
+            text = (
+                "no images are given: name a folder, list, archive, table or array, as in `dino-vit pretrain"
             )
+            raise ValueError(f"{text} photos` (data.source); `synthetic` are generated textures")
         return self.source
 
 
@@ -92,9 +90,7 @@ class Model(Settings):
     key_bias: bool | None = setting(None, "bias of the keys; null: unless positions are rotary")
     registers: FewOrZero = setting(0, "register tokens")
     drop_path: BelowOne = setting(0.1, "stochastic depth of the student's last block")
-    drop_path_schedule: Literal["linear", "uniform"] = setting(
-        "linear", "from 0 at the first block, or equal"
-    )
+    drop_path_schedule: Literal["linear", "uniform"] = setting("linear", "rising from 0, or all equal")
     layer_scale: Positive | None = setting(None, "initial scale of the branches of a block; null: none")
     grad_checkpointing: bool = setting(False, "recompute blocks to save memory", resumable=True)
 
@@ -181,7 +177,7 @@ class Loss(Settings):
     """The terms of the loss, and how the teacher's outputs are centred and sharpened."""
 
     teacher_temp: Positive = setting(0.04, "temperature of the teacher; 0.07 is as high as is known to work")
-    warmup_teacher_temp_epochs: CountOrZero = setting(0, "epochs from a temperature of 0.04 to teacher_temp")
+    warmup_teacher_temp_epochs: FewOrZero = setting(0, "epochs from a temperature of 0.04 to teacher_temp")
     centering: Literal["ema", "sinkhorn"] = setting("ema", "a mean over steps, or equal use in a micro-batch")
     koleo_weight: NonNegative = setting(0.0, "weight of KoLeo, which keeps images apart; 0.1 in DINOv2")
     patch_weight: NonNegative = setting(0.0, "weight of the loss of masked patches (iBOT); 1 in DINOv2")

@@ -5,14 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Annotated, ClassVar, NamedTuple, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
@@ -25,7 +18,6 @@ def whole(value: object) -> object:
 
 # Every number has a largest value, so that what no machine holds is refused and not tried.
 Count = Annotated[int, Field(ge=1, le=10**12), BeforeValidator(whole)]
-CountOrZero = Annotated[int, Field(ge=0, le=10**12), BeforeValidator(whole)]
 Dimension = Annotated[int, Field(ge=1, le=65_536), BeforeValidator(whole)]  # of a tensor or an image
 Few = Annotated[int, Field(ge=1, le=1000), BeforeValidator(whole)]  # blocks, views, threads, ...
 FewOrZero = Annotated[int, Field(ge=0, le=1000), BeforeValidator(whole)]
@@ -102,7 +94,7 @@ def _as_tuples(value: object) -> object:
 class SettingInfo(NamedTuple):
     """What is known of one setting."""
 
-    doc: str
+    meaning: str  # with the choices
     default: object
     required: bool
     resumable: bool
@@ -111,11 +103,6 @@ class SettingInfo(NamedTuple):
     is_list: bool  # of any length, and nothing else but null
     is_switch: bool
     rivals: frozenset[str]  # the keys of the groups that exclude this setting
-
-    @property
-    def meaning(self) -> str:
-        """The meaning and the choices, for a help and beside a value."""
-        return f"{self.doc} [{'|'.join(self.choices)}]" if self.choices else self.doc
 
 
 def section_of(annotation: object) -> type[Settings] | None:
@@ -138,14 +125,14 @@ def settings_of(cls: type[Settings], prefix: str = "") -> dict[str, SettingInfo]
             types = schema.get("anyOf", [schema])
             group = next((group for group in cls.one_of if name in group), None)
             rivals = [rival for other in cls.one_of if group not in (None, other) for rival in other]
+            choices = [str(choice) for kind in types for choice in kind.get("enum", kind.get("examples", ()))]
+            meaning = field.description or ""
             infos[prefix + name] = SettingInfo(
-                doc=field.description or "",
+                meaning=f"{meaning} [{'|'.join(choices)}]" if choices else meaning,
                 default=field.default,
                 required=field.is_required(),
                 resumable=schema.get("resumable", False),
-                choices=tuple(
-                    str(choice) for kind in types for choice in kind.get("enum", kind.get("examples", ()))
-                ),
+                choices=tuple(choices),
                 takes_text=any(kind.get("type") == "string" and "enum" not in kind for kind in types),
                 is_list=all(kind.get("type") == "null" or "items" in kind for kind in types),
                 is_switch=types[0].get("type") == "boolean",

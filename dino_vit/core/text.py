@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TextIO
 
 from rich.console import Console
@@ -80,38 +79,34 @@ def plural(number: int, one: str, many: str | None = None) -> str:
 
 
 def live_console(stream: TextIO) -> Console | None:
-    """Return a console that can redraw: of a terminal, or of a notebook with ipywidgets."""
+    """Return the console of a terminal that can redraw."""
     console = Console(file=stream)
     # Ask the stream, as FORCE_COLOR makes rich take a log file for a terminal.
-    terminal = stream.isatty() and not console.is_dumb_terminal
-    notebook = console.is_jupyter and stream is sys.stderr and find_spec("ipywidgets")
-    return console if terminal or notebook else None
+    return console if stream.isatty() and not console.is_dumb_terminal else None
 
 
 class Advance:
     """Count finished items, and show them when it is time."""
 
     def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total = printable(public(title)), total
-        self.done, self.note = 0, ""
+        self.title, self.total, self.done, self.note = printable(public(title)), total, 0, ""
         self.start = self.shown = time.monotonic()
         # Only rank 0 logs at this level.
         console = live_console(sys.stderr) if log.isEnabledFor(logging.INFO) else None
-        self.bar = Progress(console=console, transient=True, auto_refresh=False) if console else None
-        self.task = self.bar.add_task(escape(self.title), total=total) if self.bar else None
+        self.bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console)
+        self.task = self.bar.add_task(escape(self.title), total=total)
 
     def __call__(self, count: int, note: str = "") -> None:
         """Count more items, with a note on them."""
         self.done += count
         self.note = note
         now = time.monotonic()
-        if now - self.start < PATIENCE or now - self.shown < (0.2 if self.bar else LINE_EVERY):
+        if now - self.start < PATIENCE or now - self.shown < (LINE_EVERY if self.bar.disable else 0.2):
             return
         self.shown = now
-        if self.bar and self.task is not None:
-            self.bar.start()
-            self.bar.update(self.task, completed=self.done, description=escape(self.line()), refresh=True)
-        else:
+        self.bar.start()
+        self.bar.update(self.task, completed=self.done, description=escape(self.line()), refresh=True)
+        if self.bar.disable:
             log.info("%s", self.line())
 
     def line(self) -> str:
@@ -129,7 +124,6 @@ def progress(title: str, total: int | None = None) -> Iterator[Advance]:
     try:
         yield advance
     finally:
-        if advance.bar:
-            advance.bar.stop()
+        advance.bar.stop()
     if time.monotonic() - advance.start > PATIENCE:
         log.info("%s in %s", advance.line(), duration(time.monotonic() - advance.start))

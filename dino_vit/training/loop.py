@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dino_vit.config.auto import ENOUGH_IMAGES, EVALUATIONS, Choice, network_ladder
 from dino_vit.config.loading import replace
-from dino_vit.config.pretrain import PretrainConfig
+from dino_vit.config.pretrain import PHASES, PretrainConfig
+from dino_vit.config.settings import get
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints, NotFinite
 from dino_vit.core.distributed import all_reduce_mean, any_process, limit_waits
@@ -244,9 +245,8 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
 def measured_seconds(config: PretrainConfig) -> tuple[float, float]:
     """Measure the mean time of a step and that of an evaluation in a run that leaves nothing behind."""
     with TemporaryDirectory() as folder:
-        # recipe=auto fits its phases to a run of any length; elsewhere none may be as long as the run.
-        steps = 1000 if config.recipe == "auto" else 10**12
-        changes = {"output": folder, "run.trackers": (), "budget.steps": steps}
+        changes: dict[str, object] = {"output": folder, "run.trackers": (), "budget.steps": 1000}
+        changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
         state = set_up(replace(config, changes), start_processes()).state
         with contextlib.closing(state.loader.batches()) as batches:
             for step in range(WARM_UP + TIMED):

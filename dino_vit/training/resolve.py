@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dino_vit.config.auto import EVALUATIONS, Choice, auto_choices, init_choices, phase_choices
 from dino_vit.config.loading import load, replace
-from dino_vit.config.pretrain import AUTO_KEYS, FITTED_KEYS, PHASES, PretrainConfig
+from dino_vit.config.pretrain import AUTO_KEYS, PHASES, PretrainConfig
 from dino_vit.config.settings import get, given_keys, settings_of
 from dino_vit.core import height_width
 from dino_vit.core.checkpoint import Checkpoint
@@ -239,7 +239,7 @@ def kept_choices(config: PretrainConfig, context: RunContext) -> list[Choice]:
     keys |= {"data.order"} if config.data.order is None and before.data.order else set()
     keys |= {key for key in PHASES if key not in given and get(before, key) != get(config, key)}
     if config.recipe == "auto":
-        for key in (AUTO_KEYS | FITTED_KEYS) - given:
+        for key in (AUTO_KEYS | {"model.width", "model.depth", "model.heads"}) - given:
             if get(before, key) is not None and not settings_of(PretrainConfig)[key].rivals & given:
                 keys.add(key)
     return [Choice(key, get(before, key), "as the run started") for key in sorted(keys)]

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from dino_vit.config.loading import add_config_arguments, config_from, parse_arguments
-from dino_vit.config.settings import Count, Settings, setting, settings_of
+from dino_vit.config.settings import Count, Settings, setting
 from tests.support.cake import Cake
 
 
@@ -70,14 +70,3 @@ def test_a_positional_argument_too_many_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="'b' on the command line is not key=value"):
         config_from(parse_arguments(parser(One), ["cake", "a", "b"]), One)
-
-
-@pytest.mark.parametrize("cls", [Cake, Sheet])
-def test_help_lists_every_setting(cls: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(parser(cls), ["cake", "--help"])
-    shown = capsys.readouterr().out
-    for key, info in settings_of(cls).items():
-        assert f"{key}=" in shown
-        assert info.doc in shown
-    assert "Undefined" not in shown

@@ -16,6 +16,9 @@ CIFAR = {"image_size": 32, "images": 50_000, "channels": 3, "global_batch": 128}
 def auto(*overrides: str, **facts: int) -> tuple[PretrainConfig, dict[str, Choice]]:
     config = load(PretrainConfig, None, ["recipe=auto", *overrides])
     choices = auto_choices(config, **facts)
+    config, batch = filled(config, choices), facts["global_batch"]
+    length = config.budget.total_steps(facts["images"], batch) / (facts["images"] // batch)
+    choices += phase_choices(config, length)
     assert len({choice.key for choice in choices}) == len(choices)
     return filled(config, choices), {choice.key: choice for choice in choices}
 
@@ -46,11 +49,7 @@ def test_a_short_run_on_small_images_gets_what_was_measured_to_learn() -> None:
     assert 0.02 <= config.loss.teacher_temp <= 0.028  # at 0.04 320 images end in the uniform state
 
 
-@pytest.mark.parametrize(
-    "given",
-    [[], ["budget.epochs=7"], ["budget.steps=1234"]],
-    ids=str,
-)
+@pytest.mark.parametrize("given", [[], ["budget.epochs=7"], ["budget.steps=1234"]], ids=str)
 @pytest.mark.parametrize("images", [3586, 320])
 def test_the_reasons_name_the_number_of_steps_of_the_plan(images: int, given: list[str]) -> None:
     config, choices = auto("data.batch_size=60", *given, **CIFAR | {"images": images, "global_batch": 60})
@@ -69,7 +68,7 @@ def test_the_phases_of_dinov2_fit_too(given: list[str], images: int) -> None:
     config, choices = auto("method=dinov2", *given, **IMAGENET | {"images": images})
     assert config.loss.warmup_teacher_temp_epochs < (config.budget.epochs or 0)
     if given == ["budget.epochs=25"]:
-        assert "30 does not fit 25 epochs" in choices["loss.warmup_teacher_temp_epochs"].reason
+        assert "a run of 25 epochs" in choices["loss.warmup_teacher_temp_epochs"].reason
 
 
 @pytest.mark.parametrize("channels", [1, 3, 13])
@@ -97,6 +96,13 @@ def test_the_choices_change_gradually_with_the_number_of_images() -> None:
         assert 0.9 < after.optim.lr / before.optim.lr <= 1
         assert after.head.prototypes / before.head.prototypes in (1, 2)
         assert (after.budget.epochs or 0) <= (before.budget.epochs or 0)
+
+
+@pytest.mark.parametrize("budget", ["budget.epochs=5", "budget.steps=1950"])
+@pytest.mark.parametrize("phase", ["optim.warmup_epochs=7", "optim.freeze_last_layer_epochs=6"])
+def test_a_given_phase_that_does_not_fit_is_refused_and_not_shortened(phase: str, budget: str) -> None:
+    with pytest.raises(ConfigError, match=f"{phase} is not shorter than the run"):
+        make_plan(auto(phase, budget, "data.batch_size=128", **CIFAR)[0], CIFAR["images"], 1)
 
 
 def test_nothing_that_was_given_is_overwritten() -> None:

@@ -8,15 +8,7 @@ import torch
 import yaml as pyyaml
 
 from dino_vit.commands import COMMANDS
-from dino_vit.config.loading import (
-    FIXED,
-    load,
-    nearest,
-    read_yaml,
-    replace,
-    to_yaml,
-    write_yaml,
-)
+from dino_vit.config.loading import load, nearest, read_yaml, replace, to_yaml, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
 from tests.support.cake import Cake, Icing
@@ -125,14 +117,6 @@ def test_a_typo_leads_back_to_its_key(kind: str) -> None:
 )
 def test_names_without_their_section_are_understood(typed: str, meant: list[str]) -> None:
     assert nearest(typed, PretrainConfig) == meant
-
-
-def test_constants_that_were_settings_are_understood() -> None:
-    assert load(PretrainConfig, None, {**FIXED, "init.weights": "x"}) == load(
-        PretrainConfig, None, ["init.weights=x"]
-    )
-    with pytest.raises(ConfigError, match=r"head\.layers is not a setting; its value is fixed at 3"):
-        load(PretrainConfig, None, ["head.layers=2"])
 
 
 def test_all_mistakes_are_reported_together_with_their_origin(tmp_path: Path) -> None:
@@ -245,7 +229,7 @@ def test_settings_are_written_as_yaml_that_loads_back(tmp_path: Path, overrides:
     cake = load(Cake, None, overrides)
     text = to_yaml(cake)
     assert load(Cake, write(tmp_path, text)) == cake
-    assert all(f"# {settings_of(Cake)[key].doc}" in text for key in values(cake))
+    assert all(f"# {settings_of(Cake)[key].meaning}" in text for key in values(cake))
 
 
 @pytest.mark.parametrize("given", [np.array([1.0, 5.0]), torch.tensor([1, 5]), [np.int64(1), 5]])

@@ -1,11 +1,10 @@
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from dino_vit.core.storage import StorageError, read_tensors, replacing, write_bytes, write_tensors
+from tests.support.runs import limit_files, server
 
 TENSORS = {
     "scalar": torch.tensor(3.0),
@@ -47,23 +46,19 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, length):
         read_tensors(path)
 
 
+def write_on_a_full_disk(path):
+    limit_files(10_000)
+    with pytest.raises(StorageError, match="could not be written and was left as it was"):
+        write_tensors(path, {"a": torch.zeros(100_000)}, "new")
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    """A limit on the size of files stands in for the full disk."""
     path = tmp_path / "file.safetensors"
     write_tensors(path, {"a": torch.ones(4)}, "old")
-    code = f"""
-import resource, signal, torch
-from pathlib import Path
-from dino_vit.core.storage import StorageError, write_tensors
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-try:
-    write_tensors(Path({str(path)!r}), {{"a": torch.zeros(100_000)}}, "new")
-except StorageError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "could not be written and was left as it was" in done.stdout
+    process = server.Process(target=write_on_a_full_disk, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     assert torch.equal(read_tensors(path)[0]["a"], torch.ones(4))
     assert os.listdir(tmp_path) == ["file.safetensors"]
 

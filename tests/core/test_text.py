@@ -53,10 +53,7 @@ def test_names_in_a_title_are_no_markup(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(text, "PATIENCE", -1)
     monkeypatch.setenv("TERM", "xterm")
-    with (
-        caplog.at_level(logging.INFO, "dino_vit"),
-        text.progress("Listing a[/x]\x1b[31m[red]", 1) as advance,
-    ):
+    with caplog.at_level(logging.INFO, "dino_vit"), text.progress("Listing a[/x]\x1b[31m[red]", 1) as advance:
         advance.shown = 0
         advance(1)
     assert r"Listing a[/x]\x1b[31m[red]: 1" in screen.getvalue()

@@ -28,7 +28,7 @@ SMALLER = {
     "linear": ["grid.steps=20", "logistic.cs=[1]", "batch_size=8"],
     "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
     "report": ["images=20"],
-    "compare": ["measures=[knn, dense]"],
+    "compare": ["measures=[knn]"],
 }
 WALKED = [parts for parts in commands(README) if not {"make", "sbatch", "torchrun"} & {*parts}]
 

@@ -58,7 +58,7 @@ def test_trained_weights_are_kept_while_the_heads_learn(tmp_path, weights, stude
 def test_grey_images_are_repeated_for_weights_of_three_channels(tmp_path, weights):
     np.save(tmp_path / "grey.npy", np.random.default_rng(0).integers(0, 256, (40, 32, 32), dtype=np.uint8))
     settings = {**FROM, "init.weights": weights, "data.source": tmp_path / "grey.npy", "recipe": "auto"}
-    state = trained(tmp_path / "run", {**settings, "budget.steps": 3, "run.eval_every": "null"})
+    state = trained(tmp_path / "run", {**settings, "budget.steps": 6, "run.eval_every": "null"})
     assert state.config.data.channels == state.student.backbone.architecture["channels"] == 3
 
 
