@@ -33,7 +33,7 @@ TRAIN = ("train", "training")
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
-_END = re.compile(rf"(?:{_IMAGE})(?=[\t ,]|$)", re.IGNORECASE)  # of a path, before its label
+_LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
 
 
 class Labels(NamedTuple):
@@ -48,22 +48,30 @@ class Labels(NamedTuple):
         return None if number < 0 else number
 
 
-def number_labels(values: Sequence[object]) -> Labels:
-    """Number the distinct labels from 0: in numeric order if all are numbers, else sorted as text."""
-    texts = [None if value in (None, "", b"") else _text(value) for value in values]
-    if nans := [number for number, value in enumerate(values) if str(value).lower() == "nan"]:
-        log.warning(
-            "%s 'nan' for a label, which counts as none", plural(len(nans), "image has", "images have")
-        )
-        for number in nans:
-            texts[number] = None
-    classes = sorted({text for text in texts if text is not None}, key=os.fsencode)
-    numeric = [_number(text) for text in classes]
-    if None not in numeric:  # so that 10 comes after 9
-        classes = sorted(classes, key=lambda text: (_number(text), text))
-    numbers: dict[str | None, int] = {text: number for number, text in enumerate(classes)}
-    numbers[None] = -1
-    return Labels(np.array([numbers[text] for text in texts], dtype=np.int32), classes)
+def number_labels(
+    values: Sequence[object], classes: Sequence[str] | None = None, title: str = "the set"
+) -> Labels:
+    """Number labels as the classes, which they name or are an index of; None and −1 are then no label.
+
+    Without classes, the distinct labels are: in numeric order if all are numbers, else sorted as text.
+    """
+    if classes is not None:
+        numbers: dict[object, int] = {name: number for number, name in enumerate(classes)}
+        numbers |= {number: number for number in range(-1, len(classes))} | {None: -1}
+        if unknown := [value for value in values if value not in numbers]:
+            text = f"{title} has the label {unknown[0]!r}, which is none of its"
+            raise ValueError(f"{text} {len(classes)} classes, nor the index of one")
+        return Labels(np.array([numbers[value] for value in values], dtype=np.int32), list(classes))
+    nans = [str(value).lower() == "nan" for value in values]
+    if any(nans):
+        text = plural(sum(nans), "image has", "images have")
+        log.warning("%s 'nan' for a label, which counts as none", text)
+    texts = ["" if none or value is None else _text(value) for value, none in zip(values, nans, strict=True)]
+    names = sorted({text for text in texts if text}, key=os.fsencode)
+    if None not in map(_number, names):  # so that 10 comes after 9
+        names.sort(key=lambda text: (_number(text), text))
+    of_text = {"": -1} | {name: number for number, name in enumerate(names)}
+    return Labels(np.array([of_text[text] for text in texts], dtype=np.int32), names)
 
 
 def _text(value: object) -> str:
@@ -166,10 +174,8 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
 
 
 def _line_entry(line: str) -> Entry:
-    stripped = line.rstrip()
-    ends = [match.end() for match in _END.finditer(stripped)]
-    if ends:
-        return Entry(stripped[: ends[-1]], stripped[ends[-1] :].lstrip("\t ,") or None)
+    if match := _LINE.fullmatch(line.rstrip()):
+        return Entry(match[1], match[2] or None)
     name, _, label = line.partition("\t")  # no suffix of an image
     return Entry(name, label or None)
 
@@ -293,46 +299,33 @@ def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Return what a text in JSON means; raise ValueError with its name if it is invalid."""
+    """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
     try:
-        return json.loads(text, object_pairs_hook=_without_twins)
+        return json.loads(text, object_pairs_hook=tuple)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON, in which the last of equal keys would win."""
-    content = dict(pairs)
-    for key, value in pairs:
-        if content[key] is not value and content[key] != value:
-            raise ValueError(f"the key {brief(key)} has two values")
-    return content
-
-
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
-    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
     try:
         data = read_file(path)
     except FileNotFoundError:
-        kind = columns[0]
-        raise ValueError(
-            f"{path} does not exist; give a CSV or JSON file with a {kind} for each image"
-        ) from None
-    entries: Iterable[tuple[str, object]]
+        advice = f"give a CSV or JSON file with a {columns[0]} for each image"
+        raise ValueError(f"{path} does not exist; {advice}") from None
     if suffix_of(path) == ".json":
-        content = parse_json(data, path)
-        if not isinstance(content, dict):
+        entries = parse_json(data, path)
+        if not isinstance(entries, tuple):
             raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-        entries = content.items()
     else:
         entries = read_entries(path, data, columns)
+    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
     for name, value in entries:
         name, value = printable(name), printable(value) if isinstance(value, str) else value
-        if (known := table.setdefault(name, value)) is not value and known != value:  # NaN is not itself
-            contradictions[name] = known, value
+        if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
+            contradictions[name] = first, value
     if contradictions:
-        examples = [(name, *both) for name, both in contradictions.items()]
+        examples = [(name, *values) for name, values in contradictions.items()]
         named = plural(len(examples), "name")
         raise ValueError(
             f"{path} has two values for {named}: {_examples(examples, '%.200r has %.200r and %.200r')}"

@@ -34,6 +34,7 @@ from PIL import (
     WebPImagePlugin,
 )
 from PIL.Image import DecompressionBombWarning, Image
+from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
@@ -158,9 +159,10 @@ def decode(
     try:
         if kind == "JPEG":
             return _read_jpeg(data, alpha, max_pixels, reduction)
-        if kind in _PLUGINS:
-            return _by_pillow(_PLUGINS[kind](BytesIO(data)), alpha, max_pixels)
-        return _READERS[kind](data, alpha, max_pixels)
+        reader = _READERS[kind]
+        if isinstance(reader, type):
+            return _by_pillow(reader(BytesIO(data)), alpha, max_pixels)
+        return reader(data, alpha, max_pixels)
     except Exception as error:  # decoders raise anything on damaged files
         message = str(error).partition("\n")[0]
         reason = message if " " in message else f"{type(error).__name__} {message}".strip()
@@ -201,12 +203,8 @@ def _read_png(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     depth, color_type = data[24], data[25]
     if depth < 16 or file.mode == "I;16":
         return _by_pillow(file, alpha, max_pixels)
-    _check_size(*file.size, 4, max_pixels)
-    import imagecodecs  # which few have: it is of the extra `tiff`
-
-    array = imagecodecs.png_decode(data)
     has_alpha = color_type in (4, 6)
-    return _to_tensor(array[..., :-1] if has_alpha and not alpha else array)
+    return _by_imagecodecs("png", data, file, has_alpha and not alpha, max_pixels)
 
 
 def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
@@ -215,11 +213,16 @@ def _read_jpeg2000(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
     bits = (data[data.index(_CODESTREAM) + 42] & 127) + 1  # of the first channel
     if bits <= 8:
         return _by_pillow(file, alpha, max_pixels)
-    _check_size(*file.size, len(file.getbands()), max_pixels)
-    import imagecodecs
+    has_alpha = file.mode in _WITH_ALPHA
+    return _by_imagecodecs("jpeg2k", data, file, has_alpha and not alpha, max_pixels)
 
-    array = imagecodecs.jpeg2k_decode(data)
-    return _to_tensor(array[..., :-1] if file.mode in _WITH_ALPHA and not alpha else array)
+
+def _by_imagecodecs(codec: str, data: bytes, file: Image, drop_alpha: bool, max_pixels: int) -> Tensor:
+    _check_size(*file.size, len(file.getbands()), max_pixels)
+    import imagecodecs  # which few have: it is of the extra `tiff`
+
+    array = getattr(imagecodecs, f"{codec}_decode")(data)
+    return _to_tensor(array[..., :-1] if drop_alpha else array)
 
 
 def _read_heif(data: bytes, alpha: bool, max_pixels: int) -> Tensor:
@@ -369,14 +372,12 @@ _KINDS = {
 }
 _BRANDS = dict.fromkeys((b"avif", b"avis"), "AVIF")
 _BRANDS |= dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC")
-_READERS = {
+_READERS: dict[str, Callable[[bytes, bool, int], Tensor] | type[ImageFile]] = {  # or Pillow's
     "PNG": _read_png,
     "npy": _read_npy,
     "TIFF": _read_tiff,
     "JPEG 2000": _read_jpeg2000,
     "HEIC": _read_heif,
-}
-_PLUGINS: dict[str, Callable[[BytesIO], Image]] = {
     "WebP": WebPImagePlugin.WebPImageFile,
     "GIF": GifImagePlugin.GifImageFile,
     "BMP": BmpImagePlugin.BmpImageFile,

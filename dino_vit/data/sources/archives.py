@@ -199,7 +199,7 @@ def _read_labels(
 
 def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{path}: {os.fsdecode(name)!r}")
-    columns = content if isinstance(content, dict) else {}
+    columns = dict(content) if isinstance(content, tuple) else {}
     label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
     return printable(label) if isinstance(label, str | int | float) else None  # a list is none
 
