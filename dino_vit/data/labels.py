@@ -1,7 +1,6 @@
-"""Labels of any kind as class indices, splits such as train and val, and labels and weights from files."""
+"""Labels of any kind as class indices, splits such as train and val, and what a file says by name."""
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -27,7 +26,6 @@ PATH_COLUMNS = tuple(
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
-WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
@@ -68,8 +66,8 @@ def number_labels(
         log.warning("%s 'nan' for a label, which counts as none", text)
     texts = ["" if none or value is None else _text(value) for value, none in zip(values, nans, strict=True)]
     names = sorted({text for text in texts if text}, key=os.fsencode)
-    if None not in map(_number, names):  # so that 10 comes after 9
-        names.sort(key=lambda text: (_number(text), text))
+    if None not in map(as_number, names):  # so that 10 comes after 9
+        names.sort(key=lambda text: (as_number(text), text))
     of_text = {"": -1} | {name: number for number, name in enumerate(names)}
     return Labels(np.array([of_text[text] for text in texts], dtype=np.int32), names)
 
@@ -78,7 +76,7 @@ def _text(value: object) -> str:
     return os.fsdecode(value) if isinstance(value, bytes) else str(value)
 
 
-def _number(text: str) -> float | None:
+def as_number(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -331,36 +329,3 @@ def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
             f"{path} has two values for {named}: {_examples(examples, '%.200r has %.200r and %.200r')}"
         )
     return table
-
-
-def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
-    """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
-    values = values_by_name(source, str(path), WEIGHT_COLUMNS)
-    weights = np.array([_number(str(value)) for value in values], dtype=np.float64)  # NaN if it is none
-    wrong = np.flatnonzero(~(weights >= 0)).tolist()
-    if wrong:
-        name, value = source.name(wrong[0]), values[wrong[0]]
-        raise ValueError(
-            f"{path} has no weight for {len(wrong)} of {len(values)} images, such as '{name:.200}' "
-            f"({value!r:.200}); it must be a finite number, 0 or more"
-        )
-    total = sum(weights.tolist())
-    if not 0 < total < math.inf:
-        raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
-    return weights
-
-
-def describe_sampling(weights: NDArray[np.float64]) -> str:
-    """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
-    probabilities = weights / weights.sum()
-    never = np.count_nonzero(weights == 0)
-    alike = f"{1 / (probabilities**2).sum():,.0f} of {len(weights):,} images"
-    text = f"sampling weights: as varied as {alike} drawn equally often"
-    return f"{text}; {never:,} are never drawn" if never else text
-
-
-def sampling_fingerprint(weights: NDArray[np.float64] | None) -> str | None:
-    """Return a digest of the weights."""
-    if weights is None:
-        return None
-    return hashlib.sha256(weights.astype("<f8").tobytes()).hexdigest()[:16]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dino_vit.core.storage import read_metadata
-from dino_vit.data.labels import read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.views.sampler import read_sampling_weights, sampling_fingerprint
 from tests.support.runs import assert_same_end, run, signal_within_step
 
 SOURCE = SyntheticSource(length=64)
