@@ -265,7 +265,8 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
     surplus = sorted(set(table).difference(names))
-    alike = _differing_in_form(surplus, [name for name in names if name not in table])
+    missing = {_folded(name): name for name in names if name not in table}
+    alike = [(name, missing[_folded(name)]) for name in surplus if _folded(name) in missing]
     form = ""
     if alike:
         form = f". {len(alike):,} differ only in case or Unicode form: {_examples(alike, '%.200r is %.200r')}"
@@ -281,13 +282,8 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     return [table.get(name) for name in names]
 
 
-def _differing_in_form(surplus: Sequence[str], missing: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the names without an image that are one but for case or Unicode normalisation, and that one."""
-    names = {_folded(name): name for name in missing}
-    return [(name, names[_folded(name)]) for name in surplus if _folded(name) in names]
-
-
 def _folded(name: str) -> str:
+    """Return what names that differ only in case or Unicode normalisation have in common."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
