@@ -29,7 +29,8 @@ from dino_vit.config.commands import PackConfig
 from dino_vit.core import log
 from dino_vit.core.storage import replacing, sync, write_bytes
 from dino_vit.core.text import plural, printable, progress
-from dino_vit.data.images.decode import UnreadableImage, decode, format_of, read_item
+from dino_vit.data.images.decode import UnreadableImage, decode, read_item
+from dino_vit.data.images.formats import format_of
 from dino_vit.data.images.pixels import reduced_size
 from dino_vit.data.labels import LabelledSource
 from dino_vit.data.shards import SUMS

@@ -39,7 +39,7 @@ class CustomSource:
         self.given = _with_hub_rows(given)
         if not len(self):
             raise ValueError(f"{title_of(given)} has no images")
-        self._labels = _number_targets(self.given)
+        self._labels = _labels_of(self.given)
         self.classes: Sequence[str] = tuple(self._labels.classes)
         stated = getattr(self.given, "fingerprint", None)
         self.fingerprint = str(stated or self._digest())
@@ -49,9 +49,10 @@ class CustomSource:
         return len(self.given)
 
     def read(self, index: int) -> bytes | Tensor:
-        read = _method(self.given, "read")
+        part, row, _ = _locate(self.given, index)
+        read = _method(part, "read")
         try:
-            item = read(index) if read else self.given[index]
+            item = read(row) if read else part[row]
             return from_given(item[0] if isinstance(item, tuple) else item)
         except (OSError, ValueError):
             raise
@@ -62,7 +63,11 @@ class CustomSource:
         return self._labels.of(index)
 
     def name(self, index: int) -> str:
-        return printable(_name_of(self.given, index))
+        part, row, prefix = _locate(self.given, index)
+        samples = getattr(part, "samples", None)  # of torchvision's folders: path and class
+        if name := _method(part, "name"):
+            return printable(f"{prefix}{name(row)}")
+        return printable(f"{prefix}{samples[row][0] if isinstance(samples, list) else row}")
 
     @property
     def title(self) -> str:
@@ -124,70 +129,60 @@ def _with_hub_rows(given: Any) -> Any:
     return _HubRows(given) if hasattr(given, "cast_column") else given
 
 
+def _locate(given: Any, index: int, prefix: str = "") -> tuple[Any, int, str]:
+    """Return the data set that has an item, its index there, and what is written before its name there."""
+    if isinstance(given, Subset):
+        return _locate(given.dataset, int(given.indices[index]), prefix)
+    if isinstance(given, ConcatDataset):
+        number = bisect_right(given.cumulative_sizes, index)
+        before = given.cumulative_sizes[number - 1] if number else 0
+        return _locate(given.datasets[number], index - before, f"{prefix}{number}/")
+    return given, index, prefix
+
+
 def _method(given: Any, name: str) -> Callable[[int], Any] | None:
     method = getattr(given, name, None)  # a data set may have a `name` that is a text
     return method if callable(method) else None
 
 
-def _name_of(given: Any, index: int) -> str:
-    if isinstance(given, Subset):
-        return _name_of(given.dataset, given.indices[index])
-    if isinstance(given, ConcatDataset):
-        number = bisect_right(given.cumulative_sizes, index)
-        before = given.cumulative_sizes[number - 1] if number else 0
-        return f"{number}/{_name_of(given.datasets[number], index - before)}"
-    if name := _method(given, "name"):
-        return str(name(index))
-    samples = getattr(given, "samples", None)  # of torchvision's folders: path and class
-    return str(samples[index][0]) if isinstance(samples, list) else str(index)
-
-
 def _classes_of(given: Any) -> list[str] | None:
-    if isinstance(given, Subset):
-        return _classes_of(given.dataset)
-    if isinstance(given, ConcatDataset):
-        first, *others = map(_classes_of, given.datasets)
-        return first if all(classes == first for classes in others) else None
     classes = getattr(given, "classes", None)
     return None if classes is None or callable(classes) else [str(name) for name in classes]
 
 
-def _number_targets(given: Any) -> Labels:
-    """Return the labels of all items, as the classes of the data set number them if it has any."""
-    targets, classes, title = _targets_of(given), _classes_of(given), title_of(given)
-    if len(targets) != len(given):
-        text = f"{title} has {len(targets):,} targets, but {plural(len(given), 'image')}"
+def _labels_of(given: Any) -> Labels:
+    """Return the labels of all items, as the classes of their data sets number them if those are the same."""
+    places = [_locate(given, index)[:2] for index in range(len(given))]
+    parts = {id(part): part for part, _ in places}
+    labels = {key: _labels_of_part(part) for key, part in parts.items()}
+    numbers = [labels[id(part)].of(row) for part, row in places]
+    classes, *others = map(_classes_of, parts.values())
+    if classes is not None and all(other == classes for other in others):
+        return number_labels(numbers, classes)
+    names = [labels[id(part)].classes for part, _ in places]
+    return number_labels([None if n is None else of[n] for n, of in zip(numbers, names, strict=True)])
+
+
+def _labels_of_part(part: Any) -> Labels:
+    targets = _targets_of(part)
+    if len(targets) != len(part):
+        text = f"{title_of(part)} has {len(targets):,} targets, but {plural(len(part), 'image')}"
         raise ValueError(f"{text}; each needs one, which may be None")
-    # As torchvision says that there is no label.
-    targets = [
-        None if isinstance(target, int | np.integer) and target == -1 else target for target in targets
-    ]
-    if classes is None:
-        return number_labels(targets)
-    numbers: dict[object, int] = {name: number for number, name in enumerate(classes)}
-    numbers |= {number: number for number in range(len(classes))} | {None: -1}
-    if unknown := [target for target in targets if target not in numbers]:
-        text = f"{title} has the label {unknown[0]!r}, which is none of its"
-        raise ValueError(f"{text} {len(classes)} classes, nor the index of one")
-    return Labels(np.array([numbers[target] for target in targets], dtype=np.int32), classes)
+    is_label = [
+        not isinstance(target, int | np.integer) or target != -1 for target in targets
+    ]  # torchvision's
+    labels = [target if label else None for target, label in zip(targets, is_label, strict=True)]
+    return number_labels(labels, _classes_of(part), title_of(part))
 
 
 def _targets_of(given: Any) -> list[Any]:
     """Return the label of each item: a class or its name, None without one."""
-    if isinstance(given, Subset):
-        targets = _targets_of(given.dataset)
-        return [targets[index] for index in given.indices]
-    if isinstance(given, ConcatDataset):
-        parts = [_number_targets(part) for part in given.datasets]
-        if _classes_of(given) is not None:
-            return np.concatenate([part.numbers for part in parts]).tolist()
-        return [None if n < 0 else part.classes[n] for part in parts for n in part.numbers.tolist()]
     if label := _method(given, "label"):
         return [label(index) for index in range(len(given))]
     for name in TARGETS:
-        found: Any = getattr(given, name, None)
-        if found is not None and not callable(found):
-            return found.tolist() if hasattr(found, "tolist") else list(found)
+        targets: Any = getattr(given, name, None)
+        if targets is not None and not callable(targets):
+            return targets.tolist() if hasattr(targets, "tolist") else list(targets)
     return _read_targets(given)
 
 

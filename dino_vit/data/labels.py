@@ -1,7 +1,6 @@
-"""Labels of any kind as class indices, splits such as train and val, and labels and weights from files."""
+"""Labels of any kind as class indices, splits such as train and val, and what a file says by name."""
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -27,13 +26,12 @@ PATH_COLUMNS = tuple(
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
     ["label", "labels", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
-WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
 HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")
 _SPLITS = {*TRAIN, *HELD_OUT, "unlabeled", "unlabelled"}
 _IMAGE = "|".join(re.escape(suffix) for suffix in sorted(IMAGE_SUFFIXES, key=len, reverse=True))
-_END = re.compile(rf"(?:{_IMAGE})(?=[\t ,]|$)", re.IGNORECASE)  # of a path, before its label
+_LINE = re.compile(rf"(.*(?:{_IMAGE}))(?:[\t ,]+(.*))?", re.IGNORECASE | re.DOTALL)  # a path and its label
 
 
 class Labels(NamedTuple):
@@ -48,29 +46,37 @@ class Labels(NamedTuple):
         return None if number < 0 else number
 
 
-def number_labels(values: Sequence[object]) -> Labels:
-    """Number the distinct labels from 0: in numeric order if all are numbers, else sorted as text."""
-    texts = [None if value in (None, "", b"") else _text(value) for value in values]
-    if nans := [number for number, value in enumerate(values) if str(value).lower() == "nan"]:
-        log.warning(
-            "%s 'nan' for a label, which counts as none", plural(len(nans), "image has", "images have")
-        )
-        for number in nans:
-            texts[number] = None
-    classes = sorted({text for text in texts if text is not None}, key=os.fsencode)
-    numeric = [_number(text) for text in classes]
-    if None not in numeric:  # so that 10 comes after 9
-        classes = sorted(classes, key=lambda text: (_number(text), text))
-    numbers: dict[str | None, int] = {text: number for number, text in enumerate(classes)}
-    numbers[None] = -1
-    return Labels(np.array([numbers[text] for text in texts], dtype=np.int32), classes)
+def number_labels(
+    values: Sequence[object], classes: Sequence[str] | None = None, title: str = "the set"
+) -> Labels:
+    """Number labels as the classes, which they name or are an index of; None and −1 are then no label.
+
+    Without classes, the distinct labels are: in numeric order if all are numbers, else sorted as text.
+    """
+    if classes is not None:
+        numbers: dict[object, int] = {name: number for number, name in enumerate(classes)}
+        numbers |= {number: number for number in range(-1, len(classes))} | {None: -1}
+        if unknown := [value for value in values if value not in numbers]:
+            text = f"{title} has the label {unknown[0]!r}, which is none of its"
+            raise ValueError(f"{text} {len(classes)} classes, nor the index of one")
+        return Labels(np.array([numbers[value] for value in values], dtype=np.int32), list(classes))
+    nans = [str(value).lower() == "nan" for value in values]
+    if any(nans):
+        text = plural(sum(nans), "image has", "images have")
+        log.warning("%s 'nan' for a label, which counts as none", text)
+    texts = ["" if none or value is None else _text(value) for value, none in zip(values, nans, strict=True)]
+    names = sorted({text for text in texts if text}, key=os.fsencode)
+    if None not in map(as_number, names):  # so that 10 comes after 9
+        names.sort(key=lambda text: (as_number(text), text))
+    of_text = {"": -1} | {name: number for number, name in enumerate(names)}
+    return Labels(np.array([of_text[text] for text in texts], dtype=np.int32), names)
 
 
 def _text(value: object) -> str:
     return os.fsdecode(value) if isinstance(value, bytes) else str(value)
 
 
-def _number(text: str) -> float | None:
+def as_number(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -166,10 +172,8 @@ def read_entries(path: str, data: bytes, columns: Sequence[str] = LABEL_COLUMNS)
 
 
 def _line_entry(line: str) -> Entry:
-    stripped = line.rstrip()
-    ends = [match.end() for match in _END.finditer(stripped)]
-    if ends:
-        return Entry(stripped[: ends[-1]], stripped[ends[-1] :].lstrip("\t ,") or None)
+    if match := _LINE.fullmatch(line.rstrip()):
+        return Entry(match[1], match[2] or None)
     name, _, label = line.partition("\t")  # no suffix of an image
     return Entry(name, label or None)
 
@@ -261,7 +265,8 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     table = _read_table(path, columns)
     names = [source.name(index) for index in range(len(source))]
     surplus = sorted(set(table).difference(names))
-    alike = _differing_in_form(surplus, [name for name in names if name not in table])
+    missing = {_folded(name): name for name in names if name not in table}
+    alike = [(name, missing[_folded(name)]) for name in surplus if _folded(name) in missing]
     form = ""
     if alike:
         form = f". {len(alike):,} differ only in case or Unicode form: {_examples(alike, '%.200r is %.200r')}"
@@ -277,13 +282,8 @@ def values_by_name(source: Source, path: str, columns: Sequence[str]) -> list[ob
     return [table.get(name) for name in names]
 
 
-def _differing_in_form(surplus: Sequence[str], missing: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the names without an image that are one but for case or Unicode normalisation, and that one."""
-    names = {_folded(name): name for name in missing}
-    return [(name, names[_folded(name)]) for name in surplus if _folded(name) in names]
-
-
 def _folded(name: str) -> str:
+    """Return what names that differ only in case or Unicode normalisation have in common."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -293,81 +293,35 @@ def _examples(items: Sequence[object], form: str = "'%.200s'") -> str:
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Return what a text in JSON means; raise ValueError with its name if it is invalid."""
+    """Return what a text in JSON means, objects as tuples of their pairs, so that no key is lost."""
     try:
-        return json.loads(text, object_pairs_hook=_without_twins)
+        return json.loads(text, object_pairs_hook=tuple)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not valid JSON: {brief(error, 300)}") from error
 
 
-def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON, in which the last of equal keys would win."""
-    content = dict(pairs)
-    for key, value in pairs:
-        if content[key] is not value and content[key] != value:
-            raise ValueError(f"the key {brief(key)} has two values")
-    return content
-
-
 def _read_table(path: str, columns: Sequence[str]) -> dict[str, object]:
     """Read a value for each name (as of `Source.name`): from a JSON object, or a list as `read_entries`."""
-    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
     try:
         data = read_file(path)
     except FileNotFoundError:
-        kind = columns[0]
-        raise ValueError(
-            f"{path} does not exist; give a CSV or JSON file with a {kind} for each image"
-        ) from None
-    entries: Iterable[tuple[str, object]]
+        advice = f"give a CSV or JSON file with a {columns[0]} for each image"
+        raise ValueError(f"{path} does not exist; {advice}") from None
     if suffix_of(path) == ".json":
-        content = parse_json(data, path)
-        if not isinstance(content, dict):
+        entries = parse_json(data, path)
+        if not isinstance(entries, tuple):
             raise ValueError(f'{path} must be one object of names and labels, such as {{"a.jpg": "cat"}}.')
-        entries = content.items()
     else:
         entries = read_entries(path, data, columns)
+    table, contradictions = dict[str, object](), dict[str, tuple[object, object]]()
     for name, value in entries:
         name, value = printable(name), printable(value) if isinstance(value, str) else value
-        if (known := table.setdefault(name, value)) is not value and known != value:  # NaN is not itself
-            contradictions[name] = known, value
+        if (first := table.setdefault(name, value)) is not value and first != value:  # NaN is not itself
+            contradictions[name] = first, value
     if contradictions:
-        examples = [(name, *both) for name, both in contradictions.items()]
+        examples = [(name, *values) for name, values in contradictions.items()]
         named = plural(len(examples), "name")
         raise ValueError(
             f"{path} has two values for {named}: {_examples(examples, '%.200r has %.200r and %.200r')}"
         )
     return table
-
-
-def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
-    """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
-    values = values_by_name(source, str(path), WEIGHT_COLUMNS)
-    weights = np.array([_number(str(value)) for value in values], dtype=np.float64)  # NaN if it is none
-    wrong = np.flatnonzero(~(weights >= 0)).tolist()
-    if wrong:
-        name, value = source.name(wrong[0]), values[wrong[0]]
-        raise ValueError(
-            f"{path} has no weight for {len(wrong)} of {len(values)} images, such as '{name:.200}' "
-            f"({value!r:.200}); it must be a finite number, 0 or more"
-        )
-    total = sum(weights.tolist())
-    if not 0 < total < math.inf:
-        raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
-    return weights
-
-
-def describe_sampling(weights: NDArray[np.float64]) -> str:
-    """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
-    probabilities = weights / weights.sum()
-    never = np.count_nonzero(weights == 0)
-    alike = f"{1 / (probabilities**2).sum():,.0f} of {len(weights):,} images"
-    text = f"sampling weights: as varied as {alike} drawn equally often"
-    return f"{text}; {never:,} are never drawn" if never else text
-
-
-def sampling_fingerprint(weights: NDArray[np.float64] | None) -> str | None:
-    """Return a digest of the weights."""
-    if weights is None:
-        return None
-    return hashlib.sha256(weights.astype("<f8").tobytes()).hexdigest()[:16]

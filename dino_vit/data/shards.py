@@ -41,11 +41,6 @@ POLL_S = 0.2  # between two looks at the position of the run
 Unpack = Callable[[str, BinaryIO, BinaryIO], None]
 
 
-def shard_cache_folder(given: str | None = None) -> Path:
-    """Return the folder for local copies of shards."""
-    return Path(given).expanduser() if given else cache_folder() / "shards"
-
-
 class ShardedSource(IndexedSource):
     """Images in some large files. Remote files are copied to a local disk, shard by shard."""
 
@@ -87,7 +82,7 @@ class LocalCopies:
     ) -> None:
         self.ranges, self.unpack = ranges, unpack
         self.sizes = sizes + TRAILER  # about how long each copy is
-        self.folder, self.limit = shard_cache_folder(), math.inf
+        self.folder, self.limit = cache_folder() / "shards", math.inf
         self.opened = time.time()  # copies that are older are verified before they are used
         self._sums: dict[str, dict[str, str]] = {}  # of the files in each remote folder
 

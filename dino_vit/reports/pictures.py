@@ -24,7 +24,6 @@ from dino_vit.config.commands import MIN_IMAGES
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
-from dino_vit.data.labels import read_sampling_weights
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.features import FrozenBackbone, eval_mode, in_batches
 from dino_vit.eval.knn import nearest
@@ -33,7 +32,7 @@ from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.eval_transform import resize
-from dino_vit.views.sampler import Sampler
+from dino_vit.views.sampler import Sampler, read_sampling_weights
 
 BATCH, NEIGHBOURS = 64, 8
 MAX_NAME = 120  # characters

@@ -10,9 +10,9 @@ from dino_vit.core.checkpoint import Checkpoint, Checkpoints
 from dino_vit.core.distributed import all_equal
 from dino_vit.core.runtime import choose_precision
 from dino_vit.core.text import plural
-from dino_vit.data.labels import sampling_fingerprint
 from dino_vit.data.sources.source import stamp_of
 from dino_vit.training.resolve import RunContext, started_config
+from dino_vit.views.sampler import sampling_fingerprint
 
 # What the metadata of a checkpoint must have.
 NEEDED = {"architecture", "best", "config", "global_batch", "interval", "nonfinite_steps", "precision"}

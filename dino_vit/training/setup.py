@@ -20,7 +20,7 @@ from dino_vit.core.distributed import all_equal, apply_fsdp
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import DTYPES, choose_precision, launched_for_shards
 from dino_vit.core.text import plural
-from dino_vit.data.labels import choose_splits, describe_sampling, describe_use, read_sampling_weights
+from dino_vit.data.labels import choose_splits, describe_use
 from dino_vit.data.sources.open import open_source
 from dino_vit.eval.online import OnlineEvaluation
 from dino_vit.method.objective import Objective
@@ -33,6 +33,7 @@ from dino_vit.training.resolve import NO_FIT, Fit, RunContext, resolve_config, s
 from dino_vit.training.resume import check_same_run, find_checkpoint
 from dino_vit.training.state import TrainingState, UnreadableImages
 from dino_vit.views.build import build_augment, build_eval_transform, build_loader
+from dino_vit.views.sampler import describe_sampling, read_sampling_weights
 
 if TYPE_CHECKING:
     from dino_vit.weights.loading import TrainedTeacher

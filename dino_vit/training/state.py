@@ -19,7 +19,6 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, NotFinite, collect, restore
 from dino_vit.core.distributed import broadcast_int, full_tensor
 from dino_vit.core.runtime import DTYPES, Precision
-from dino_vit.data.labels import sampling_fingerprint
 from dino_vit.data.sources.source import Source, stamp_of
 from dino_vit.eval.online import OnlineEvaluation, OnlineFigures
 from dino_vit.method.objective import Objective
@@ -27,6 +26,7 @@ from dino_vit.models.student_teacher import Masks, Network
 from dino_vit.training.metrics import Baseline, MetricsRecord
 from dino_vit.training.plan import Plan
 from dino_vit.views.loader import Batch, Loader
+from dino_vit.views.sampler import sampling_fingerprint
 
 # What to do about a state that is not finite.
 ADVICE = (

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from math import ceil, prod, sqrt
+from pathlib import Path
 from shutil import disk_usage
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from dino_vit.config.objects import find
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import Size
 from dino_vit.data.images.pixels import Pixels, reduced_size
-from dino_vit.data.shards import Prefetch, ShardedSource, shard_cache_folder, shards_of
+from dino_vit.data.shards import Prefetch, ShardedSource, shards_of
 from dino_vit.data.sources.source import Source
 from dino_vit.views.augment import Augment, CustomAugment, ViewAugment
 from dino_vit.views.eval_transform import EvalTransform
@@ -156,7 +157,8 @@ def build_prefetch(
     """Let the source read from copies of its shards, if they help; one process of a host makes them."""
     source, shards = sharded
     copies, data = source.local_copies, config.data
-    copies.folder = shard_cache_folder(data.cache)
+    if data.cache:
+        copies.folder = Path(data.cache).expanduser()
     if not data.cache_gb or not source.ranges.is_remote:
         return None
     copies.folder.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,24 @@
-"""Which images make up which step: a function of the seed, the epoch and the step within it."""
+"""Which images make up which step: a function of the seed, the epoch and the step within it.
 
+A file may say how often each image is drawn.
+"""
+
+import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
+from dino_vit.data.labels import as_number, values_by_name
+from dino_vit.data.sources.source import Source
+
+WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 
 
 class BatchSpec(NamedTuple):
@@ -147,3 +157,36 @@ def _draw_by_weight(weights: NDArray[np.float64], uniform: NDArray[np.float64]) 
     upper = np.cumsum(weights)  # sequential, so rounded alike everywhere; a pairwise sum would not be
     # side="right" skips weights of 0; u · sum stays below the sum, even after rounding.
     return np.searchsorted(upper, uniform * upper[-1], side="right")
+
+
+def read_sampling_weights(source: Source, path: str | Path) -> NDArray[np.float64]:
+    """Return the weight of each item from a CSV (name, weight) or JSON file, which must have them all."""
+    values = values_by_name(source, str(path), WEIGHT_COLUMNS)
+    weights = np.array([as_number(str(value)) for value in values], dtype=np.float64)  # NaN if it is none
+    wrong = np.flatnonzero(~(weights >= 0)).tolist()
+    if wrong:
+        name, value = source.name(wrong[0]), values[wrong[0]]
+        raise ValueError(
+            f"{path} has no weight for {len(wrong)} of {len(values)} images, such as '{name:.200}' "
+            f"({value!r:.200}); it must be a finite number, 0 or more"
+        )
+    total = sum(weights.tolist())
+    if not 0 < total < math.inf:
+        raise ValueError(f"{path}: the weights add up to {total}, so no image can be drawn.")
+    return weights
+
+
+def describe_sampling(weights: NDArray[np.float64]) -> str:
+    """Describe how uneven weights are, by the effective number of images (Σ w)² / Σ w²."""
+    probabilities = weights / weights.sum()
+    never = np.count_nonzero(weights == 0)
+    alike = f"{1 / (probabilities**2).sum():,.0f} of {len(weights):,} images"
+    text = f"sampling weights: as varied as {alike} drawn equally often"
+    return f"{text}; {never:,} are never drawn" if never else text
+
+
+def sampling_fingerprint(weights: NDArray[np.float64] | None) -> str | None:
+    """Return a digest of the weights."""
+    if weights is None:
+        return None
+    return hashlib.sha256(weights.astype("<f8").tobytes()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from dino_vit.eval.frozen import cached_features
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
 from tests.support.images import write_synthetic
-from tests.support.runs import SETTINGS, assert_same_end
+from tests.support.runs import SETTINGS, assert_same_end, pretrain_until
 
 TRANSFORM = EvalTransform(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 PLAIN = {key: value for key, value in SETTINGS.items() if key != "data.source"}
@@ -180,13 +180,7 @@ def test_a_module_is_imported_by_its_name(tmp_path, monkeypatch):
 
 def pretrain_in_two(output, *source, **settings):
     """Pretrain up to an interruption, and then to the end."""
-
-    def stop(reading):
-        if reading.step == 12:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        dino_vit.pretrain(*source, output=output, on_metrics=stop, **settings)
+    pretrain_until(12, *source, output=output, **settings)
     dino_vit.pretrain(*source, output=output, **settings)
 
 

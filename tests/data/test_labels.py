@@ -226,5 +226,5 @@ def test_labels_that_are_no_number_are_none_and_said(caplog, tmp_path):
 def test_an_object_of_json_with_two_values_for_a_name_is_refused(tmp_path):
     write_folder(tmp_path / "images")
     (tmp_path / "labels.json").write_text('{"cat/a.b.png": "cat", "cat/a.b.png": "dog"}')
-    with pytest.raises(ValueError, match=r"labels\.json.*cat/a\.b\.png has two values"):
+    with pytest.raises(ValueError, match=r"labels\.json has two values for 1 name: 'cat/a\.b\.png'"):
         open_source(str(tmp_path / "images"), tmp_path / "labels.json")

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,18 @@ class Run(Command):
         super().__init__(
             arguments(output, settings), output.with_name(f"{output.name}.{Run.started}.log"), **options
         )
+
+
+def pretrain_until(step: int, *source: object, **settings: Any) -> None:
+    """Pretrain in this process, and interrupt the run after a step."""
+    import dino_vit
+
+    def stop(reading: Any) -> None:
+        if reading.step == step:
+            raise InterruptedError
+
+    with suppress(InterruptedError):
+        dino_vit.pretrain(*source, on_metrics=stop, **settings)
 
 
 def command(log: Path, *argv: object, code: int = 0, **options: Any) -> str:

@@ -76,10 +76,8 @@ class ArchiveSource(ShardedSource):
             prefixes = [os.fsencode(os.path.basename(archive)) for archive in self._files]
             names = [prefixes[number] + b"/" + name for number, name in zip(file, names, strict=True)]
         labels = [image.label for image in images]
-        columns = {
-            field: np.array([getattr(image, field) for image in images], dtype=np.int64)
-            for field in ("start", "stored", "size", "method", "crc")
-        }
+        fields = ("start", "stored", "size", "method", "crc")
+        columns = {field: np.array([getattr(image, field) for image in images]) for field in fields}
         return IndexContents(
             names=names,
             sizes=columns["size"],
@@ -199,7 +197,7 @@ def _read_labels(
 
 def _label_in_json(path: str, name: bytes, text: str) -> object:
     content = parse_json(text, f"{path}: {os.fsdecode(name)!r}")
-    columns = content if isinstance(content, dict) else {}
+    columns = dict(content) if isinstance(content, tuple) else {}
     label = next((columns[key] for key in LABEL_COLUMNS if key in columns), None)
     return printable(label) if isinstance(label, str | int | float) else None  # a list is none
 

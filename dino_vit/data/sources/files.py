@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from io import BufferedReader, RawIOBase
 from itertools import count
-from typing import Any, BinaryIO, Protocol, TypeVar
+from multiprocessing.synchronize import Event
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,7 @@ MOST_REQUESTED = 8 * 2**20  # bytes of a file that one request asks for
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "LastModified", "Last-Modified")
 
 
-class Stop(Protocol):
-    """An event, of threads or of processes."""
-
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-
+Stop = threading.Event | Event
 process_stops: Stop = threading.Event()  # another one in a DataLoader worker
 _last_warning = [-math.inf]
 
@@ -101,7 +97,6 @@ def is_folder(path: str) -> bool:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a file."""
     if not is_url(path):
         with open(path, "rb", buffering=0) as file:
             return file.readall()
@@ -303,15 +298,12 @@ def request(url: str, start: int, size: int) -> bytes:
         """Refuse what is more than was asked for, before it is read into memory."""
         packed, length = answer.headers.get("Content-Encoding"), answer.content_length
         if answer.ok and (packed in DECODED or length is None or length > size):
-            told = f"{packed} of " * (packed in DECODED) + (
-                "any length" if length is None else f"{length:,} bytes"
-            )
-            raise OSError(f"{url}: the server answers with {told}, where {size:,} bytes were asked for")
+            answered = "any length" if length is None else f"{length:,} bytes"
+            answered = f"{packed} of {answered}" if packed in DECODED else answered
+            raise OSError(f"{url}: the server answers with {answered}, where {size:,} bytes were asked for")
 
     def ask(system: Any, inner: str) -> Any:
-        limits: dict[str, Any] = (
-            {"timeout": REQUEST_TIMEOUT_S} if getattr(system, "async_impl", False) else {}
-        )
+        limits: dict[str, Any] = {"timeout": REQUEST_TIMEOUT_S} if system.async_impl else {}
         if is_http(url):
             headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
             limits |= {"headers": headers, "raise_for_status": check}

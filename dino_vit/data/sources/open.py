@@ -40,7 +40,7 @@ from dino_vit.data.sources.files import (
     read_file,
     remotely,
 )
-from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, indexing, open_index
+from dino_vit.data.sources.index import Index, IndexContents, IndexedSource, WriteImages, indexing, open_index
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, is_image, suffix_of
 
 __all__ = ["FolderSource", "Source", "open_source"]
@@ -203,6 +203,14 @@ class PathSource(IndexedSource):
 
     root: str
 
+    def open_files(
+        self, kind: str, spec: str, names: Sequence[str], signatures: NDArray[np.int64] | None = None
+    ) -> Index:
+        """Return the index of files, all of which are images."""
+        files = [_join(self.root, name) for name in names]
+        contents = IndexContents(names=list(map(os.fsencode, names)))
+        return open_index(kind, spec, lambda _: contents, files, signatures)
+
     def path(self, index: int) -> str:
         return _join(self.root, os.fsdecode(self.raw_name(index)))
 
@@ -223,17 +231,8 @@ class FolderSource(PathSource):
         with indexing(root):
             remote = list_remote(root) if is_url(root) else {}
             names = _images_among(root, list(remote) if is_url(root) else _list_local(root))
-        files = [os.path.join(root, name) for name in names]
         signatures = np.array([remote[name] for name in names]) if remote else None
-        super().__init__(
-            open_index(
-                "folder",
-                root,
-                lambda _: IndexContents(names=list(map(os.fsencode, names))),
-                files,
-                signatures,
-            )
-        )
+        super().__init__(self.open_files("folder", root, names, signatures))
 
 
 def _images_among(root: str, files: Sequence[str]) -> list[str]:
@@ -261,23 +260,25 @@ class ListSource(PathSource):
             raise ValueError(f"{path} lists no images. Write one path per line.")
         entries.sort(key=lambda entry: os.fsencode(entry.name))
         paths = [_join(self.root, entry.name) for entry in entries]
+        local = [
+            row for row, path in enumerate(paths) if not is_url(path)
+        ]  # to ask for the others takes long
+        files = [path, *(paths[row] for row in local)]
+        with indexing(path):
+            signatures = file_signatures(files)
 
         def build(_: WriteImages) -> IndexContents:
-            return IndexContents(
-                names=[os.fsencode(entry.name) for entry in entries],
-                sizes=self._sizes(paths),
-                labels=number_labels([entry.label for entry in entries]),
-            )
+            sizes = np.zeros(len(paths), dtype=np.int64)
+            sizes[local] = signatures[1:, 0]
+            self._check_missing(paths, np.flatnonzero(sizes < 0))
+            names = [os.fsencode(entry.name) for entry in entries]
+            labels = number_labels([entry.label for entry in entries])
+            return IndexContents(names=names, sizes=sizes, labels=labels)
 
-        local = [path for path in paths if not is_url(path)]  # to ask for the others would take too long
-        super().__init__(open_index("list", path, build, [path, *local]))
+        super().__init__(open_index("list", path, build, files, signatures))
 
-    def _sizes(self, paths: Sequence[str]) -> NDArray[np.int64]:
-        """Return the sizes of local files, and 0 for remote ones, which would take too long to ask for."""
-        local = [row for row, path in enumerate(paths) if not is_url(path)]
-        sizes = np.zeros(len(paths), dtype=np.int64)
-        sizes[local] = file_signatures([paths[row] for row in local])[:, 0]
-        missing = np.flatnonzero(sizes < 0)
+    def _check_missing(self, paths: Sequence[str], missing: NDArray[np.int64]) -> None:
+        """Refuse a list without any file that exists, and warn of those that do not."""
         if len(missing) == len(paths):
             raise ValueError(
                 f"none of the files listed in {self._path} exist, such as {brief(paths[0], 200)}; paths are "
@@ -286,7 +287,6 @@ class ListSource(PathSource):
         if len(missing):
             text = "%s lists %s that cannot be found, such as %s; they count as unreadable"
             log.warning(text, self._path, plural(len(missing), "file"), brief(paths[missing[0]], 200))
-        return sizes
 
 
 class FilesSource(PathSource):
@@ -296,9 +296,7 @@ class FilesSource(PathSource):
         remote = any(map(is_url, files))
         self.root = "" if remote else os.path.commonpath([os.path.dirname(path) for path in files])
         names = [os.path.relpath(path, self.root) if self.root else path for path in files]
-        super().__init__(
-            open_index("files", spec, lambda _: IndexContents(names=list(map(os.fsencode, names))), files)
-        )
+        super().__init__(self.open_files("files", spec, names))
 
 
 def _join(root: str, name: str) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dino_vit.core import log
 from dino_vit.core.text import brief, plural
-from dino_vit.data.labels import LABEL_COLUMNS, Labels, number_labels
+from dino_vit.data.labels import LABEL_COLUMNS, number_labels
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.index import IndexContents, IndexedSource, WriteImages, open_index
 
@@ -93,7 +93,7 @@ class Rows:
         return IndexContents(
             names=names,
             sizes=sizes,
-            labels=_number(self.columns, self.labels),
+            labels=number_labels(self.labels, self.columns.classes, f"column {self.columns.label}"),
             columns=columns,
             metadata=metadata,
             by_name=named,
@@ -152,17 +152,6 @@ def _pick_image(path: str, names: list[str]) -> str | None:
         f"{path} has several columns of images: {brief(', '.join(names), 400)}. "
         "Rename one of them to `image`."
     )
-
-
-def _number(columns: TableColumns, values: list[Any]) -> Labels:
-    if columns.classes is None:
-        return number_labels(values)
-    count = len(columns.classes)
-    wrong = next((value for value in values if value is not None and not -1 <= value < count), None)
-    if wrong is not None:
-        raise ValueError(f"Column {columns.label} has label {wrong}, but only 0 to {count - 1} have names.")
-    numbers = [-1 if value is None else value for value in values]
-    return Labels(np.array(numbers, dtype=np.int32), list(columns.classes))
 
 
 class HubSource(IndexedSource):
@@ -228,7 +217,7 @@ def _load_splits(spec: str) -> dict[str, Any]:
     assert match, "the first group takes any text"
     path, split, revision = match.groups()
     name, configuration = path, None
-    if not os.path.isdir(path) and path.count("/") > 1:
+    if path.count("/") > 1 and not os.path.isabs(path) and not os.path.isdir(path):
         owner, title, configuration = path.split("/", 2)
         name = f"{owner}/{title}"
     if not name:

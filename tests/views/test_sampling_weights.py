@@ -1,17 +1,16 @@
 """A file that says how often images are drawn, and runs that draw by it."""
 
 import json
-import signal
-from functools import partial
 
 import numpy as np
 import pytest
 
+import dino_vit
 from dino_vit.core.storage import read_metadata
-from dino_vit.data.labels import read_sampling_weights, sampling_fingerprint
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from tests.support.runs import assert_same_end, run, signal_within_step
+from dino_vit.views.sampler import read_sampling_weights, sampling_fingerprint
+from tests.support.runs import SETTINGS, assert_same_end, pretrain_until
 
 SOURCE = SyntheticSource(length=64)
 NAMES = [SOURCE.name(index) for index in range(64)]
@@ -70,16 +69,18 @@ def test_an_image_without_a_line_or_with_two_that_differ_is_refused(tmp_path):
         read_sampling_weights(SOURCE, path)
 
 
-def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path):
-    settings = {**SHORT, "data.weights": of_classes(tmp_path / "w.csv")}
-    said = run(tmp_path / "whole", settings)
-    assert "sampling weights: as varied as 15 of 64 images drawn equally often; 46 are never drawn" in said
-    killed = partial(signal_within_step, 8, signal.SIGKILL)
-    run(tmp_path / "run", settings, code=-signal.SIGKILL, before=killed)
-    wrong = {**SHORT, "data.weights": of_classes(tmp_path / "other.csv", scale=2)}
-    assert "the sampling weights have changed" in run(tmp_path / "run", wrong, code=2)
+def test_a_weighted_run_resumes_bit_for_bit_and_only_with_its_weights(tmp_path, capsys):
+    settings = {**SETTINGS, **SHORT, "data.weights": str(of_classes(tmp_path / "w.csv"))}
+    dino_vit.pretrain(output=tmp_path / "whole", **settings)
+    text = "sampling weights: as varied as 15 of 64 images drawn equally often; 46 are never drawn"
+    assert text in "".join(capsys.readouterr())
+    pretrain_until(8, output=tmp_path / "run", **settings)
+    wrong = {**settings, "data.weights": str(of_classes(tmp_path / "other.csv", scale=2))}
+    with pytest.raises(ValueError, match="the sampling weights have changed"):
+        dino_vit.pretrain(output=tmp_path / "run", **wrong)
     moved = (tmp_path / "w.csv").rename(tmp_path / "moved.csv")
-    assert "resuming after step 5" in run(tmp_path / "run", {**settings, "data.weights": moved})
+    dino_vit.pretrain(output=tmp_path / "run", **{**settings, "data.weights": str(moved)})
+    assert "resuming after step 5" in "".join(capsys.readouterr())
     assert_same_end(tmp_path / "run", tmp_path / "whole", 10)
     metadata = read_metadata(tmp_path / "run" / "checkpoints" / "step-00000010.safetensors")["dino_vit"]
     weights = read_sampling_weights(open_source("synthetic:64:32"), moved)
