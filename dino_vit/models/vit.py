@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.device import to_device
-from dino_vit.models.backbone import Backbone
+from dino_vit.models.backbone import Backbone, init_linear
 from dino_vit.models.block import ALL, Block, Packed
-from dino_vit.models.onednn import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
     PositionMode,
@@ -106,7 +105,7 @@ class VisionTransformer(Backbone):
         options["key_bias"] = positions != "rotary" if key_bias is None else key_bias
         self.blocks = nn.ModuleList(Block(width, heads, **options) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
-        self.head = Linear(width, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
 
     def layers(self) -> dict[str, int]:
