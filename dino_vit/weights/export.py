@@ -143,9 +143,8 @@ def _layout_of(model: Backbone, format: str) -> Layout:
 
 def _describe(model: Backbone, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
-    facts = (
-        {} if format != "onnx" else {k: v for k, v in describe(model).items() if k not in ("file", "config")}
-    )
+    facts = describe(model) if format == "onnx" else {}
+    facts = {name: value for name, value in facts.items() if name not in ("file", "config")}
     facts |= {name: getattr(model.provenance, name, None) for name in PROVENANCE_FACTS}
     facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
     names = ("positions", "name", "norm_eps")

@@ -72,15 +72,6 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     return layout
 
 
-def _check_rotary(raw: RawWeights) -> None:
-    """Refuse rotations of other periods."""
-    periods = raw.tensors.get("rope_embed.periods")
-    if periods is not None:
-        ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
-        if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
-            raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
-
-
 def _has_key_bias(raw: RawWeights) -> bool:
     """Tell whether rotary weights have a bias of the keys, which DINOv3's released ones mask."""
     for name, tensor in raw.tensors.items():
@@ -94,8 +85,11 @@ def _has_key_bias(raw: RawWeights) -> bool:
 
 def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
     """Refuse weights that our backbone would compute differently, although their tensors fit."""
-    if layout.rotary:
-        _check_rotary(raw)
+    periods = raw.tensors.get("rope_embed.periods")
+    if periods is not None:
+        ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
+        if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
+            raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
     base = raw.facts.get("rotary_base", ROTARY_BASE)
     activations = ("silu",) if layout is HF_DINOV3_GATED else EXACT_GELU
     activation = raw.facts.get("activation", activations[0])
