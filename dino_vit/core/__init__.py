@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 log = logging.getLogger("dino_vit")  # of the whole library
 
 Size = tuple[int, int]  # height, width
 
-VIT_SIZES: dict[str, dict[str, int]] = {
+VIT_SIZES: dict[str, dict[str, Any]] = {
     "vit_tiny": {"width": 192, "depth": 12, "heads": 3, "patch_size": 16},
     "vit_small": {"width": 384, "depth": 12, "heads": 6, "patch_size": 16},
     "vit_base": {"width": 768, "depth": 12, "heads": 12, "patch_size": 16},

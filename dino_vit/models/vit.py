@@ -1,7 +1,7 @@
 """The vision transformer: images of any size in, the CLS token or class logits out.
 
 - learned or sinusoidal positions, interpolated if the image is not of the trained size, or rotary ones
-- convolutional, unfolding or hybrid (ResNet) stem, any number of channels, images that are not square
+- convolutional, unfolding or hybrid (timm's ResNet) stem, any number of channels, images that are not square
 - registers, layer scale and gated MLPs, so that DINOv2's and DINOv3's weights load unchanged
 - tokens and attention weights of any block, an optional classifier
 
@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.device import to_device
-from dino_vit.models.backbone import Backbone
+from dino_vit.models.backbone import Backbone, init_linear
 from dino_vit.models.block import ALL, Block, Packed
-from dino_vit.models.onednn import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
     PositionMode,
@@ -88,12 +87,7 @@ class VisionTransformer(Backbone):
         hybrid = {"layers": resnet_layers, "base_width": resnet_width} if stem == "hybrid" else {}
         self.patch_embed = STEMS[stem](patch_size=self.patch_size, channels=channels, width=width, **hybrid)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        count = 1 + self.trained_grid[0] * self.trained_grid[1]
-        self.pos_embed: nn.Parameter | None = None
-        if positions == "learned":
-            self.pos_embed = nn.Parameter(torch.zeros(1, count, width))
-        elif positions == "sinusoidal":
-            self.pos_embed = nn.Parameter(sinusoidal_pos_embs(count, width), requires_grad=False)
+        self.pos_embed = self._build_pos_embed(positions)
         self.rotary, self.rotary_rescale = positions == "rotary", rotary_rescale
         self.register_tokens = nn.Parameter(torch.zeros(1, registers, width)) if registers else None
         self.mask_token = nn.Parameter(torch.zeros(1, width)) if mask_token else None
@@ -106,8 +100,14 @@ class VisionTransformer(Backbone):
         options["key_bias"] = positions != "rotary" if key_bias is None else key_bias
         self.blocks = nn.ModuleList(Block(width, heads, **options) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
-        self.head = Linear(width, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
+
+    def _build_pos_embed(self, positions: str) -> nn.Parameter | None:
+        count = 1 + math.prod(self.trained_grid)
+        if positions == "sinusoidal":
+            return nn.Parameter(sinusoidal_pos_embs(count, self.width), requires_grad=False)
+        return nn.Parameter(torch.zeros(1, count, self.width)) if positions == "learned" else None
 
     def layers(self) -> dict[str, int]:
         """Return the layer of each parameter: 0 before the blocks, i + 1 for block i, then depth + 1."""
@@ -302,14 +302,9 @@ def _validate(arguments: dict[str, Any]) -> None:
         raise ValueError(f"positions='rotary' needs a multiple of 4 channels in a head, not {channels}")
 
 
-def _of_size(name: str) -> "partial[VisionTransformer]":
-    """Return a function of the arguments of `VisionTransformer` with the defaults of a named size."""
-    size: dict[str, Any] = VIT_SIZES[name]
-    return partial(VisionTransformer, **size)
-
-
-vit_tiny = _of_size("vit_tiny")  # width 192, 12 blocks, 3 heads
-vit_small = _of_size("vit_small")  # width 384, 12 blocks, 6 heads
-vit_base = _of_size("vit_base")  # width 768, 12 blocks, 12 heads
-vit_large = _of_size("vit_large")  # width 1024, 24 blocks, 16 heads
-vit_huge = _of_size("vit_huge")  # width 1280, 32 blocks, 16 heads, patches of 14
+# Widths, depths and heads are in `VIT_SIZES`.
+vit_tiny = partial(VisionTransformer, **VIT_SIZES["vit_tiny"])
+vit_small = partial(VisionTransformer, **VIT_SIZES["vit_small"])
+vit_base = partial(VisionTransformer, **VIT_SIZES["vit_base"])
+vit_large = partial(VisionTransformer, **VIT_SIZES["vit_large"])
+vit_huge = partial(VisionTransformer, **VIT_SIZES["vit_huge"])

@@ -1,6 +1,6 @@
 """A backbone from a file or a run: it prepares images, and embeds them, as the evaluations do."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, get_args
@@ -57,17 +57,14 @@ class LoadedBackbone(Backbone):
                 f"reshape=True makes a map of patches: it needs tokens='patches', not {tokens!r}"
             )
         single = isinstance(images, str | bytes) or getattr(images, "ndim", 4) in (2, 3)
-        spec = FeatureSpec(tokens=tokens, blocks=blocks)
         if single or not isinstance(images, Iterable):
-            return self._embed(iter([images]), spec, reshape, batch_size)[0]
-        return self._embed(iter(images), spec, reshape, batch_size)
-
-    def _embed(self, images: Iterator[object], spec: FeatureSpec, reshape: bool, batch_size: int) -> Tensor:
+            return self.embed([images], tokens=tokens, blocks=blocks, reshape=reshape)[0]
+        remaining, spec = iter(images), FeatureSpec(tokens=tokens, blocks=blocks)
         training, weight = self.training, next(self.parameters())
         self.eval()
         try:
             parts = [torch.empty(0, *spec.shape(self, self.transform.size))]
-            while batch := [self.transform(image) for image in islice(images, batch_size)]:
+            while batch := [self.transform(image) for image in islice(remaining, batch_size)]:
                 inputs = torch.stack(batch).to(weight.device, weight.dtype)
                 parts.append(spec.of(self, inputs).float().cpu())
         finally:

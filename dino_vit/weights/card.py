@@ -169,21 +169,19 @@ def show(name: str, value: Any) -> str:
 def processor_config(model: Backbone) -> dict[str, Any] | None:
     """Return how transformers prepares 8-bit photos, or None where it cannot do it as we do."""
     transform = _transform(model)
-    if transform is None or model.channels not in MODES:
+    if transform is None or model.channels not in MODES or len({*transform.size}) > 1:
         return None
-    height, width = transform.size
-    if transform.pixels.bits == 16 or transform.pixels.range is not None or height != width:
+    if transform.pixels.bits == 16 or transform.pixels.range is not None:
         return None
-    crops = transform.fit == "crop"
+    side, crops = transform.size[0], transform.fit == "crop"
+    crop = {"height": side, "width": side}
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": model.channels == 3,
-        "size": {"shortest_edge": transform.resized_side(height)}
-        if crops
-        else {"height": height, "width": width},
+        "size": {"shortest_edge": transform.resized_side(side)} if crops else crop,
         "resample": RESAMPLE[transform.interpolation],
         "do_center_crop": crops,
-        "crop_size": {"height": height, "width": width},
+        "crop_size": crop,
         "image_mean": transform.mean,
         "image_std": transform.std,
     }
@@ -268,10 +266,11 @@ def dinov2_mlp(model: Backbone) -> tuple[int, int]:
 def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "photo.jpg") -> str:
     """Return lines of Python that open an export and compute the CLS features of images, or of a photo."""
     origin, transform, (height, width) = model.provenance, _transform(model), model.image_size
+    at_other_size = transform is not None and transform.size != model.image_size
     resized = ""
-    if transform and transform.size == model.image_size and transform.fit == "whole":
+    if transform and not at_other_size and transform.fit == "whole":
         resized = f"resized ({transform.interpolation}), "
-    elif transform and transform.size == model.image_size and height == width:
+    elif transform and not at_other_size and height == width:
         side = transform.resized_side(height)
         resized = f"shorter side resized to {side} ({transform.interpolation}), centre crop, "
     shape = f"(n, {model.channels}, {height}, {width})"
@@ -281,13 +280,14 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "
     if format == "huggingface" and photo is not None and processor_config(model):
         images = _PHOTO.format(mode=MODES[model.channels], path=str(path), photo=photo)
     lines = _USAGE["timm model" if format == "timm" and isinstance(model, TimmBackbone) else format]
-    arguments = ", ".join(f"{key}={value!r}" for key, value in model_arguments(model, format).items())
+    arguments = model_arguments(model, format)
+    # Of the models of transformers that we write, its ViT alone has to be asked to resample its positions.
+    resample = at_other_size and "add_pooling_layer" in arguments
     filled = lines.format(
         path=str(path),
-        arguments=arguments,
+        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
         images=images,
-        resample=", interpolate_pos_encoding=True"
-        * (transform is not None and _asks_to_resample(model, transform)),
+        resample=", interpolate_pos_encoding=True" if resample else "",
         name="eva.Eva" if model.architecture.get("positions") == "rotary" else "VisionTransformer",
         norm_eps=model.architecture.get("norm_eps"),
         reader="safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load",
@@ -295,16 +295,9 @@ def usage(model: Backbone, path: PurePath, format: str, *, photo: str | None = "
     return filled.replace(", )", ")").rstrip()
 
 
-def _asks_to_resample(model: Backbone, transform: EvalTransform) -> bool:
-    """Tell whether the ViT of transformers, alone of its kin, has to be asked to resample its positions."""
-    config = huggingface_config(model) if isinstance(model, VisionTransformer) else {}
-    return config.get("model_type") == "vit" and transform.size != model.image_size
-
-
 def model_card(model: Backbone, *, license: str | None = None, evaluation: str = "") -> str:
     """Return the README.md of a Hugging Face folder."""
-    facts, run = describe(model), _pretraining(model)
-    photos = processor_config(model) or {"image_mean": facts["mean"], "image_std": facts["std"]}
+    facts, run, transform = describe(model), _pretraining(model), _transform(model)
     facts = {name: facts[name] for name in CARD_FACTS} | {"exported by": f"dino-vit {__version__}"}
     facts["file"] = facts["file"] and Path(facts["file"]).name
     card = Template(_CARD, trim_blocks=True, keep_trailing_newline=True).render(
@@ -313,8 +306,8 @@ def model_card(model: Backbone, *, license: str | None = None, evaluation: str =
         facts=facts,
         show=show,
         usage=usage(model, PurePath("."), "huggingface"),
-        mean=photos["image_mean"],
-        std=photos["image_std"],
+        mean=transform and transform.mean,
+        std=transform and transform.std,
         run=run,
         evaluation=evaluation,
         changes=result_changes(run, PretrainConfig(method=run.method)) if run else {},

@@ -1,7 +1,7 @@
 """Compare an export with its backbone, by the lines of Python that a user is given to open it."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,7 @@ def compare_features(model: Backbone, written: Path, format: str, *, larger: boo
         has_classifier = format == "timm" and isinstance(model, VisionTransformer)
         errors.append(_difference(model(images) if has_classifier else model.forward_cls(images), output))
         if format == "huggingface" and (processor := processor_config(model)):
-            with tempfile.TemporaryDirectory() as folder:
-                photos = _write_photos(Path(folder), model.channels, processor)
-                errors += [_compare_photo(model, written, photo) for photo in photos]
+            errors += _compare_photos(model, written, processor)
     error, how = max(errors), f"with {library}" if library and find_spec(library) else "by loading it again"
     if not error <= (tolerance := HALF_TOLERANCE if half else TOLERANCE):
         raise WeightsError(
@@ -73,33 +71,27 @@ def _run(lines: str, **names: object) -> dict[str, Any]:
     return names
 
 
-def _write_photos(folder: Path, channels: int, processor: Mapping[str, Any]) -> list[Path]:
-    """Write pictures of several sizes: small, large, and with an odd number of pixels beside the crop."""
-    crop, photos = processor["crop_size"]["height"], list[Path]()
-    side = processor["size"].get("shortest_edge", crop)
-    longer = crop + 4 * (crop // 4) + 3
-    for index, size in enumerate([(side, longer), (2 * longer, 2 * side), (crop // 2, crop), (crop, crop)]):
-        picture = resize(SyntheticSource(size=64).read(index), size)
-        photos.append(folder / f"{size[0]} × {size[1]}.png")
-        Image.fromarray(rearrange(picture, "c h w -> h w c").numpy()).convert(MODES[channels]).save(
-            photos[-1]
-        )
-    return photos
+def _compare_photos(model: Backbone, written: Path, processor: Mapping[str, Any]) -> Iterator[float]:
+    """Check that photos are prepared alike, and yield how far the features of each differ.
 
-
-def _compare_photo(model: Backbone, written: Path, photo: Path) -> float:
-    """Check that a photo is prepared alike, and return how far its features differ.
-
-    At another size than that of the weights each library resamples positions in its own way.
+    They are small, large, and with an odd number of pixels beside the crop. At another size than that of the
+    weights each library resamples positions in its own way, so features are not compared.
     """
-    names = _run(usage(model, written, "huggingface", photo=str(photo)))
-    transform = eval_transform_of(model, verbose=False)
-    levels = 255 * max(transform.std) * (names["images"][0] - transform(photo)).abs().max().item()
-    if not levels <= LEVELS:
-        raise WeightsError(
-            f"the exported processor prepares a photo of {photo.stem} pixels differently, by up to "
-            f"{levels:.0f} of 255 levels; nothing was written"
-        )
-    if transform.size != model.image_size:
-        return 0.0
-    return _difference(model.forward_cls(names["images"]), names["output"])
+    crop, transform = processor["crop_size"]["height"], eval_transform_of(model, verbose=False)
+    side, longer = processor["size"].get("shortest_edge", crop), crop + 4 * (crop // 4) + 3
+    sizes = [(side, longer), (2 * longer, 2 * side), (crop // 2, crop), (crop, crop)]
+    for index, (height, width) in enumerate(sizes):
+        picture = resize(SyntheticSource(size=64).read(index), (height, width))
+        levels = rearrange(picture, "c h w -> h w c").numpy()
+        with tempfile.NamedTemporaryFile(suffix=".png") as photo:
+            Image.fromarray(levels).convert(MODES[model.channels]).save(photo)
+            names = _run(usage(model, written, "huggingface", photo=photo.name))
+            ours = transform(photo.name)
+        error = 255 * max(transform.std) * (names["images"][0] - ours).abs().max().item()
+        if not error <= LEVELS:
+            raise WeightsError(
+                f"the exported processor prepares a photo of {height} × {width} pixels differently, by up to "
+                f"{error:.0f} of 255 levels; nothing was written"
+            )
+        if transform.size == model.image_size:
+            yield _difference(model.forward_cls(names["images"]), names["output"])

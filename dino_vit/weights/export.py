@@ -30,22 +30,12 @@ from dino_vit.weights.card import (
 from dino_vit.weights.comparison import compare_features
 from dino_vit.weights.graph import check_graph, data_of, write_graph
 from dino_vit.weights.layouts import Layout, split
-from dino_vit.weights.reading import EXPORT_KEY, WeightsError
+from dino_vit.weights.reading import EXPORT_KEY, PROVENANCE_FACTS, WeightsError
 
 FORMATS = ("reference", "timm", "huggingface", "onnx")
 _SUFFIXES = (".pth", ".pt", ".safetensors")
 SUFFIXES = {"reference": _SUFFIXES, "timm": _SUFFIXES, "onnx": (".onnx",)}
 HUGGINGFACE_FILES = {"README.md", "config.json", "preprocessor_config.json", "model.safetensors"}
-TRAINING_FACTS = (
-    "mean",
-    "std",
-    "bits",
-    "range",
-    "size",
-    "preparation",
-    "network",
-    "step",
-)  # of Provenance, kept
 
 
 def export_backbone(
@@ -153,10 +143,9 @@ def _layout_of(model: Backbone, format: str) -> Layout:
 
 def _describe(model: Backbone, format: str) -> str:
     """Return what the tensors of an export do not show, as JSON."""
-    facts = (
-        {} if format != "onnx" else {k: v for k, v in describe(model).items() if k not in ("file", "config")}
-    )
-    facts |= {name: getattr(model.provenance, name, None) for name in TRAINING_FACTS}
+    facts = describe(model) if format == "onnx" else {}
+    facts = {name: value for name, value in facts.items() if name not in ("file", "config")}
+    facts |= {name: getattr(model.provenance, name, None) for name in PROVENANCE_FACTS}
     facts |= {name: getattr(model, name) for name in ("heads", "image_size", "channels")}
     names = ("positions", "name", "norm_eps")
     facts |= {name: value for name, value in model.architecture.items() if name in names}

@@ -24,10 +24,12 @@ METADATA_KEY = "dino_vit"
 def check_graph(model: Backbone, *, dynamic: bool) -> None:
     """Raise WeightsError for what a graph cannot hold."""
     _require_libraries()
-    if dynamic and not isinstance(model, VisionTransformer):
-        name = model.architecture["name"]
+    if not dynamic:
+        return
+    if not isinstance(model, VisionTransformer) or model.architecture["stem"] == "hybrid":
+        name = model.architecture.get("name", "the hybrid stem")
         raise WeightsError(f"{name} of timm is written as a graph for one size: leave out --dynamic")
-    if dynamic and not model.rotary and model.position_mode in ("dino", "dinov2"):
+    if not model.rotary and model.position_mode in ("dino", "dinov2"):
         raise WeightsError(
             f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
             "--dynamic, or load the weights with position_mode='hf', which is equal at the trained size, and "

@@ -11,6 +11,7 @@ from dino_vit.core.text import brief
 PREFIXES = ("hf:", "timm:")  # of weights by name
 INDEX = "model.safetensors.index.json"  # of weights in several files
 HUB_FILES = ("model.safetensors", INDEX, "pytorch_model.bin")  # a config.json beside these is theirs
+CONFIG = "config.json"
 PROCESSOR = "preprocessor_config.json"
 
 
@@ -21,41 +22,31 @@ def is_name(source: object) -> bool:
 
 def fetch(name: str) -> Path:
     """Return the folder with the weights of a name, downloaded unless the hub's cache has them."""
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache  # takes a second
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    def download(*files: str) -> Path:
-        """Return the first file that there is."""
-        for file in files[:-1]:
-            with suppress(EntryNotFoundError):
-                return Path(hf_hub_download(repository, file))
-        return Path(hf_hub_download(repository, files[-1]))
+    from huggingface_hub import snapshot_download  # takes a second
 
     repository = name.removeprefix("hf:") if name.startswith("hf:") else _of_timm(name)
+    advice = f"run `hf download {repository}` where there is a network"
+    wanted = [CONFIG, PROCESSOR, INDEX, "model.safetensors", "model-*-of-*.safetensors"]
     try:
-        path = download(*HUB_FILES)
-        for part in parts(path) if path.name == INDEX else []:
-            download(part.name)
-        config = download("config.json")  # without it the heads, say, would be guessed
-        try:
-            download(PROCESSOR)
-        except LocalEntryNotFoundError:  # not on this machine, and the network is away
-            absent = try_to_load_from_cache(repository, PROCESSOR) is _CACHED_NO_EXIST
-            if not absent and "pretrained_cfg" not in json.loads(config.read_bytes()):
-                log.warning(
-                    "%s: its %s could not be fetched, so size, mean and std of its images are assumed; run "
-                    "`hf download %s` where there is a network",
-                    *(name, PROCESSOR, repository),
-                )
-        except EntryNotFoundError:
-            pass  # the repository has none, as those of timm
+        folder = Path(snapshot_download(repository, allow_patterns=wanted))
+        if not any((folder / file).exists() for file in HUB_FILES):
+            snapshot_download(repository, allow_patterns=HUB_FILES[-1])
     except (OSError, ValueError) as error:  # all that the hub's library raises
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise StorageError(
-            f"{name} could not be fetched, and the hub's cache does not have it ({reason}). Where there is a "
-            f"network, run `hf download {repository}`, and give the folder that it prints"
+            f"{name} could not be fetched, and the hub's cache does not have it ({reason}); {advice}, and "
+            "give the folder that it prints"
         ) from error
-    return path.parent
+    # What is in the cache without a network may be only a part of the repository.
+    if not (folder / CONFIG).exists() or not any((folder / file).exists() for file in HUB_FILES):
+        raise StorageError(f"{folder} lacks {CONFIG} or the weights ({', '.join(HUB_FILES)}); {advice}")
+    of_timm = b'"pretrained_cfg"' in (folder / CONFIG).read_bytes()
+    if not of_timm and not (folder / PROCESSOR).exists():
+        log.warning(
+            "%s has no %s, so size, mean and std of its images are assumed; if the hub has one, %s",
+            *(name, PROCESSOR, advice),
+        )
+    return folder
 
 
 def _of_timm(name: str) -> str:

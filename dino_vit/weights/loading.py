@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from dino_vit.core import height_width, log
-from dino_vit.core.checkpoint import Checkpoint, Checkpoints, read_checkpoint
-from dino_vit.core.storage import StorageError
+from dino_vit.core.checkpoint import read_checkpoint
 from dino_vit.core.text import plural
 from dino_vit.models.backbone import Backbone, Provenance
 from dino_vit.models.head import DINOHead
@@ -28,9 +26,9 @@ from dino_vit.models.student_teacher import Network
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.weights.backbones import LoadedBackbone, LoadedTimmBackbone, LoadedTransformer
-from dino_vit.weights.hub import is_name
 from dino_vit.weights.layouts import OURS, REFERENCE, TIMM, Layout, merge
 from dino_vit.weights.reading import (
+    PROVENANCE_FACTS,
     OtherArchitecture,
     RawWeights,
     WeightsError,
@@ -92,7 +90,7 @@ def _load(
                 notes.append(LOOKS_LIKE_TIMM)
             return layout, model, notes
         except OtherArchitecture:
-            if "architecture" not in raw.hub_config:
+            if "timm_name" not in raw.facts:
                 raise
     of_timm = _load_timm(raw, overrides)
     return OURS if raw.metadata else TIMM, of_timm, [f"{of_timm.name} of timm"]
@@ -174,24 +172,11 @@ def _adapt(
 def _provenance(raw: RawWeights, layout: Layout, model: LoadedBackbone) -> Provenance:
     mean, std = layout.normalisation or (None, None)
     facts = raw.metadata or {"mean": mean, "std": std, **raw.facts}
-    names = ("mean", "std", "range", "size")
-    mean, std, range, size = (tuple(facts[name]) if facts.get(name) else None for name in names)
-    if mean is not None and len(mean) != model.channels:
-        mean = std = None  # the statistics are those of other channels
-    return Provenance(
-        format=layout.format,
-        source=raw.source,
-        sha256=raw.sha256,
-        mean=mean,
-        std=std,
-        bits=facts.get("bits"),  # missing in files from when there was only one depth
-        range=range,
-        size=size,
-        network=raw.network or facts.get("network"),
-        step=facts.get("step"),
-        preparation=facts.get("preparation") or {},
-        config=facts.get("config") or {},
-    )
+    stated = {name: facts[name] for name in (*PROVENANCE_FACTS, "config") if facts.get(name) is not None}
+    if len(stated.get("mean", ())) != model.channels:  # the statistics are those of other channels
+        stated = {name: value for name, value in stated.items() if name not in ("mean", "std")}
+    network = {"network": raw.network} if raw.network else {}
+    return Provenance(layout.format, raw.source, raw.sha256, **{**stated, **network})
 
 
 def _translate(raw: RawWeights, layout: Layout, asked: set[str]) -> tuple[dict[str, Tensor], list[str]]:
@@ -215,21 +200,19 @@ def _load_timm(raw: RawWeights, overrides: Mapping[str, Any]) -> LoadedTimmBackb
     """Return a model of timm with its weights; other channels get kernels as timm makes them."""
     arguments = [name for name in signature(TimmBackbone).parameters if name != "name"]
     if unknown := [name for name in overrides if name not in arguments]:
-        text = f"{raw.source} is a model of timm, which has no {unknown[0].replace('_', ' ')}"
-        advice = (
-            "set loss.patch_weight=0"
-            if "mask_token" in unknown
-            else f"its arguments are {', '.join(arguments)}"
-        )
-        raise WeightsError(f"{text}; {advice}")
-    if changed := raw.hub_config.get("model_args"):
+        advice = f"its arguments are {', '.join(arguments)}"
+        if "mask_token" in unknown:
+            advice = "set loss.patch_weight=0"
+        missing = unknown[0].replace("_", " ")
+        raise WeightsError(f"{raw.source} is a model of timm, which has no {missing}; {advice}")
+    facts, tensors = raw.facts, raw.tensors
+    if changed := facts.get("model_args"):
         text = f"{raw.source}: config.json has model_args ({', '.join(changed)})"
         raise WeightsError(f"{text}, which are not supported")
-    facts, tensors = raw.facts, raw.tensors
     if raw.metadata:
         stated = raw.metadata["architecture"]
     else:
-        stated = {"name": facts.get("name") or raw.hub_config["architecture"]}
+        stated = {"name": facts.get("name") or facts["timm_name"]}
         stated |= {"image_size": facts.get("image_size") or 224, "channels": facts.get("channels", 3)}
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     check_finite({name: t for name, t in tensors.items() if t.is_floating_point()}, raw.source)
@@ -268,23 +251,17 @@ class TrainedTeacher(NamedTuple):
 
 def open_teacher(source: str) -> TrainedTeacher:
     """Open what `teacher.weights` names: a run folder, a checkpoint, or weights of any kind."""
-    path, checkpoint = Path(source), None
-    if not is_name(source) and path.is_dir():
-        checkpoint = Checkpoints(path).newest()
-    elif not is_name(source) and path.is_file() and path.suffix == ".safetensors":
-        with suppress(StorageError):  # of another library
-            checkpoint = read_checkpoint(path)
-    # A run that learned the features of a backbone has no prototypes.
-    if checkpoint is not None and "teacher.head.last_layer.weight_v" in checkpoint.tensors:
-        return _load_teacher(checkpoint)
-    return TrainedTeacher(load_backbone(source).requires_grad_(False))
-
-
-def _load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
-    """Return the teacher of a checkpoint with its heads and centres."""
-    path = checkpoint.path
-    sizes = {key: value for key, value in checkpoint.metadata["config"]["head"].items() if key != "shared"}
-    backbone, heads, centers = load_backbone(path), dict[str, DINOHead](), dict[str, Tensor]()
+    backbone = load_backbone(source).requires_grad_(False)
+    assert backbone.provenance
+    path = Path(backbone.provenance.source)
+    if backbone.provenance.format != OURS.format or not path.is_file():
+        return TrainedTeacher(backbone)
+    checkpoint = read_checkpoint(path)
+    if "teacher.head.last_layer.weight_v" not in checkpoint.tensors:
+        return TrainedTeacher(backbone)  # a backbone alone, or a run that learned the features of another
+    config = checkpoint.metadata["config"]
+    sizes = {key: value for key, value in config["head"].items() if key != "shared"}
+    heads, centers = dict[str, DINOHead](), dict[str, Tensor]()
     for name, center in HEADS.items():
         if center in checkpoint.tensors:
             centers[center] = checkpoint.tensors[center]
@@ -294,9 +271,5 @@ def _load_teacher(checkpoint: Checkpoint) -> TrainedTeacher:
             with torch.device("meta"):
                 heads[name] = DINOHead(in_dim=backbone.width, **sizes)
             heads[name].load_state_dict(tensors, assign=True)
-    prototypes = heads["head"].last_layer.weight_v.shape[0]
-    first = centers.get(HEADS["head"])
-    if first is None or first.shape != (1, prototypes):
-        raise WeightsError(f"{path} holds no centre of its {prototypes:,} prototypes")
     network = Network(backbone, **heads).eval().requires_grad_(False)
-    return TrainedTeacher(backbone, network, centers, checkpoint.metadata["config"])
+    return TrainedTeacher(backbone, network, centers, config)

@@ -21,11 +21,12 @@ from dino_vit.core import Size, log
 from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.storage import OWN_KEY, StorageError, digest, read_tensors, write_tensors
 from dino_vit.core.text import brief, plural, public
-from dino_vit.models.backbone import Backbone
-from dino_vit.weights.hub import HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
+from dino_vit.models.backbone import Backbone, Provenance
+from dino_vit.weights.hub import CONFIG, HUB_FILES, INDEX, PROCESSOR, fetch, is_name, parts
 
 FORMAT_VERSION = 1  # of the metadata in our own files
 EXPORT_KEY = "dino_vit_export"  # of an export, under which it says what its tensors do not show
+PROVENANCE_FACTS = ("mean", "std", "bits", "range", "size", "preparation", "network", "step")
 WEIGHT_FILES = ("backbone.safetensors", *HUB_FILES)
 INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}  # of Pillow, which processors of Hugging Face name by number
 WRAPPERS = ("state_dict", "model")  # keys under which timm and others store a state dict
@@ -49,8 +50,7 @@ class RawWeights:
     source: str  # as it was given, or the file in the folder that was given
     sha256: str
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of our own files
-    facts: Mapping[str, Any] = field(default_factory=dict)  # heads, mean, ... of our exports and config.json
-    hub_config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a hub folder
+    facts: Mapping[str, Any] = field(default_factory=dict)  # heads, mean, ... of our exports and hub folders
     network: str | None = None
     trained_with_dino: bool = False  # a training checkpoint of DINO, or extracted from one
 
@@ -75,8 +75,7 @@ def _sha256(path: Path) -> str:
     checksum = hashlib.sha256()
     for part in parts(path) if path.name == INDEX else [path]:
         with part.open("rb") as file:
-            while block := file.read(2**20):
-                checksum.update(block)
+            hashlib.file_digest(file, lambda: checksum)
     return checksum.hexdigest()
 
 
@@ -101,8 +100,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
             f"{path} is an ONNX graph, which has no weights to load: give those that it was exported from. "
             f"`dino-vit inspect-weights {path}` says what it is"
         )
-    hub_config = _read_hub_config(path)
-    about = {"hub_config": hub_config, "facts": _facts_of(hub_config)}
+    about = {"facts": _read_hub_facts(path)}
     if path.name == INDEX:
         content, texts = dict[str, Tensor](), dict[str, str]()
         for part in parts(path):
@@ -115,8 +113,7 @@ def _read_path(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         content = _read_pickle(path)
         texts = vars(content) if isinstance(content, OrderedDict) else {}  # attributes, which are pickled too
     if EXPORT_KEY in texts:
-        export = _with_tuples(_parse(f"the metadata of {path}", texts[EXPORT_KEY]))
-        about["facts"] |= {name: value for name, value in export.items() if value is not None}
+        about["facts"] |= _stated(_parse(f"the metadata of {path}", texts[EXPORT_KEY]))
     return path, content, about
 
 
@@ -129,33 +126,34 @@ def _check_metadata(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "architecture" not in metadata:  # such as the classifier and optimiser of a fine-tuning
         raise WeightsError(f"{path} holds no backbone: architecture is missing from its metadata")
-    return {**metadata, "architecture": _with_tuples(metadata["architecture"])}
+    return _stated(metadata) | {"architecture": _with_tuples(metadata["architecture"])}
 
 
-def _read_hub_config(weights: Path) -> dict[str, Any]:
-    """Return config.json of a hub folder together with the preprocessor's statistics, or an empty dict."""
+def _read_hub_facts(weights: Path) -> dict[str, Any]:
+    """Return what the config.json of a hub folder and its processor state, as our exports name it."""
     config: dict[str, Any] = {}
-    for path in map(weights.with_name, (PROCESSOR, "config.json")):
+    for path in map(weights.with_name, (PROCESSOR, CONFIG)):
         if weights.name in HUB_FILES and path.is_file():
             config |= _parse(str(path), path.read_bytes())
-    return config if "model_type" in config or "architecture" in config else {}
-
-
-def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the config.json of a hub folder states, under the names that our exports use."""
+    if "model_type" not in config and "architecture" not in config:
+        return {}
     timm, arguments = config.get("pretrained_cfg") or {}, config.get("model_args") or {}
     channels, *size = timm.get("input_size") or (None,)
     facts: dict[str, Any] = {
         "format": "timm" if "architecture" in config else None,
+        "timm_name": config.get("architecture"),
+        "model_args": arguments or None,
         "heads": config.get("num_attention_heads") or arguments.get("num_heads"),
         "image_size": config.get("image_size") or size,
         "channels": channels,
         "mean": config.get("image_mean") or timm.get("mean"),
         "std": config.get("image_std") or timm.get("std"),
         "norm_eps": config.get("layer_norm_eps"),
+        "activation": config.get("hidden_act"),
+        "rotary_base": (config.get("rope_parameters") or config).get("rope_theta"),
+        "rotary_rescale": config["pos_embed_rescale"] or 0 if "pos_embed_rescale" in config else None,
     }
-    stated = {name: value for name, value in facts.items() if value is not None}
-    return _with_tuples(stated) | _processor_facts(config)
+    return _stated(facts) | _processor_facts(config)
 
 
 def _processor_facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +184,11 @@ def _sides(size: Any) -> Size | None:
     else:
         height = width = size
     return (height, width) if isinstance(height, int) and isinstance(width, int) else None
+
+
+def _stated(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not null in JSON."""
+    return {key: value for key, value in _with_tuples(content).items() if value is not None}
 
 
 def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,16 +295,10 @@ def save_backbone(
         raise WeightsError(f"{path} must end in .safetensors")
     pixels = {"mean": mean, "std": std, "bits": bits, "range": range}
     given = {**pixels, "network": network, "step": step, "config": config}
-    known = asdict(model.provenance) if model.provenance else {}
-    metadata: dict[str, Any] = {k: known.get(k) if value is None else value for k, value in given.items()}
+    known = asdict(model.provenance or Provenance("", "", "")) | _stated(given)
+    metadata = {name: known[name] for name in (*PROVENANCE_FACTS, "config")}
     for name in ("mean", "std"):
         if (values := metadata[name]) is not None and len(values) != model.channels:
             raise WeightsError(f"{name} needs one value per channel ({model.channels}), not {len(values)}")
-    metadata |= {
-        "size": known.get("size"),
-        "preparation": known.get("preparation") or {},
-        "kind": "backbone",
-        "version": FORMAT_VERSION,
-        "architecture": model.architecture,
-    }
+    metadata |= {"kind": "backbone", "version": FORMAT_VERSION, "architecture": model.architecture}
     write_tensors(path, model.state_dict(), public(json.dumps(metadata, sort_keys=True)))

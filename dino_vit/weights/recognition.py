@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from dino_vit.config.sections import WeightsFormat
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.text import brief
 from dino_vit.models.positions import ROTARY_BASE, Grid
@@ -31,7 +32,7 @@ from dino_vit.weights.layouts import (
 )
 from dino_vit.weights.reading import OtherArchitecture, RawWeights, WeightsError
 
-FORMATS = ("dino-vit", "reference", "timm", "torchvision", "huggingface", "dinov2", "dinov3")
+FORMATS = get_args(WeightsFormat)
 HEADS_OF_WIDTH = {**{size["width"]: size["heads"] for size in VIT_SIZES.values()}, 1536: 24}
 HEADS_OF_DINOV3 = {1280: 20, 4096: 32}
 RESAVED_AS = dict.fromkeys(("dinov2", "dinov3"), "huggingface") | {"torchvision": "reference"}  # to add heads
@@ -71,15 +72,6 @@ def recognise(raw: RawWeights, format: str | None = None) -> Layout:
     return layout
 
 
-def _check_rotary(raw: RawWeights) -> None:
-    """Refuse rotations of other periods."""
-    periods = raw.tensors.get("rope_embed.periods")
-    if periods is not None:
-        ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
-        if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
-            raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
-
-
 def _has_key_bias(raw: RawWeights) -> bool:
     """Tell whether rotary weights have a bias of the keys, which DINOv3's released ones mask."""
     for name, tensor in raw.tensors.items():
@@ -93,13 +85,15 @@ def _has_key_bias(raw: RawWeights) -> bool:
 
 def _refuse_unsupported(raw: RawWeights, layout: Layout) -> None:
     """Refuse weights that our backbone would compute differently, although their tensors fit."""
-    if layout.rotary:
-        _check_rotary(raw)
-    config = raw.hub_config
-    base = (config.get("rope_parameters") or config).get("rope_theta", ROTARY_BASE)
+    periods = raw.tensors.get("rope_embed.periods")
+    if periods is not None:
+        ours = ROTARY_BASE ** (torch.arange(len(periods)) / len(periods))
+        if not torch.allclose(periods.float(), ours, rtol=1e-2):  # the files hold them in bfloat16
+            raise WeightsError(f"{raw.source} has rotary positions of other periods, which are not supported")
+    base = raw.facts.get("rotary_base", ROTARY_BASE)
     activations = ("silu",) if layout is HF_DINOV3_GATED else EXACT_GELU
-    activation = config.get("hidden_act", activations[0])
-    unknown = set(config.get("model_args") or {}) - KNOWN_MODEL_ARGS
+    activation = raw.facts.get("activation", activations[0])
+    unknown = set(raw.facts.get("model_args", ())) - KNOWN_MODEL_ARGS
     unsupported = {
         f"rope_theta={base}": base != ROTARY_BASE,
         f"hidden_act={brief(activation)}": activation not in activations,
@@ -128,7 +122,7 @@ def infer_architecture(
     hidden = tensors["blocks.0.mlp.fc2.weight"].shape[1]
     gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
     patch = height_width(stem["patch_size"])
-    rescale = raw.hub_config.get("pos_embed_rescale", ROTARY_RESCALE)
+    rescale = raw.facts.get("rotary_rescale", ROTARY_RESCALE) or None
     if layout.rotary:
         size = trained_size or raw.facts.get("image_size") or TRAINED_SIDE
         grid = patch_grid(size, patch)
@@ -136,7 +130,7 @@ def infer_architecture(
         grid = _infer_grid(tensors["pos_embed"].shape[1], patch, raw, layout, trained_size)
     return {
         "positions": "rotary" if layout.rotary else "learned",
-        "rotary_rescale": (raw.facts.get("rotary_rescale", rescale) or None) if layout.rotary else None,
+        "rotary_rescale": rescale if layout.rotary else None,
         **stem,
         "image_size": (grid[0] * patch[0], grid[1] * patch[1]),
         "width": width,

@@ -77,10 +77,9 @@ def test_a_graph_of_any_size_gives_the_features_and_says_what_it_is(tmp_path):
     assert (metadata["mean"], metadata["image_size"], metadata["format"]) == ([0.1] * 3, [32, 32], "onnx")
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_graph_in_float16_takes_and_gives_float32(tmp_path, positions):
+def test_a_graph_in_float16_takes_and_gives_float32(tmp_path):
     torch.manual_seed(0)
-    model, path = backbone(depth=1, positions=positions), tmp_path / "vit.onnx"
+    model, path = backbone(depth=1, positions="rotary"), tmp_path / "vit.onnx"
     export_backbone(model, path, "onnx", dtype="float16")
     types = {weight.data_type for weight in onnx.load(path).graph.initializer if len(weight.dims) > 1}
     assert types == {onnx.TensorProto.FLOAT16}
@@ -116,6 +115,12 @@ def test_large_weights_lie_beside_their_graph(tmp_path, monkeypatch):
 def test_an_architecture_that_the_other_library_lacks_is_refused(change, format, what, tmp_path):
     with pytest.raises(WeightsError, match=f"does not support {what}"):
         export_backbone(VisionTransformer(**{**KEYWORDS, **change}), tmp_path / "out.pth", format)
+
+
+@pytest.mark.parametrize("changes", [{"position_mode": "dino"}, {"stem": "hybrid", "patch_size": 16}])
+def test_what_has_no_graph_of_any_size_is_refused(changes, tmp_path):
+    with pytest.raises(WeightsError, match="leave out --dynamic"):
+        export_backbone(backbone(**changes), tmp_path / "vit.onnx", "onnx", dynamic=True)
 
 
 def test_an_export_that_disagrees_is_not_kept(tmp_path, monkeypatch):

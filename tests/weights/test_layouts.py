@@ -1,7 +1,5 @@
 """Whose weights they are and which architecture, for files of our own making and of the real libraries."""
 
-from typing import get_args
-
 import pytest
 import timm
 import torch
@@ -9,8 +7,6 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from dino_vit import WeightsError, load_backbone
-from dino_vit.config.sections import WeightsFormat
-from dino_vit.weights.recognition import FORMATS
 from tests.support.backbones import IMAGES, backbone
 from tests.support.peers import HEADS, HF_VIT, PEERS, SIZE, assert_same_tokens
 
@@ -109,7 +105,3 @@ def test_transformers_of_another_kind_are_refused(name, message):
     depth = {} if "pit" in name else {"depth": 1}
     with pytest.raises(WeightsError, match=message):
         load_backbone(timm.create_model(name, **depth).state_dict(), heads=4)
-
-
-def test_a_run_can_start_from_every_format():
-    assert get_args(WeightsFormat) == FORMATS

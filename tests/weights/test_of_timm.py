@@ -169,7 +169,7 @@ def test_names_of_timm_resolve_in_the_cache_of_the_hub(cache):
         assert type(loaded) is kind
         assert loaded.provenance.mean == model.pretrained_cfg["mean"]
         assert_close(loaded(images), model(images), atol=1e-5, rtol=1e-5)
-    with pytest.raises(WeightsError, match="run `hf download facebook/dinov2-small`, and give the folder"):
+    with pytest.raises(WeightsError, match="run `hf download facebook/dinov2-small` where there"):
         dino_vit.load_backbone("hf:facebook/dinov2-small")
     with pytest.raises(WeightsError, match=r"no weights of this name on the hub; timm\.list"):
         dino_vit.load_backbone("timm:test_convnet")

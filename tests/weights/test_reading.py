@@ -22,7 +22,7 @@ from dino_vit import WeightsError, export_backbone, load_backbone, save_backbone
 from dino_vit.cli import main
 from dino_vit.core.storage import write_tensors
 from tests.support.backbones import IMAGES, backbone
-from tests.support.hub import COMMIT, offline, snapshot
+from tests.support.hub import offline, snapshot
 from tests.support.images import smooth
 from tests.support.peers import HF_VIT
 
@@ -212,23 +212,20 @@ def test_weights_in_several_files(tmp_path):
         load_backbone(index)
 
 
-@pytest.mark.parametrize("known", ["nothing", "that there is none", "it"])
-def test_a_processor_that_the_network_does_not_give_is_said(tmp_path, monkeypatch, caplog, known):
+@pytest.mark.parametrize("known", [True, False])
+def test_a_processor_that_the_hub_does_not_give_is_said(tmp_path, monkeypatch, caplog, known):
     offline(tmp_path, monkeypatch)
     folder = snapshot(tmp_path, "owner/vit")
     ViTModel(ViTConfig(**HF_VIT), add_pooling_layer=False).save_pretrained(folder)
-    if known == "it":
+    if known:
         (folder / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3]}')
-    elif known == "that there is none":
-        absent = folder.parents[1] / ".no_exist" / COMMIT
-        absent.mkdir(parents=True)
-        (absent / "preprocessor_config.json").touch()
     model = load_backbone("hf:owner/vit")
-    assert model.provenance.mean == ((0.1, 0.2, 0.3) if known == "it" else None)
-    said = (
-        "its preprocessor_config.json could not be fetched, so size, mean and std of its images are assumed"
-    )
-    assert (said in caplog.text) == (known == "nothing")
+    assert model.provenance.mean == ((0.1, 0.2, 0.3) if known else None)
+    said = "has no preprocessor_config.json, so size, mean and std of its images are assumed"
+    assert (said in caplog.text) != known
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"lacks config\.json or the weights .*; run `hf download"):
+        load_backbone("hf:owner/vit")
 
 
 @pytest.mark.parametrize(
