@@ -5,15 +5,15 @@ import os
 import pathlib
 from typing import Literal, TypedDict
 
+from dino_vit.commands.attention import AttentionMaps
 from dino_vit.commands.classification import Classification
 from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
+from dino_vit.commands.dense import DenseResult
 from dino_vit.commands.embeddings.duplicates import DuplicatesResult
 from dino_vit.commands.embeddings.embed import ImageEmbeddings
 from dino_vit.commands.embeddings.search import SearchResult
 from dino_vit.commands.inspect_data import SourceFacts
-from dino_vit.commands.maps.attention import AttentionMaps
-from dino_vit.commands.maps.dense import DenseResult
 from dino_vit.commands.pack import PackResult
 from dino_vit.commands.report import ReportFile
 from dino_vit.commands.weights import ExportResult, WeightsFacts

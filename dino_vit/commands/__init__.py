@@ -25,13 +25,14 @@ class Command(NamedTuple):
     """A command: its line in `dino-vit --help`, its settings and the function that takes them."""
 
     help: str
-    config: str  # module:class
+    config: str  # class of `config/commands.py`, or module:class of `config/`
     function: str  # module:function
 
     @property
     def config_class(self) -> Any:
         """The settings, which are imported now, without torch."""
-        return resolve_name(f"dino_vit.{self.config}")
+        module, _, name = self.config.rpartition(":")
+        return resolve_name(f"dino_vit.config.{module or 'commands'}:{name}")
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -41,75 +42,41 @@ class Command(NamedTuple):
 
 # Each is `dino-vit NAME` and, with underscores, a function of `dino_vit`.
 COMMANDS = {
-    "demo": Command(
-        "see a transformer learn without labels, in minutes",
-        "config.commands:DemoConfig",
-        "commands.demo:run",
-    ),
+    "demo": Command("see a transformer learn without labels, in minutes", "DemoConfig", "commands.demo:run"),
     "inspect-data": Command(
-        "show what is in a source of images", "config.commands:InspectConfig", "commands.inspect_data:run"
+        "show what is in a source of images", "InspectConfig", "commands.inspect_data:run"
     ),
-    "pack": Command(
-        "write a source of images as tar shards", "config.commands:PackConfig", "commands.pack:run"
-    ),
+    "pack": Command("write a source of images as tar shards", "PackConfig", "commands.pack:run"),
     "pretrain": Command(
-        "train on images without labels", "config.pretrain:PretrainConfig", "training.loop:pretrain"
+        "train on images without labels", "pretrain:PretrainConfig", "training.loop:pretrain"
     ),
-    "report": Command(
-        "write an HTML page about a run", "config.commands:ReportConfig", "commands.report:run"
-    ),
+    "report": Command("write an HTML page about a run", "ReportConfig", "commands.report:run"),
     "knn": Command(
-        "classify images by their nearest neighbours",
-        "config.commands:KnnConfig",
-        "commands.classification.knn:run",
+        "classify images by their nearest neighbours", "KnnConfig", "commands.classification.knn:run"
     ),
     "linear": Command(
-        "train linear classifiers on a frozen backbone",
-        "config.commands:LinearConfig",
-        "commands.classification.linear:run",
+        "train linear classifiers on a frozen backbone", "LinearConfig", "commands.classification.linear:run"
     ),
     "finetune": Command(
-        "train a backbone and a classifier",
-        "config.commands:FinetuneConfig",
-        "commands.classification.finetune:run",
+        "train a backbone and a classifier", "FinetuneConfig", "commands.classification.finetune:run"
     ),
-    "dense": Command(
-        "classify the pixels of images that have masks",
-        "config.commands:DenseConfig",
-        "commands.maps.dense:run",
-    ),
-    "compare": Command(
-        "measure several weights on the same images", "config.commands:CompareConfig", "commands.compare:run"
-    ),
-    "attention": Command(
-        "draw the attention of the CLS token",
-        "config.commands:AttentionConfig",
-        "commands.maps.attention:run",
-    ),
+    "dense": Command("classify the pixels of images that have masks", "DenseConfig", "commands.dense:run"),
+    "compare": Command("measure several weights on the same images", "CompareConfig", "commands.compare:run"),
+    "attention": Command("draw the attention of the CLS token", "AttentionConfig", "commands.attention:run"),
     "embed": Command(
-        "write the embeddings of images to a file",
-        "config.commands:EmbedConfig",
-        "commands.embeddings.embed:run",
+        "write the embeddings of images to a file", "EmbedConfig", "commands.embeddings.embed:run"
     ),
     "search": Command(
-        "find embedded images like given ones",
-        "config.commands:SearchConfig",
-        "commands.embeddings.search:run",
+        "find embedded images like given ones", "SearchConfig", "commands.embeddings.search:run"
     ),
     "duplicates": Command(
-        "list embedded images that are nearly the same",
-        "config.commands:DuplicatesConfig",
-        "commands.embeddings.duplicates:run",
+        "list images that are nearly the same", "DuplicatesConfig", "commands.embeddings.duplicates:run"
     ),
     "inspect-weights": Command(
-        "show what is in a weights file or run folder",
-        "config.commands:InspectWeightsConfig",
-        "commands.weights:inspect",
+        "show what is in a weights file", "InspectWeightsConfig", "commands.weights:inspect"
     ),
     "export": Command(
-        "write a backbone for timm, Hugging Face, ONNX or the DINO repository",
-        "config.commands:ExportConfig",
-        "commands.weights:export",
+        "write a backbone for timm, Hugging Face, ONNX or DINO", "ExportConfig", "commands.weights:export"
     ),
 }
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from dino_vit.commands import Result, format_table
+from dino_vit.commands import Result, dense, format_table
 from dino_vit.commands.classification import knn, linear
-from dino_vit.commands.maps import dense
 from dino_vit.config.commands import (
     CachedConfig,
     CompareConfig,

@@ -8,7 +8,7 @@ from PIL import Image
 from benchmarks.measure import CLEAR_REFS, peak_memory
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.maps.attention import file_stem
+from dino_vit.commands.attention import file_stem
 from dino_vit.eval.maps.attention import cls_attention, pad
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.allocation import build_attention

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_vit.commands.maps.dense import (
+from dino_vit.commands.dense import (
     Bank,
     count_pixels,
     linear_layer,
