@@ -678,13 +678,13 @@ def compare(
     | collections.abc.Sequence[Literal["knn", "linear", "dense"]] = (),
     untrained: bool = False,
     masks: str | os.PathLike[str] | None = None,
-    output: str | os.PathLike[str] = "comparison",
+    output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CompareConfig | None = None,
     verbose: bool = True,
 ) -> ComparisonResult:
     """Compare backbones on the same images.
 
-    Measure all backbones, compare them by pairs of images, and write a page and JSON.
+    Measure all backbones and compare them by pairs of images; with an output, write a page and JSON.
 
     The settings and their defaults:
 
@@ -704,14 +704,14 @@ def compare(
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first
       masks=null                          folder of PNG masks named as the images; null: masks/ beside them
-      output=comparison                   folder for the page, the JSON and the results of each evaluator
+      output=null                         folder for a page, JSON and the results of each evaluator; null: comparison, in Python none
     """
 
 def attention(
     source: str | os.PathLike[str] | object = ...,
     weights: str | os.PathLike[str] = ...,
     *,
-    output: str | os.PathLike[str] = "attention",
+    output: str | os.PathLike[str] | None = None,
     network: Literal["teacher", "student"] = "teacher",
     count: int | None = 12,
     size: int | None = None,
@@ -722,13 +722,13 @@ def attention(
 ) -> AttentionMaps | None:
     """Draw the self-attention maps of images.
 
-    Write pictures and maps of every image, or an overlay of a video; only rank 0 does.
+    Draw every image and its maps, or an overlay of a video; only rank 0 does.
 
     The settings and their defaults:
 
       source=...                          image, video, folder, glob or any other source of images
       weights=...                         run folder or weights file
-      output=attention                    folder for pictures and maps
+      output=null                         folder for pictures and maps; null: attention, in Python none
       network=teacher                     of a checkpoint [teacher|student]
       count=12                            number of images, from all over the source; null: all
       size=null                           pixels to resize the shorter side to; null: no resizing
@@ -805,20 +805,20 @@ def duplicates(
     *,
     threshold: float = 0.95,
     pairs: int = 10000,
-    output: str | os.PathLike[str] = "duplicates.json",
+    output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | DuplicatesConfig | None = None,
     verbose: bool = True,
 ) -> DuplicatesResult:
     """List images that are nearly the same, those with two labels or in two splits first.
 
-    Write pairs and groups of near-duplicates, and sheets of the closest pairs.
+    Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs.
 
     The settings and their defaults:
 
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
-      output=duplicates.json              JSON file to write; sheets of pairs go beside it as PNG
+      output=null                         JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, in Python none
     """
 
 def inspect_weights(

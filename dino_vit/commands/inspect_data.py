@@ -16,6 +16,7 @@ from dino_vit.config.commands import InspectConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
@@ -23,7 +24,7 @@ from dino_vit.data.labels import splits_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
-from dino_vit.eval.maps.pictures import as_picture, write_sheet
+from dino_vit.eval.maps.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
@@ -167,4 +168,5 @@ def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: Pre
     ]
     titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
     titles += [f"local {n + 1}" for n in range(training.views.local_count)]
-    write_sheet(panels, sheet, names=[source.name(index) for index in originals], titles=titles)
+    names = [source.name(index) for index in originals]
+    write_bytes(sheet, draw_sheet(panels, names=names, titles=titles))

@@ -216,7 +216,10 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
+    output: str | None = setting(
+        None, f"folder for a page, JSON and the results of each evaluator; null: comparison, {OF_PYTHON}"
+    )
+    writes: ClassVar = "comparison"
 
     def contradictions(self) -> Iterator[str]:
         """Yield weights that leave nothing to compare."""
@@ -231,7 +234,8 @@ class AttentionConfig(Settings):
 
     source: str = Field(description="image, video, folder, glob or any other source of images")
     weights: str = Field(description="run folder or weights file")
-    output: str = setting("attention", "folder for pictures and maps")
+    output: str | None = setting(None, f"folder for pictures and maps; null: attention, {OF_PYTHON}")
+    writes: ClassVar = "attention"
     network: Network = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
@@ -280,7 +284,10 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
+    output: str | None = setting(
+        None, f"JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
+    )
+    writes: ClassVar = "duplicates.json"
 
     positional: ClassVar = ("embeddings",)
 

@@ -14,6 +14,7 @@ from dino_vit.config.commands import DenseConfig, FinetuneConfig, KnnConfig, Lin
 from dino_vit.config.loading import flat, write_yaml
 from dino_vit.config.settings import Settings, settings_of, values
 from dino_vit.core import log
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import public
@@ -45,12 +46,13 @@ def results_path(config: Settings) -> Path:
 
 
 def _beside(weights: str, name: str) -> Path:
-    """Return the file of a name in eval/ of the run of some weights, or beside them."""
+    """Return the file of a name in eval/ of the run of some weights, with their step, or beside them."""
     from dino_vit.weights.hub import is_name  # a run that trains reads no weights
 
     if is_name(weights):
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}")
     path = Path(weights)
+    path = (Checkpoints(path).paths() or [path])[-1]  # of a run the newest, which it is evaluated by
     if path.is_dir():
         return path / FOLDER / name
     if path.parent.name == "checkpoints":

@@ -227,6 +227,10 @@ def test_test_images_among_those_to_learn_from_are_found(tmp_path, weights, fold
     assert all(pair.splits == ("test", "train") for pair in found.split_leaks.closest)
     assert found.label_conflicts.total == 2
     assert found.split_leaks.sheet == tmp_path / "d-split-leaks.png"
+    embed(tmp_path, weights, tmp_path / "photos" / "train", f"output={tmp_path / 'e.parquet'}")
+    again = dino_vit.duplicates(tmp_path / "e.parquet", threshold=1, output=found.path, verbose=False)
+    assert again.split_leaks == ([], 0, None)
+    assert not found.split_leaks.sheet.exists(), "a sheet of the earlier call"
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):

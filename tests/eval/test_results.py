@@ -21,6 +21,11 @@ def test_results_lie_with_the_weights(tmp_path):
     path = results_path(LinearConfig(source="photos", weights=str(checkpoint)))
     assert path.parent == run / "eval"
     assert path.name.startswith("step-00000005.linear-photos-")
+    for step in (5, 12):  # after more steps the earlier results of the run stay
+        (run / "checkpoints" / f"step-{step:08}.safetensors").touch()
+        path = results_path(KnnConfig(source="photos/test", weights=str(run)))
+        assert path.parent == run / "eval"
+        assert path.name.startswith(f"step-{step:08}.knn-photos-test-")
     path = results_path(KnnConfig(source="synthetic:60:16", weights=str(tmp_path / "dino.pth")))
     assert path.parent == tmp_path
     assert path.name.startswith("dino.knn-synthetic-60-16-")
