@@ -557,14 +557,13 @@ def linear(
 
 def finetune(
     source: str | os.PathLike[str] | object = ...,
-    weights: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] = ...,
     *,
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
     seed: int = 0,
     network: Literal["teacher", "student"] = "teacher",
-    arch: Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"] | None = None,
     size: int | collections.abc.Sequence[int] | None = None,
     output: str | os.PathLike[str] = "runs/finetune",
     batch_size: int = 64,
@@ -594,10 +593,9 @@ def finetune(
       train=null                          images to train on; null: the split train of source, or all of it but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
-      weights=null                        run folder or weights file to start from
+      weights=...                         run folder or weights file to start from
       network=teacher                     network of a checkpoint to start from [teacher|student]
-      arch=null                           size of a randomly initialised network, if there are no weights [vit_tiny|vit_small|vit_base|vit_large|vit_huge]
-      size=null                           pixels: side, or [height, width]; null: that of the weights, or 224
+      size=null                           pixels: side, or [height, width]; null: that of the weights
       output=runs/finetune                folder of the run; an unfinished run resumes
       batch_size=64                       images per process and step
       workers=null                        DataLoader workers; null: by the cores

@@ -28,15 +28,7 @@ from dino_vit.core.storage import digest, write_bytes
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.accuracy import (
-    Interval,
-    Measured,
-    Pair,
-    compare_pairs,
-    measured_share,
-    standings,
-    verdict,
-)
+from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
@@ -46,11 +38,7 @@ from dino_vit.weights import load_backbone, save_backbone
 from dino_vit.weights.hub import is_name
 
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
-CONFIGS: dict[Evaluator, type[Settings]] = {
-    "knn": KnnConfig,
-    "linear": LinearConfig,
-    "dense": DenseConfig,
-}
+CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
 UNTRAINED = "untrained"

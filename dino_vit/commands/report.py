@@ -19,14 +19,7 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import render
-from dino_vit.reports.pictures import (
-    Pictures,
-    attention_rows,
-    build_map,
-    to_json,
-    view_rows,
-    write_embedding,
-)
+from dino_vit.reports.pictures import Pictures, attention_rows, build_map, to_json, view_rows, write_embedding
 from dino_vit.reports.record import RunRecord, read_run
 
 
@@ -66,21 +59,22 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")
         return
-    teacher = frozen_backbone(BackboneConfig(source=record.config.data.images, weights=str(checkpoint.path)))
+    images, weights = record.config.data.images, str(checkpoint.path)
+    teacher = frozen_backbone(BackboneConfig(source=images, weights=weights, precision="no"))
     indices = random_indices(source, record.config.seed)[:count]
-    images = build_map(teacher, source, indices)
+    of_images = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):
-        pictures.attention = attention_rows(teacher, source, images)
-    pictures.map = to_json(images)
+        pictures.attention = attention_rows(teacher, source, of_images)
+    pictures.map = to_json(of_images)
     pictures.notes.append(f"Map and attention: teacher at step {checkpoint.step:,}.")
-    if unreadable := len(indices) - len(images.indices):
+    if unreadable := len(indices) - len(of_images.indices):
         pictures.notes.append(f"Unreadable images, left out of the map: {unreadable}.")
     if checkpoint.metadata.get("source") != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
     if not find_spec("sklearn"):
         pictures.notes.append("The map is a PCA; for a t-SNE run `pip install scikit-learn`.")
     if "tensorboard" in record.config.run.trackers:
-        write_embedding(images, record.folder / "logs" / "embedding", checkpoint.step)
+        write_embedding(of_images, record.folder / "logs" / "embedding", checkpoint.step)
 
 
 @contextmanager

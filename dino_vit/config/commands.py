@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Arch, PositiveShare, Share, Side, WeightsFormat
+from dino_vit.config.sections import PositiveShare, Share, Side, WeightsFormat
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -145,15 +145,11 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
 
-    examples: ClassVar = (
-        "finetune photos/val runs/pretrain train=photos/train",
-        "finetune photos arch=vit_small",
-    )
+    examples: ClassVar = ("finetune photos/val runs/pretrain train=photos/train",)
     resumes: ClassVar = True
-    weights: str | None = setting(None, "run folder or weights file to start from")
+    weights: str = Field(description="run folder or weights file to start from")
     network: Network = setting("teacher", "network of a checkpoint to start from")
-    arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
-    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
+    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
     batch_size: Dimension = setting(64, "images per process and step")
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
@@ -172,10 +168,7 @@ class FinetuneConfig(SupervisedConfig):
     positional: ClassVar = ("source", "weights")
 
     def contradictions(self) -> Iterator[str]:
-        """Yield problems with the start and the length of the run."""
-        if (self.weights is None) == (self.arch is None):
-            text = "give either weights to start from, or arch for a randomly initialised network"
-            yield text
+        """Yield a warm-up that leaves nothing of the run."""
         if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
             text = f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
             yield text

@@ -14,8 +14,8 @@ from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicate
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.embeddings import read_embeddings
-from dino_vit.eval.features import extract_features
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
 from tests.support.hub import offline, snapshot
@@ -40,9 +40,9 @@ def embed(tmp_path, weights, source, *more):
     assert main(argv) == 0
 
 
-def features(model, source, **options):
-    options |= {"transform": eval_transform_of(model), "batch_size": 128}
-    return extract_features(model, source, range(len(source)), **options).values.numpy()
+def features(model, source, spec=CLS):
+    frozen = FrozenBackbone(model=model, transform=eval_transform_of(model))
+    return frozen.extract(source, range(len(source)), spec).values.numpy()
 
 
 def unit_rows(values):

@@ -16,7 +16,7 @@ from dino_vit.commands.classification.knn import few_shot_rows, rank_all
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -41,8 +41,8 @@ def features_of(weights, source):
     """Features as lists, and the names of the classes."""
     model = load_backbone(weights)
     source = open_source(str(source))
-    found = extract_features(
-        model, source, range(len(source)), transform=eval_transform_of(model), batch_size=128
+    found = FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=128).extract(
+        source, range(len(source))
     )
     unit = torch.nn.functional.normalize(found.values.double())
     return unit, [source.classes[source.label(index)] for index in range(len(source))]
