@@ -468,7 +468,6 @@ def knn(
     train_labels: str | os.PathLike[str] | None = None,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (10, 20, 100, 200),
-    temperature: float = 0.07,
     shots: int | collections.abc.Sequence[int] = (),
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
@@ -494,7 +493,6 @@ def knn(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       k=[10, 20, 100, 200]                numbers of neighbours
-      temperature=0.07                    a neighbour's vote is exp(cosine / temperature)
       shots=[]                            also classify by only this many images per class, such as 1 and 5, five times
       output=null                         JSON file; null: one for this command in eval/ of the run, in Python none
     """

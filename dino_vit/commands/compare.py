@@ -27,7 +27,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.storage import digest, write_bytes
 from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.masks import open_masks
-from dino_vit.data.sources.open import open_source
+from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
@@ -60,12 +60,12 @@ def run(config: CompareConfig) -> ComparisonResult:
     """Measure all backbones and compare them by pairs of images; with an output, write a page and JSON."""
     folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    evaluators = _choose_evaluators(config)
+    comparison = Comparison(source=open_source(config.source, config.labels))
+    evaluators = _choose_evaluators(config, comparison.source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
         paths[UNTRAINED] = str(_write_untrained(config))
-    comparison = Comparison(source=open_source(config.source, config.labels))
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
         _describe(config, weights, comparison, name)
@@ -117,9 +117,8 @@ def names_of(weights: Sequence[str]) -> list[str]:
     return names if len({*names, UNTRAINED}) > len(names) else list(weights)
 
 
-def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
+def _choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
     """Return what is to be measured, or raise if labels and masks do not allow it."""
-    source = open_source(config.source, config.labels)
     reasons: dict[Evaluator, str] = {}
     labels = {source.label(index) for index in range(len(source))} - {None}
     if len(labels) < 2:
@@ -147,7 +146,7 @@ def _write_untrained(config: CompareConfig) -> Path:
     assert origin is not None, "load_backbone sets the provenance"
     stored: dict[str, Any] = {name: getattr(origin, name) for name in ("mean", "std", "bits", "range")}
     mark = digest(untrained.state_dict(), {"stored": str(stored)})[:12]
-    path = cache_folder() / f"{UNTRAINED}-{mark}.safetensors"
+    path = Path(config.cache or cache_folder()) / f"{UNTRAINED}-{mark}.safetensors"
     if is_main_process():
         save_backbone(untrained, path, **stored)
     wait_for_all()
@@ -166,7 +165,7 @@ def _describe(config: CompareConfig, weights: str, comparison: Comparison, name:
     folder = Path(weights).parents[1] if Path(weights).parent.name == "checkpoints" else Path(weights)
     with suppress(ValueError):  # not of a run
         comparison.runs.setdefault(name.partition(" (step ")[0], read_run(folder))
-    if is_main_process():
+    if config.output and is_main_process():
         draw_maps(comparison, frozen, name)
 
 
@@ -187,7 +186,8 @@ def _evaluate(
     else:
         result, title = linear.run(LinearConfig(**values, select="train")), "linear top-1"
     comparison.predictions.setdefault(name, result.predictions)
-    return [measured_share(title, result.predictions.images, torch.from_numpy(result.predictions.right))]
+    right = torch.from_numpy(result.predictions.right)
+    return [measured_share(title, result.predictions.images, right)]
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:

@@ -88,7 +88,6 @@ class KnnConfig(SupervisedConfig, CachedConfig):
         None, "labelled images of the bank; null: the split train of source, or for each image the others"
     )
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
-    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting(
         (), "also classify by only this many images per class, such as 1 and 5, five times"
     )

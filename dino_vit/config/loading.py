@@ -31,6 +31,8 @@ FIXED: dict[str, object] = {
     "head.layers": 3,
     "loss.warmup_teacher_temp": 0.04,
     "run.max_nonfinite_steps": 5,
+    "temperature": 0.07,  # of knn
+    "arch": None,  # of finetune
 }
 
 COLUMN = 34  # where the meaning of a setting begins

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tests.support.runs import command, program
+from tests.support.runs import command_here, program
 
 
-def test_two_processes_judge_a_run_as_the_command_does(trained, tmp_path):
+def test_two_processes_judge_a_run_as_the_command_does(trained):
     """Leave-one-out, where a share of the queries must know which rows of the bank they are."""
     settings = ["synthetic:61:32", f"weights={trained}", "precision=no", "k=[5]"]
     said = program("knn", *settings, processes=2)
@@ -15,7 +15,7 @@ def test_two_processes_judge_a_run_as_the_command_does(trained, tmp_path):
     assert said.splitlines()[-1] == str(path)
     two = json.loads(path.read_text())
     assert (two["weights"]["step"], two["weights"]["network"], two["images"]) == (5, "teacher", 61)
-    command(tmp_path / "log", "knn", *settings)
+    command_here("knn", *settings)
     assert list((trained / "eval").iterdir()) == [path]
     assert json.loads(path.read_text()) | {"written": two["written"]} == two
 

@@ -184,8 +184,9 @@ def test_a_regression_has_the_best_penalty(weights):
 @pytest.mark.parametrize(
     "settings",
     [
-        *("linear method=logistic logistic.cs=[1e-300]", "linear method=logistic logistic.cs=[1e300]"),
-        *("linear grid.rates=[1e300]", "knn temperature=1e-300"),
+        "linear method=logistic logistic.cs=[1e-300]",
+        "linear method=logistic logistic.cs=[1e300]",
+        "linear grid.rates=[1e300]",
     ],
 )
 def test_numbers_that_float32_does_not_hold_are_refused(weights, settings):
