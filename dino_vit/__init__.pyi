@@ -5,6 +5,7 @@ import os
 import pathlib
 from typing import Literal, TypedDict
 
+from dino_vit.commands import Facts, Written
 from dino_vit.commands.attention import AttentionMaps
 from dino_vit.commands.classification import Classification
 from dino_vit.commands.compare import ComparisonResult
@@ -13,10 +14,7 @@ from dino_vit.commands.dense import DenseResult
 from dino_vit.commands.embeddings.duplicates import DuplicatesResult
 from dino_vit.commands.embeddings.embed import ImageEmbeddings
 from dino_vit.commands.embeddings.search import SearchResult
-from dino_vit.commands.inspect_data import SourceFacts
 from dino_vit.commands.pack import PackResult
-from dino_vit.commands.report import ReportFile
-from dino_vit.commands.weights import ExportResult, WeightsFacts
 from dino_vit.config.commands import (
     AttentionConfig,
     CompareConfig,
@@ -252,7 +250,7 @@ def inspect_data(
     as_json: bool = False,
     config: str | os.PathLike[str] | InspectConfig | None = None,
     verbose: bool = True,
-) -> SourceFacts:
+) -> Facts:
     """Inspect the images of a source before training on them.
 
     Inspect the images, and draw the views.
@@ -439,7 +437,7 @@ def report(
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
-) -> ReportFile | None:
+) -> Written | None:
     """Write one HTML file about a run.
 
     Write the page and return its file; only rank 0 does.
@@ -828,7 +826,7 @@ def inspect_weights(
     as_json: bool = False,
     config: str | os.PathLike[str] | InspectWeightsConfig | None = None,
     verbose: bool = True,
-) -> WeightsFacts:
+) -> Facts:
     """Show the format, architecture, normalisation, network and step of a weights file or folder.
 
     Return the facts about a backbone; as text, two columns or JSON.
@@ -859,10 +857,10 @@ def export(
     license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
     verbose: bool = True,
-) -> ExportResult:
+) -> Written:
     """Write a backbone in the format of another library, and check that its features agree.
 
-    Write a backbone for another library.
+    Write a backbone for another library; as text, the lines that use it.
 
     The settings and their defaults:
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -19,6 +20,20 @@ class Result:
     def _repr_html_(self) -> str | None:
         """Return what a notebook shows, or None if the text was printed."""
         return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Result):
+    """What a source or a backbone is, by the names that as_json prints."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Result):
+    """The file or folder that was written."""
+
+    path: Path
 
 
 class Command(NamedTuple):

@@ -3,14 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import Tensor
 
-from dino_vit.commands import Result
+from dino_vit.commands import Facts
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.commands import InspectConfig
 from dino_vit.config.loading import load, replace
@@ -31,14 +30,7 @@ LISTED = 10  # names, classes or groups in a text
 ROWS = 8  # images on the sheet
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFacts(Result):
-    """What is in a source, by the names that as_json prints."""
-
-    facts: dict[str, Any]
-
-
-def run(config: InspectConfig) -> SourceFacts:
+def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
     source, name = open_source(config.source, config.labels), printable(config.source)
     indices = spread(len(source), config.count or len(source))
@@ -50,7 +42,7 @@ def run(config: InspectConfig) -> SourceFacts:
         draw_views(Path(config.sheet), source, summary, training)
         log.info("%s: the views that training would use", config.sheet)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
-    return SourceFacts(facts=facts, text=text)
+    return Facts(facts=facts, text=text)
 
 
 def training_config(file: str | None, source: Source, summary: ImageSummary) -> PretrainConfig:

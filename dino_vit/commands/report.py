@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from dino_vit.commands import Result
+from dino_vit.commands import Written
 from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
@@ -23,14 +22,7 @@ from dino_vit.reports.pictures import Pictures, attention_rows, build_map, to_js
 from dino_vit.reports.record import RunRecord, read_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportFile(Result):
-    """The page that was written."""
-
-    path: Path
-
-
-def run(config: ReportConfig) -> ReportFile | None:
+def run(config: ReportConfig) -> Written | None:
     """Write the page and return its file; only rank 0 does."""
     if not start_processes().is_main_process:
         return None
@@ -38,7 +30,7 @@ def run(config: ReportConfig) -> ReportFile | None:
     output = Path(config.output or record.folder / "report.html")
     html = render(record, draw(record, config)).encode()
     write_bytes(output, html)
-    return ReportFile(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
+    return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
 def draw(record: RunRecord, config: ReportConfig) -> Pictures:

@@ -25,15 +25,15 @@ FOLDER = "eval"  # in that of a run
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
 
-def default_output(config: Settings) -> str:
-    """Return what a command line writes where no output is given."""
-    is_result = config.writes.startswith(f"{FOLDER}/")
-    return str(results_path(config)) if is_result else config.writes
+def default_output(config: Settings) -> Path:
+    """Return what a command line writes where no output is given.
 
-
-def results_path(config: Settings) -> Path:
-    """Return the file for the results of a command: the same for the same data and settings only."""
-    name, infos = config.writes.removeprefix(f"{FOLDER}/"), settings_of(type(config))
+    That is a file for results which is the same for the same weights, data and settings only.
+    """
+    folder, _, name = config.writes.rpartition("/")
+    if folder != FOLDER:
+        return Path(config.writes)
+    infos = settings_of(type(config))
     given, facts = values(config), dict[str, object]()
     for key, value in given.items():
         is_file = isinstance(value, str) and infos[key].takes_text and os.path.exists(value)
