@@ -3,7 +3,6 @@
 import json
 import statistics
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from PIL import Image
 
 import dino_vit.commands.classification.knn
-from dino_vit.cli import main
 from dino_vit.commands.classification.knn import few_shot_rows, rank_all
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
@@ -151,16 +149,6 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
     assert two["ranking"]["map"] == pytest.approx(one["ranking"]["map"], abs=0.1)
     assert "top-1" in first
     assert "top-1" not in second, "only the first process speaks"
-
-
-def test_commands_do_not_overwrite_the_results_of_others(weights, capsys):
-    argv, banks = ["knn", "synthetic:40:16", str(weights), "precision=no", "k=[5]"], {}
-    for more in ([], ["train=synthetic:60:16"], [], ["size=32"]):
-        assert main([*argv, *more]) == 0
-        path = capsys.readouterr().out.splitlines()[-1]
-        banks[path] = json.loads(Path(path).read_text())["bank"]
-    assert sorted(banks.values()) == [39, 39, 60]
-    assert {str(path) for path in weights.parent.glob("*.json")} == banks.keys()
 
 
 def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):
