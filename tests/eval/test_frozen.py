@@ -64,6 +64,14 @@ def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
     assert indices.tolist() == list(range(50))
 
 
+def test_small_images_that_are_enlarged_are_said(tmp_path, caplog):
+    source = SyntheticSource(length=9, size=16)
+    store_in(tmp_path, source, transform=replace(TRANSFORM, size=(32, 32)))
+    assert "enlarged" not in caplog.text
+    store_in(tmp_path, source, transform=replace(TRANSFORM, size=(36, 36)))
+    assert "images of about 16 pixels are enlarged to 36" in caplog.text
+
+
 def test_chosen_images_come_in_the_order_asked_for(tmp_path):
     source = SyntheticSource(length=50)
     chosen, indices = store_in(tmp_path, source, indices=[40, 3, 17])
