@@ -21,7 +21,7 @@ from dino_vit.config.loading import load
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.runtime import DTYPES, choose_precision
 from dino_vit.data.sources.open import Source, open_source
-from dino_vit.eval.features import Features, extract_features, pixel_features
+from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
@@ -46,14 +46,12 @@ def judge(config: PretrainConfig, train: Source, test: Source) -> list[Row]:
 
     def features(model: Backbone) -> list[Features]:
         return [
-            extract_features(
-                model.to(device),
-                source,
-                places,
+            FrozenBackbone(
+                model=model.to(device),
                 transform=transform,
                 batch_size=256,
                 autocast=None if precision == "no" else DTYPES[precision],
-            )
+            ).extract(source, places)
             for source, places in sets
         ]
 

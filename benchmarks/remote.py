@@ -32,7 +32,7 @@ from dino_vit.data.shards import LocalCopies, Prefetch, ShardedSource
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.backbone import Backbone
 from dino_vit.reports.record import read_run
 from dino_vit.training.loop import pretrain
@@ -271,7 +271,9 @@ def judge(backbone: Backbone, run: Path, textures: Source) -> float:
     for part in parts:
         places = list(part)
         features.append(
-            extract_features(backbone, textures, places, transform=transform, batch_size=256).values
+            FrozenBackbone(model=backbone, transform=transform, batch_size=256)
+            .extract(textures, places)
+            .values
         )
         targets.append(labels(textures, torch.tensor(places)))
     return knn(features[0], targets[0], features[1], targets[1])

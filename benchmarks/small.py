@@ -39,7 +39,7 @@ from dino_vit.core.storage import write_bytes
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.data.sources.source import Subset
 from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
-from dino_vit.eval.features import extract_features, pixel_features
+from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.linear import count_correct, sweep
 from dino_vit.eval.online import rankme
@@ -237,7 +237,9 @@ def judge(output: Path, name: str, folders: dict[str, Path]) -> dict[str, dict[s
 
     def features(model: Backbone) -> list[Tensor]:
         return [
-            extract_features(model, source, places, transform=transform, batch_size=256, spec=spec).values
+            FrozenBackbone(model=model, transform=transform, batch_size=256)
+            .extract(source, places, spec=spec)
+            .values
             for source, places in sets
         ]
 

@@ -24,7 +24,7 @@ import torch
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
 from benchmarks.small import Job, judge, measured_steps, of_set, train
-from dino_vit.commands.maps.dense import (
+from dino_vit.commands.dense import (
     PixelClassifier,
     count_pixels,
     mean_iou,

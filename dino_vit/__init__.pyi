@@ -5,18 +5,16 @@ import os
 import pathlib
 from typing import Literal, TypedDict
 
+from dino_vit.commands import Facts, Written
+from dino_vit.commands.attention import AttentionMaps
 from dino_vit.commands.classification import Classification
 from dino_vit.commands.compare import ComparisonResult
 from dino_vit.commands.demo import DemoResult
+from dino_vit.commands.dense import DenseResult
 from dino_vit.commands.embeddings.duplicates import DuplicatesResult
 from dino_vit.commands.embeddings.embed import ImageEmbeddings
 from dino_vit.commands.embeddings.search import SearchResult
-from dino_vit.commands.inspect_data import SourceFacts
-from dino_vit.commands.maps.attention import AttentionMaps
-from dino_vit.commands.maps.dense import DenseResult
 from dino_vit.commands.pack import PackResult
-from dino_vit.commands.report import ReportFile
-from dino_vit.commands.weights import ExportResult, WeightsFacts
 from dino_vit.config.commands import (
     AttentionConfig,
     CompareConfig,
@@ -252,7 +250,7 @@ def inspect_data(
     as_json: bool = False,
     config: str | os.PathLike[str] | InspectConfig | None = None,
     verbose: bool = True,
-) -> SourceFacts:
+) -> Facts:
     """Inspect the images of a source before training on them.
 
     Inspect the images, and draw the views.
@@ -439,7 +437,7 @@ def report(
     images: int = 500,
     config: str | os.PathLike[str] | ReportConfig | None = None,
     verbose: bool = True,
-) -> ReportFile | None:
+) -> Written | None:
     """Write one HTML file about a run.
 
     Write the page and return its file; only rank 0 does.
@@ -468,7 +466,6 @@ def knn(
     train_labels: str | os.PathLike[str] | None = None,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (10, 20, 100, 200),
-    temperature: float = 0.07,
     shots: int | collections.abc.Sequence[int] = (),
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
@@ -494,7 +491,6 @@ def knn(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       k=[10, 20, 100, 200]                numbers of neighbours
-      temperature=0.07                    a neighbour's vote is exp(cosine / temperature)
       shots=[]                            also classify by so few images per class, such as 1 and 5
       output=null                         JSON file; null: in eval/ of the run, in Python none
     """
@@ -557,14 +553,13 @@ def linear(
 
 def finetune(
     source: str | os.PathLike[str] | object = ...,
-    weights: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] = ...,
     *,
     labels: str | os.PathLike[str] | None = None,
     train: str | os.PathLike[str] | object = None,
     train_labels: str | os.PathLike[str] | None = None,
     seed: int = 0,
     network: Literal["teacher", "student"] = "teacher",
-    arch: Literal["vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"] | None = None,
     size: int | collections.abc.Sequence[int] | None = None,
     output: str | os.PathLike[str] = "runs/finetune",
     batch_size: int = 64,
@@ -594,10 +589,9 @@ def finetune(
       train=null                          images to train on; null: split train, or all of source but a fifth
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
-      weights=null                        run folder or weights file to start from
+      weights=...                         run folder or weights file to start from
       network=teacher                     network of a checkpoint to start from [teacher|student]
-      arch=null                           size of a randomly initialised network, if there are no weights [vit_tiny|vit_small|vit_base|vit_large|vit_huge]
-      size=null                           pixels: side, or [height, width]; null: that of the weights, or 224
+      size=null                           pixels: side, or [height, width]; null: that of the weights
       output=runs/finetune                folder of the run; an unfinished run resumes
       batch_size=64                       images per process and step
       workers=null                        DataLoader workers; null: by the cores
@@ -678,13 +672,13 @@ def compare(
     | collections.abc.Sequence[Literal["knn", "linear", "dense"]] = (),
     untrained: bool = False,
     masks: str | os.PathLike[str] | None = None,
-    output: str | os.PathLike[str] = "comparison",
+    output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | CompareConfig | None = None,
     verbose: bool = True,
 ) -> ComparisonResult:
     """Compare backbones on the same images.
 
-    Measure all backbones, compare them by pairs of images, and write a page and JSON.
+    Measure all backbones and compare them by pairs of images; with an output, write a page and JSON.
 
     The settings and their defaults:
 
@@ -704,14 +698,14 @@ def compare(
       measures=[]                         what to measure; empty: what labels and masks allow
       untrained=false                     also measure an untrained network of the architecture of the first
       masks=null                          folder of PNG masks named as the images; null: masks/ beside them
-      output=comparison                   folder for the page, the JSON and the results of each evaluator
+      output=null                         folder for a page, JSON and the results of each evaluator; null: comparison, in Python none
     """
 
 def attention(
     source: str | os.PathLike[str] | object = ...,
     weights: str | os.PathLike[str] = ...,
     *,
-    output: str | os.PathLike[str] = "attention",
+    output: str | os.PathLike[str] | None = None,
     network: Literal["teacher", "student"] = "teacher",
     count: int | None = 12,
     size: int | None = None,
@@ -722,13 +716,13 @@ def attention(
 ) -> AttentionMaps | None:
     """Draw the self-attention maps of images.
 
-    Write pictures and maps of every image, or an overlay of a video; only rank 0 does.
+    Draw every image and its maps, or an overlay of a video; only rank 0 does.
 
     The settings and their defaults:
 
       source=...                          image, video, folder, glob or any other source of images
       weights=...                         run folder or weights file
-      output=attention                    folder for pictures and maps
+      output=null                         folder for pictures and maps; null: attention, in Python none
       network=teacher                     of a checkpoint [teacher|student]
       count=12                            number of images, from all over the source; null: all
       size=null                           pixels to resize the shorter side to; null: no resizing
@@ -805,20 +799,20 @@ def duplicates(
     *,
     threshold: float = 0.95,
     pairs: int = 10000,
-    output: str | os.PathLike[str] = "duplicates.json",
+    output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | DuplicatesConfig | None = None,
     verbose: bool = True,
 ) -> DuplicatesResult:
     """List images that are nearly the same, those with two labels or in two splits first.
 
-    Write pairs and groups of near-duplicates, and sheets of the closest pairs.
+    Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs.
 
     The settings and their defaults:
 
       embeddings=...                      file that `dino-vit embed` wrote
       threshold=0.95                      minimum cosine of a pair
       pairs=10000                         closest pairs to list; groups are formed by all pairs
-      output=duplicates.json              JSON file to write; sheets of pairs go beside it as PNG
+      output=null                         JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, in Python none
     """
 
 def inspect_weights(
@@ -832,7 +826,7 @@ def inspect_weights(
     as_json: bool = False,
     config: str | os.PathLike[str] | InspectWeightsConfig | None = None,
     verbose: bool = True,
-) -> WeightsFacts:
+) -> Facts:
     """Show the format, architecture, normalisation, network and step of a weights file or folder.
 
     Return the facts about a backbone; as text, two columns or JSON.
@@ -863,10 +857,10 @@ def export(
     license: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | ExportConfig | None = None,
     verbose: bool = True,
-) -> ExportResult:
+) -> Written:
     """Write a backbone in the format of another library, and check that its features agree.
 
-    Write a backbone for another library.
+    Write a backbone for another library; as text, the lines that use it.
 
     The settings and their defaults:
 

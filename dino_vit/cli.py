@@ -91,7 +91,7 @@ def _with_output(config: Settings) -> Settings:
     from dino_vit.eval.results import default_output  # imports torch
 
     has_none = config.writes and values(config)["output"] is None
-    return replace(config, {"output": default_output(config)}) if has_none else config
+    return replace(config, {"output": str(default_output(config))}) if has_none else config
 
 
 def _print(result: Result | None) -> None:

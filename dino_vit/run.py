@@ -2,7 +2,6 @@
 
 from html import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from PIL import Image
@@ -88,10 +87,10 @@ class Run:
     def show_attention(self, source: object = None, *, count: int = 6, **settings: Any) -> Image.Image:
         """Draw the attention maps of some images on a sheet; settings are those of `attention`."""
         images = source or self.config.data.source
-        with TemporaryDirectory() as folder:
-            dino_vit.attention(images, self, output=folder, count=count, verbose=False, **settings)
-            with Image.open(Path(folder, "sheet-1.png")) as sheet:
-                return sheet.copy()
+        drawn = dino_vit.attention(images, self, output=None, count=count, verbose=False, **settings)
+        sheet = drawn.sheets[0] if drawn else None
+        assert isinstance(sheet, Image.Image), "rank 0 draws in memory"
+        return sheet
 
     def backbone(self, network: Literal["teacher", "student"] = "teacher") -> LoadedBackbone:
         """Load a network of the newest checkpoint; `load_backbone` takes any of `checkpoints`."""

@@ -38,7 +38,7 @@ from dino_vit.core.text import progress
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.features import eval_mode
-from dino_vit.eval.results import results_path, write_results
+from dino_vit.eval.results import default_output, write_results
 from dino_vit.models.backbone import Backbone
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -162,7 +162,7 @@ def run(config: CopydaysConfig) -> CopydaysResult:
     model = load_backbone(config.weights).to(start_processes().device)
     if not model.has_patches:
         raise ValueError(f"{config.weights} has no patches: its features are made after pooling")
-    path = Path(config.output or results_path(config))
+    path = Path(config.output or default_output(config))
     whiten: Callable[[Tensor], Tensor] = F.normalize
     with eval_mode(model):
         originals, bank = describe(config, model, config.originals, "features of the originals")

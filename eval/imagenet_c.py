@@ -41,7 +41,7 @@ from dino_vit.eval.labelled import (
     open_subset,
 )
 from dino_vit.eval.linear import count_correct, grid_steps, top_classes, train_heads
-from dino_vit.eval.results import results_path, write_results
+from dino_vit.eval.results import default_output, write_results
 
 # Mean error of AlexNet over the severities, as published.
 ALEXNET = {
@@ -133,7 +133,7 @@ def run(config: ImageNetCConfig) -> ImageNetCResult:
     if not folders:
         raise ValueError(f"{config.source} has no folders KIND/SEVERITY/CLASS, as ImageNet-C has")
     frozen = frozen_backbone(config)
-    path = Path(config.output or results_path(config))
+    path = Path(config.output or default_output(config))
     train = open_subset(config.train, None)
     features = labelled_features(frozen, train, title="features of the training images")
     classify = make_classifier(config, features, len(train.classes), frozen.device)

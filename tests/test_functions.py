@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,7 +182,13 @@ def test_features_are_arrays_with_names(run, photos, tmp_path, monkeypatch):
     assert near.nearest[0][0].name == found.names[3]
     assert near.nearest[0][0].cosine == pytest.approx(1, abs=1e-3)
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"], "features in the cache only"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert dino_vit.compare(photos, run, untrained=True, cache=tmp_path, verbose=False).page is None
     same = dino_vit.duplicates(found, threshold=0.999999, verbose=False)
+    assert same.path is same.pairs.sheet is None
+    dino_vit.attention(photos, run, count=1, verbose=False)
+    assert not list(Path().iterdir()), "nothing is written unless output says so"
     assert same.pairs.total >= len(same.pairs.closest)
     assert all(pair.cosine >= 0.99999 for pair in same.pairs.closest)
 
@@ -190,6 +197,11 @@ def test_files_are_returned_by_their_paths(run, photos, tmp_path):
     maps = dino_vit.attention(photos, weights=run.folder, output=tmp_path / "maps", count=3, verbose=False)
     assert [np.load(path).shape for path in maps.maps.values()] == [(2, 4, 4)] * 3
     assert all(path.exists() for path in maps.sheets)
+    same = dino_vit.attention(photos, run.folder, count=3, verbose=False)
+    for name, values in same.maps.items():
+        assert np.array_equal(values, np.load(maps.maps[name]))
+    with Image.open(maps.sheets[0]) as sheet:
+        assert np.array_equal(np.asarray(sheet), np.asarray(same.sheets[0]))
     packed = dino_vit.pack(photos, tmp_path / "packed", verbose=False)
     assert packed.images == 24
     assert dino_vit.inspect_data(tmp_path / "packed", verbose=False).facts["images"] == 24

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -21,16 +22,31 @@ class Result:
         return None if "printed" in vars(self) else f"<pre>{escape(self.text)}</pre>"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts(Result):
+    """What a source or a backbone is, by the names that as_json prints."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Result):
+    """The file or folder that was written."""
+
+    path: Path
+
+
 class Command(NamedTuple):
     """A command: its settings and the function that takes them."""
 
-    config: str  # module:class
+    config: str  # class of `config/commands.py`, or module:class of `config/`
     function: str  # module:function
 
     @property
     def config_class(self) -> Any:
         """The settings, which are imported now, without torch."""
-        return resolve_name(f"dino_vit.{self.config}")
+        module, _, name = self.config.rpartition(":")
+        return resolve_name(f"dino_vit.config.{module or 'commands'}:{name}")
 
     @property
     def help(self) -> str:
@@ -46,22 +62,22 @@ class Command(NamedTuple):
 
 # Each is `dino-vit NAME` and, with underscores, a function of `dino_vit`.
 COMMANDS = {
-    "demo": Command("config.commands:DemoConfig", "commands.demo:run"),
-    "inspect-data": Command("config.commands:InspectConfig", "commands.inspect_data:run"),
-    "pack": Command("config.commands:PackConfig", "commands.pack:run"),
-    "pretrain": Command("config.pretrain:PretrainConfig", "training.loop:pretrain"),
-    "report": Command("config.commands:ReportConfig", "commands.report:run"),
-    "knn": Command("config.commands:KnnConfig", "commands.classification.knn:run"),
-    "linear": Command("config.commands:LinearConfig", "commands.classification.linear:run"),
-    "finetune": Command("config.commands:FinetuneConfig", "commands.classification.finetune:run"),
-    "dense": Command("config.commands:DenseConfig", "commands.maps.dense:run"),
-    "compare": Command("config.commands:CompareConfig", "commands.compare:run"),
-    "attention": Command("config.commands:AttentionConfig", "commands.maps.attention:run"),
-    "embed": Command("config.commands:EmbedConfig", "commands.embeddings.embed:run"),
-    "search": Command("config.commands:SearchConfig", "commands.embeddings.search:run"),
-    "duplicates": Command("config.commands:DuplicatesConfig", "commands.embeddings.duplicates:run"),
-    "inspect-weights": Command("config.commands:InspectWeightsConfig", "commands.weights:inspect"),
-    "export": Command("config.commands:ExportConfig", "commands.weights:export"),
+    "demo": Command("DemoConfig", "commands.demo:run"),
+    "inspect-data": Command("InspectConfig", "commands.inspect_data:run"),
+    "pack": Command("PackConfig", "commands.pack:run"),
+    "pretrain": Command("pretrain:PretrainConfig", "training.loop:pretrain"),
+    "report": Command("ReportConfig", "commands.report:run"),
+    "knn": Command("KnnConfig", "commands.classification.knn:run"),
+    "linear": Command("LinearConfig", "commands.classification.linear:run"),
+    "finetune": Command("FinetuneConfig", "commands.classification.finetune:run"),
+    "dense": Command("DenseConfig", "commands.dense:run"),
+    "compare": Command("CompareConfig", "commands.compare:run"),
+    "attention": Command("AttentionConfig", "commands.attention:run"),
+    "embed": Command("EmbedConfig", "commands.embeddings.embed:run"),
+    "search": Command("SearchConfig", "commands.embeddings.search:run"),
+    "duplicates": Command("DuplicatesConfig", "commands.embeddings.duplicates:run"),
+    "inspect-weights": Command("InspectWeightsConfig", "commands.weights:inspect"),
+    "export": Command("ExportConfig", "commands.weights:export"),
 }
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from dino_vit.commands import Result, format_table
+from dino_vit.commands import Result, dense, format_table
 from dino_vit.commands.classification import knn, linear
-from dino_vit.commands.maps import dense
 from dino_vit.config.commands import (
     CachedConfig,
     CompareConfig,
@@ -25,18 +24,11 @@ from dino_vit.config.settings import Settings
 from dino_vit.core import log
 from dino_vit.core.distributed import is_main_process, wait_for_all
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.core.storage import write_bytes
+from dino_vit.core.storage import digest, write_bytes
+from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.masks import open_masks
-from dino_vit.data.sources.open import open_source
-from dino_vit.eval.accuracy import (
-    Interval,
-    Measured,
-    Pair,
-    compare_pairs,
-    measured_share,
-    standings,
-    verdict,
-)
+from dino_vit.data.sources.open import Source, open_source
+from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
@@ -46,11 +38,7 @@ from dino_vit.weights import load_backbone, save_backbone
 from dino_vit.weights.hub import is_name
 
 OF_LABELS: tuple[Evaluator, ...] = ("knn", "linear")
-CONFIGS: dict[Evaluator, type[Settings]] = {
-    "knn": KnnConfig,
-    "linear": LinearConfig,
-    "dense": DenseConfig,
-}
+CONFIGS: dict[Evaluator, type[Settings]] = {"knn": KnnConfig, "linear": LinearConfig, "dense": DenseConfig}
 NEIGHBOURS = 20
 RANK_IMAGES = 5000
 UNTRAINED = "untrained"
@@ -64,25 +52,25 @@ class ComparisonResult(Result):
     ranks: dict[str, float]  # effective, by name
     pairs: list[Pair]
     verdict: str
-    page: Path
-    path: Path  # of the JSON file
+    page: Path | None
+    path: Path | None  # of the JSON file
 
 
 def run(config: CompareConfig) -> ComparisonResult:
-    """Measure all backbones, compare them by pairs of images, and write a page and JSON."""
-    folder = Path(config.output)
+    """Measure all backbones and compare them by pairs of images; with an output, write a page and JSON."""
+    folder = None if config.output is None else Path(config.output)
     paths = dict(zip(names_of(config.weights), config.weights, strict=True))
-    evaluators = _choose_evaluators(config)
+    comparison = Comparison(source=open_source(config.source, config.labels))
+    evaluators = _choose_evaluators(config, comparison.source)
     for weights in config.weights:  # what cannot be loaded is said before anything is measured
         load_backbone(weights, network=config.network, verbose=False)
     if config.untrained:
-        paths[UNTRAINED] = str(_write_untrained(config, folder / f"{UNTRAINED}.safetensors"))
-    comparison = Comparison(source=open_source(config.source, config.labels))
+        paths[UNTRAINED] = str(_write_untrained(config))
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
         _describe(config, weights, comparison, name)
         for evaluator in evaluators:
-            path = folder / f"{number}-{evaluator}.json"
+            path = folder and folder / f"{number}-{evaluator}.json"
             try:
                 measured = _evaluate(evaluator, config, weights, path, comparison, name)
             except ValueError as error:
@@ -97,7 +85,8 @@ def run(config: CompareConfig) -> ComparisonResult:
         title: {name: figure.interval for name, figure in by_name.items()}
         for title, by_name in comparison.measured.items()
     }
-    answer, path, page = verdict(best), folder / "comparison.json", folder / "comparison.html"
+    answer = verdict(best)
+    text = f"{_table(comparison, best)}\n\n{answer}"
     results = {
         "settings": config.model_dump(mode="json"),
         "weights": paths,
@@ -107,10 +96,13 @@ def run(config: CompareConfig) -> ComparisonResult:
         "best": {title: {"best": first, "tied": tied} for title, (first, *tied) in best.items()},
         "verdict": answer,
     }
-    write_results(path, results)
-    if is_main_process():
-        write_bytes(page, render(comparison, pairs, best, config.source).encode())
-    text = f"{_table(comparison, best)}\n\n{answer}\n\n{page}: open it in any browser\n{path}"
+    page = path = None
+    if folder:
+        page, path = folder / "comparison.html", folder / "comparison.json"
+        write_results(path, results)
+        if is_main_process():
+            write_bytes(page, render(comparison, pairs, best, config.source).encode())
+        text += f"\n\n{page}: open it in any browser\n{path}"
     return ComparisonResult(
         figures=figures, ranks=comparison.ranks, pairs=pairs, verdict=answer, page=page, path=path, text=text
     )
@@ -125,9 +117,8 @@ def names_of(weights: Sequence[str]) -> list[str]:
     return names if len({*names, UNTRAINED}) > len(names) else list(weights)
 
 
-def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
+def _choose_evaluators(config: CompareConfig, source: Source) -> list[Evaluator]:
     """Return what is to be measured, or raise if labels and masks do not allow it."""
-    source = open_source(config.source, config.labels)
     reasons: dict[Evaluator, str] = {}
     labels = {source.label(index) for index in range(len(source))} - {None}
     if len(labels) < 2:
@@ -145,16 +136,19 @@ def _choose_evaluators(config: CompareConfig) -> list[Evaluator]:
     return list(config.measures) or possible
 
 
-def _write_untrained(config: CompareConfig, path: Path) -> Path:
+def _write_untrained(config: CompareConfig) -> Path:
     """Write a backbone of the architecture of the first weights, its parameters drawn from the seed."""
     model = load_backbone(config.weights[0], network=config.network)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
+        untrained = type(model)(**model.architecture)
+    origin = model.provenance
+    assert origin is not None, "load_backbone sets the provenance"
+    stored: dict[str, Any] = {name: getattr(origin, name) for name in ("mean", "std", "bits", "range")}
+    mark = digest(untrained.state_dict(), {"stored": str(stored)})[:12]
+    path = Path(config.cache or cache_folder()) / f"{UNTRAINED}-{mark}.safetensors"
     if is_main_process():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-            untrained = type(model)(**model.architecture)
-        origin = model.provenance
-        assert origin is not None, "load_backbone sets the provenance"
-        save_backbone(untrained, path, mean=origin.mean, std=origin.std, bits=origin.bits, range=origin.range)
+        save_backbone(untrained, path, **stored)
     wait_for_all()
     return path
 
@@ -171,15 +165,20 @@ def _describe(config: CompareConfig, weights: str, comparison: Comparison, name:
     folder = Path(weights).parents[1] if Path(weights).parent.name == "checkpoints" else Path(weights)
     with suppress(ValueError):  # not of a run
         comparison.runs.setdefault(name.partition(" (step ")[0], read_run(folder))
-    if is_main_process():
+    if config.output and is_main_process():
         draw_maps(comparison, frozen, name)
 
 
 def _evaluate(
-    evaluator: Evaluator, config: CompareConfig, weights: str, path: Path, comparison: Comparison, name: str
+    evaluator: Evaluator,
+    config: CompareConfig,
+    weights: str,
+    path: Path | None,
+    comparison: Comparison,
+    name: str,
 ) -> list[Measured]:
     """Run one evaluator on one backbone."""
-    values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": str(path)}
+    values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": path}
     if evaluator == "dense":
         return dense.run(DenseConfig(**values)).measured
     if evaluator == "knn":
@@ -187,7 +186,8 @@ def _evaluate(
     else:
         result, title = linear.run(LinearConfig(**values, select="train")), "linear top-1"
     comparison.predictions.setdefault(name, result.predictions)
-    return [measured_share(title, result.predictions.images, torch.from_numpy(result.predictions.right))]
+    right = torch.from_numpy(result.predictions.right)
+    return [measured_share(title, result.predictions.images, right)]
 
 
 def _shared(config: CompareConfig, cls: type[Settings]) -> dict[str, Any]:

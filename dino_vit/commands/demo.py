@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dino_vit.commands import Result, report
-from dino_vit.commands.maps import attention
+from dino_vit.commands import Result, attention, report
 from dino_vit.config.commands import AttentionConfig, DemoConfig, ReportConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig

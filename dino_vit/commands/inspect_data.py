@@ -3,19 +3,19 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import Tensor
 
-from dino_vit.commands import Result
+from dino_vit.commands import Facts
 from dino_vit.config.auto import auto_choices
 from dino_vit.config.commands import InspectConfig
 from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
@@ -23,21 +23,14 @@ from dino_vit.data.labels import splits_of
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, spread
 from dino_vit.data.statistics import ImageInfo, ImageSummary, channel_statistics, inspect_images
-from dino_vit.eval.maps.pictures import as_picture, write_sheet
+from dino_vit.eval.maps.pictures import as_picture, draw_sheet
 from dino_vit.views.build import advice_on_size, build_pixels, make_views
 
 LISTED = 10  # names, classes or groups in a text
 ROWS = 8  # images on the sheet
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFacts(Result):
-    """What is in a source, by the names that as_json prints."""
-
-    facts: dict[str, Any]
-
-
-def run(config: InspectConfig) -> SourceFacts:
+def run(config: InspectConfig) -> Facts:
     """Inspect the images, and draw the views."""
     source, name = open_source(config.source, config.labels), printable(config.source)
     indices = spread(len(source), config.count or len(source))
@@ -49,7 +42,7 @@ def run(config: InspectConfig) -> SourceFacts:
         draw_views(Path(config.sheet), source, summary, training)
         log.info("%s: the views that training would use", config.sheet)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
-    return SourceFacts(facts=facts, text=text)
+    return Facts(facts=facts, text=text)
 
 
 def training_config(file: str | None, source: Source, summary: ImageSummary) -> PretrainConfig:
@@ -167,4 +160,5 @@ def draw_views(sheet: Path, source: Source, summary: ImageSummary, training: Pre
     ]
     titles = ["image", *(f"global {n + 1}" for n in range(training.views.global_count))]
     titles += [f"local {n + 1}" for n in range(training.views.local_count)]
-    write_sheet(panels, sheet, names=[source.name(index) for index in originals], titles=titles)
+    names = [source.name(index) for index in originals]
+    write_bytes(sheet, draw_sheet(panels, names=names, titles=titles))

@@ -43,12 +43,8 @@ from dino_vit.views.eval_transform import resize
 
 _BLOCK = 256  # items that are read at a time
 _QUALITY = 95
-_SUFFIXES = {
-    "JPEG": ".jpg",
-    "JPEG 2000": ".jp2",
-    "TIFF": ".tiff",
-    "unknown": ".img",
-}  # of others, the format in lower case
+# Of other formats it is their name in lower case.
+_SUFFIXES = {"JPEG": ".jpg", "JPEG 2000": ".jp2", "TIFF": ".tiff", "unknown": ".img"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +86,12 @@ def run(config: PackConfig) -> PackResult:
         log.warning("unreadable images left out: %d, such as\n  %s", len(packed.unreadable), examples)
     shards = [output / shard.name for shard in packed.shards]
     file_bytes = sum(shard.stat().st_size for shard in shards)
-    images = (
-        f"{plural(packed.images, 'image')} in {plural(len(shards), 'shard')}, {file_bytes / 2**20:,.1f} MiB"
-    )
-    lines = [f"{output}: {images}", f"verify a copy with: cd {output} && sha256sum --check {SUMS}"]
+    counts = f"{plural(packed.images, 'image')} in {plural(len(shards), 'shard')}"
+    lines = [f"{output}: {counts}, {file_bytes / 2**20:,.1f} MiB"]
     if config.size:
-        lines.insert(
-            1, f"{packed.reduced:,} reduced to a shorter side of {config.size} pixels, the others unchanged"
-        )
+        shorter = f"a shorter side of {config.size} pixels"
+        lines.append(f"{packed.reduced:,} reduced to {shorter}, the others unchanged")
+    lines.append(f"verify a copy with: cd {output} && sha256sum --check {SUMS}")
     return replace(packed, shards=shards, text="\n".join(lines))
 
 

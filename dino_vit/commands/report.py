@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from dino_vit.commands import Result
+from dino_vit.commands import Written
 from dino_vit.config.commands import BackboneConfig, ReportConfig
 from dino_vit.core import log
 from dino_vit.core.checkpoint import Checkpoints
@@ -19,25 +18,11 @@ from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import random_indices
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import render
-from dino_vit.reports.pictures import (
-    Pictures,
-    attention_rows,
-    build_map,
-    to_json,
-    view_rows,
-    write_embedding,
-)
+from dino_vit.reports.pictures import Pictures, attention_rows, build_map, to_json, view_rows, write_embedding
 from dino_vit.reports.record import RunRecord, read_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportFile(Result):
-    """The page that was written."""
-
-    path: Path
-
-
-def run(config: ReportConfig) -> ReportFile | None:
+def run(config: ReportConfig) -> Written | None:
     """Write the page and return its file; only rank 0 does."""
     if not start_processes().is_main_process:
         return None
@@ -45,7 +30,7 @@ def run(config: ReportConfig) -> ReportFile | None:
     output = Path(config.output or record.folder / "report.html")
     html = render(record, draw(record, config)).encode()
     write_bytes(output, html)
-    return ReportFile(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
+    return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 
 
 def draw(record: RunRecord, config: ReportConfig) -> Pictures:
@@ -66,21 +51,22 @@ def _draw_network(pictures: Pictures, record: RunRecord, source: Source, count: 
     if checkpoint is None:
         pictures.notes.append("The run has not written a checkpoint yet.")
         return
-    teacher = frozen_backbone(BackboneConfig(source=record.config.data.images, weights=str(checkpoint.path)))
+    images, weights = record.config.data.images, str(checkpoint.path)
+    teacher = frozen_backbone(BackboneConfig(source=images, weights=weights, precision="no"))
     indices = random_indices(source, record.config.seed)[:count]
-    images = build_map(teacher, source, indices)
+    of_images = build_map(teacher, source, indices)
     if isinstance(teacher.model, VisionTransformer):
-        pictures.attention = attention_rows(teacher, source, images)
-    pictures.map = to_json(images)
+        pictures.attention = attention_rows(teacher, source, of_images)
+    pictures.map = to_json(of_images)
     pictures.notes.append(f"Map and attention: teacher at step {checkpoint.step:,}.")
-    if unreadable := len(indices) - len(images.indices):
+    if unreadable := len(indices) - len(of_images.indices):
         pictures.notes.append(f"Unreadable images, left out of the map: {unreadable}.")
     if checkpoint.metadata.get("source") != source.fingerprint:
         pictures.notes.append("The images differ from those that the run started with.")
     if not find_spec("sklearn"):
         pictures.notes.append("The map is a PCA; for a t-SNE run `pip install scikit-learn`.")
     if "tensorboard" in record.config.run.trackers:
-        write_embedding(images, record.folder / "logs" / "embedding", checkpoint.step)
+        write_embedding(of_images, record.folder / "logs" / "embedding", checkpoint.step)
 
 
 @contextmanager

@@ -2,11 +2,10 @@
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_vit.commands import Result
+from dino_vit.commands import Facts, Written
 from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, WeightsConfig
 from dino_vit.core import height_width
 from dino_vit.models.backbone import Backbone
@@ -27,30 +26,16 @@ def _load(config: WeightsConfig) -> LoadedBackbone:
     return load_backbone(config.source, network=config.network, format=config.source_format, **overrides)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsFacts(Result):
-    """What a backbone is."""
-
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportResult(Result):
-    """The file or folder that was written; as text, the lines that use it."""
-
-    path: Path
-
-
-def inspect(config: InspectWeightsConfig) -> WeightsFacts:
+def inspect(config: InspectWeightsConfig) -> Facts:
     """Return the facts about a backbone; as text, two columns or JSON."""
     is_graph = not is_name(config.source) and Path(config.source).suffix == ".onnx"
     facts = describe_graph(Path(config.source)) if is_graph else describe(_load(config))
     lines = [f"{name.replace('_', ' '):<14}  {show(name, facts[name])}" for name in facts if name != "config"]
-    return WeightsFacts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
+    return Facts(facts=facts, text=json.dumps(facts, indent=2) if config.as_json else "\n".join(lines))
 
 
-def export(config: ExportConfig) -> ExportResult:
-    """Write a backbone for another library."""
+def export(config: ExportConfig) -> Written:
+    """Write a backbone for another library; as text, the lines that use it."""
     model, path, card = _load(config), Path(config.out), None
     for_hub = config.format == "huggingface"
     if for_hub:
@@ -62,7 +47,7 @@ def export(config: ExportConfig) -> ExportResult:
         text += f"\n# the weights are in {data_of(path)}, which has to lie beside it"
     if for_hub:  # a comment, so that the lines stay Python
         text += f"\n# to share the folder: hf upload OWNER/NAME {shlex.quote(str(path))}"
-    return ExportResult(path=path, text=text)
+    return Written(path=path, text=text)
 
 
 def _evaluation(model: Backbone) -> str:

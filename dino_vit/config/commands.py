@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import Arch, PositiveShare, Share, Side, WeightsFormat
+from dino_vit.config.sections import PositiveShare, Share, Side, WeightsFormat
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -78,7 +78,6 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
-    temperature: Positive = setting(0.07, "a neighbour's vote is exp(cosine / temperature)")
     shots: tuple[Count, ...] = setting((), "also classify by so few images per class, such as 1 and 5")
     output: str | None = RESULTS
 
@@ -129,16 +128,12 @@ class LinearConfig(SupervisedConfig, CachedConfig):
 class FinetuneConfig(SupervisedConfig):
     """Train a whole network with a classifier on labelled images."""
 
-    examples: ClassVar = (
-        "finetune photos/val runs/pretrain train=photos/train",
-        "finetune photos arch=vit_small",
-    )
+    examples: ClassVar = ("finetune photos/val runs/pretrain train=photos/train",)
     resumes: ClassVar = True
     positional: ClassVar = ("source", "weights")
-    weights: str | None = setting(None, "run folder or weights file to start from")
+    weights: str = Field(description="run folder or weights file to start from")
     network: Network = setting("teacher", "network of a checkpoint to start from")
-    arch: Arch | None = setting(None, "size of a randomly initialised network, if there are no weights")
-    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights, or 224")
+    size: Side | None = setting(None, "pixels: side, or [height, width]; null: that of the weights")
     output: str = setting("runs/finetune", "folder of the run; an unfinished run resumes", resumable=True)
     batch_size: Dimension = setting(64, "images per process and step")
     workers: FewOrZero | None = setting(None, "DataLoader workers; null: by the cores", resumable=True)
@@ -155,9 +150,7 @@ class FinetuneConfig(SupervisedConfig):
     precision: Literal["auto", "no", "bf16"] = setting("auto", "auto: bf16 where the hardware has it")
 
     def contradictions(self) -> Iterator[str]:
-        """Yield problems with the start and the length of the run."""
-        if (self.weights is None) == (self.arch is None):
-            yield "give either weights to start from, or arch for a randomly initialised network"
+        """Yield a warm-up that leaves nothing of the run."""
         if "warmup_epochs" in self.model_fields_set and self.warmup_epochs >= self.epochs:
             yield f"warmup_epochs={self.warmup_epochs:g} must be shorter than the run (epochs={self.epochs})"
 
@@ -191,7 +184,10 @@ class CompareConfig(SupervisedConfig, CachedConfig):
     measures: tuple[Evaluator, ...] = setting((), "what to measure; empty: what labels and masks allow")
     untrained: bool = setting(False, "also measure an untrained network of the architecture of the first")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
-    output: str = setting("comparison", "folder for the page, the JSON and the results of each evaluator")
+    output: str | None = setting(
+        None, f"folder for a page, JSON and the results of each evaluator; null: comparison, {OF_PYTHON}"
+    )
+    writes: ClassVar = "comparison"
 
     def contradictions(self) -> Iterator[str]:
         """Yield weights that leave nothing to compare."""
@@ -207,7 +203,8 @@ class AttentionConfig(Settings):
     positional: ClassVar = ("source", "weights")
     source: str = Field(description="image, video, folder, glob or any other source of images")
     weights: str = Field(description="run folder or weights file")
-    output: str = setting("attention", "folder for pictures and maps")
+    output: str | None = setting(None, f"folder for pictures and maps; null: attention, {OF_PYTHON}")
+    writes: ClassVar = "attention"
     network: Network = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
     size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
@@ -249,7 +246,10 @@ class DuplicatesConfig(Settings):
     embeddings: str = Field(description="file that `dino-vit embed` wrote")
     threshold: Annotated[float, Field(gt=-1, le=1)] = setting(0.95, "minimum cosine of a pair")
     pairs: Count = setting(10_000, "closest pairs to list; groups are formed by all pairs")
-    output: str = setting("duplicates.json", "JSON file to write; sheets of pairs go beside it as PNG")
+    output: str | None = setting(
+        None, f"JSON file, with sheets of pairs beside it as PNG; null: duplicates.json, {OF_PYTHON}"
+    )
+    writes: ClassVar = "duplicates.json"
 
 
 class DemoConfig(Settings):

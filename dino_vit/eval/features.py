@@ -104,22 +104,6 @@ class FrozenBackbone:
         return torch.empty(0, *spec.shape(self.model, self.transform.size), device=self.device)
 
 
-def extract_features(
-    model: Backbone,
-    source: Source,
-    indices: Sequence[int],
-    *,
-    transform: EvalTransform,
-    batch_size: int,
-    spec: FeatureSpec = CLS,
-    autocast: torch.dtype | None = None,
-    passes: int = 0,
-) -> Features:
-    """Return the features of images in memory, on the model's device, in the order of the indices."""
-    frozen = FrozenBackbone(model=model, transform=transform, batch_size=batch_size, autocast=autocast)
-    return frozen.extract(source, indices, spec, passes)
-
-
 def pixel_features(source: Source, indices: Sequence[int], *, transform: EvalTransform) -> Features:
     """Return the flattened normalised pixels of images: a baseline for any features."""
     normalise = transform.normaliser(torch.device("cpu"))

@@ -28,10 +28,11 @@ from dino_vit.core.storage import StorageError, digest, read_tensors, write_tens
 from dino_vit.core.text import progress
 from dino_vit.data.images.decode import UnreadableImage
 from dino_vit.data.sources.index import cache_folder
-from dino_vit.data.sources.source import Source, stamp_of
+from dino_vit.data.sources.source import Source, spread, stamp_of
+from dino_vit.data.statistics import inspect_images
 from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_batches
 from dino_vit.models.tokens import CLS, FeatureSpec
-from dino_vit.views.eval_transform import eval_transform_of
+from dino_vit.views.eval_transform import FAR, eval_transform_of
 from dino_vit.weights import load_backbone
 
 _VERSION = 5  # of the files, and of how images are prepared
@@ -161,5 +162,11 @@ def _compute(
         first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
         raise ValueError(f"none of {len(indices):,} images can be read{first}")
     if is_main_process():
+        sample = inspect_images(source, [kept[place] for place in spread(len(kept), 5)])
+        if FAR * sample.image_size < min(frozen.transform.size):
+            sides = sample.image_size, min(frozen.transform.size)
+            log.warning(
+                "images of about %d pixels are enlarged to %d: they lack details of that size", *sides
+            )
         write_tensors(path, {"values": values[: len(kept)], "indices": torch.tensor(kept)}, description)
     wait_for_all()

@@ -16,7 +16,7 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.data.labels import choose_splits
 from dino_vit.data.sources.open import Source
 from dino_vit.eval.accuracy import trivial_baselines
-from dino_vit.eval.features import Features, extract_features, pixel_features
+from dino_vit.eval.features import Features, FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import CLS, FeatureSpec, simple_specs
@@ -197,17 +197,12 @@ class OnlineEvaluation:
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""
-        mine = extract_features(
-            backbone,
-            self.source,
-            rank_slice(self.indices),
-            transform=self.transform,
-            batch_size=self.batch_size,
-            spec=spec,
-            autocast=self.autocast,
-            # As many in every process: for each, all of them gather sharded weights.
-            passes=math.ceil(len(self.indices) / (world_size() * self.batch_size)),
+        frozen = FrozenBackbone(
+            model=backbone, transform=self.transform, batch_size=self.batch_size, autocast=self.autocast
         )
+        # As many in every process: for each, all of them gather sharded weights.
+        passes = math.ceil(len(self.indices) / (world_size() * self.batch_size))
+        mine = frozen.extract(self.source, rank_slice(self.indices), spec, passes)
         if mine.unreadable and not self.warned:
             self.warned = True
             count, first = len(mine.unreadable), mine.unreadable[0]

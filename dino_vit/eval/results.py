@@ -14,6 +14,7 @@ from dino_vit.config.commands import DenseConfig, FinetuneConfig, KnnConfig, Lin
 from dino_vit.config.loading import flat, write_yaml
 from dino_vit.config.settings import Settings, settings_of, values
 from dino_vit.core import log
+from dino_vit.core.checkpoint import Checkpoints
 from dino_vit.core.distributed import is_main_process
 from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import public
@@ -24,15 +25,15 @@ FOLDER = "eval"  # in that of a run
 _OWN_COLUMNS = ("source", "train", "weights")  # in the list
 
 
-def default_output(config: Settings) -> str:
-    """Return what a command line writes where no output is given."""
-    is_result = config.writes.startswith(f"{FOLDER}/")
-    return str(results_path(config)) if is_result else config.writes
+def default_output(config: Settings) -> Path:
+    """Return what a command line writes where no output is given.
 
-
-def results_path(config: Settings) -> Path:
-    """Return the file for the results of a command: the same for the same data and settings only."""
-    name, infos = config.writes.removeprefix(f"{FOLDER}/"), settings_of(type(config))
+    That is a file for results which is the same for the same weights, data and settings only.
+    """
+    folder, _, name = config.writes.rpartition("/")
+    if folder != FOLDER:
+        return Path(config.writes)
+    infos = settings_of(type(config))
     given, facts = values(config), dict[str, object]()
     for key, value in given.items():
         is_file = isinstance(value, str) and infos[key].takes_text and os.path.exists(value)
@@ -45,12 +46,13 @@ def results_path(config: Settings) -> Path:
 
 
 def _beside(weights: str, name: str) -> Path:
-    """Return the file of a name in eval/ of the run of some weights, or beside them."""
+    """Return the file of a name in eval/ of the run of some weights, with their step, or beside them."""
     from dino_vit.weights.hub import is_name  # a run that trains reads no weights
 
     if is_name(weights):
         return Path(f"{weights.replace(':', '-').replace('/', '-')}.{name}")
     path = Path(weights)
+    path = (Checkpoints(path).paths() or [path])[-1]  # of a run the newest, which it is evaluated by
     if path.is_dir():
         return path / FOLDER / name
     if path.parent.name == "checkpoints":

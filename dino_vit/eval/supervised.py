@@ -1,7 +1,8 @@
 """Training on augmented batches of labelled images, epoch by epoch; an unfinished training resumes."""
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -79,16 +80,21 @@ class SupervisedLoader:
                 yield self.augment(views, batch.augment[self.size]), targets
 
 
-class EpochTraining:
+class EpochTraining(ABC):
     """Train a module epoch by epoch; resume after the last epoch in the folder.
 
     `facts` are all that the training depends on, for JSON; a folder with other facts is refused.
     """
 
     def __init__(
-        self, folder: Path, module: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any]
+        self,
+        folder: Path,
+        loader: SupervisedLoader,
+        module: nn.Module,
+        optimizer: Optimizer,
+        facts: Mapping[str, Any],
     ) -> None:
-        self.module, self.optimizer = module, optimizer
+        self.loader, self.module, self.optimizer = loader, module, optimizer
         self.facts = plain(facts)
         self.checkpoints = Checkpoints(folder)
         self.history: list[dict[str, Any]] = []  # the figures of every finished epoch
@@ -108,30 +114,31 @@ class EpochTraining:
                 f"the processes found {folder} at different epochs: all nodes must share one folder"
             )
 
-    def run(
-        self,
-        loader: SupervisedLoader,
-        epochs: int,
-        *,
-        take_step: Callable[[Tensor, Tensor, int], Tensor],
-        evaluate: Callable[[], dict[str, Any]],
-    ) -> None:
-        """Take the remaining steps, each of which returns its loss; evaluate and save after every epoch."""
-        steps, done = loader.steps_per_epoch, len(self.history)
+    @abstractmethod
+    def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
+        """Take one optimiser step; return its loss over all processes, without waiting for the device."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Return the figures after an epoch."""
+
+    def run(self, epochs: int) -> None:
+        """Take the remaining steps; evaluate and save after every epoch."""
+        steps, done = self.loader.steps_per_epoch, len(self.history)
         with (
-            closing(loader.batches(done * steps)) as batches,
+            closing(self.loader.batches(done * steps)) as batches,
             progress("Training, steps", (epochs - done) * steps) as advance,
         ):
             for epoch in range(done, epochs):
-                total = torch.zeros((), device=loader.device)
+                total = torch.zeros((), device=self.loader.device)
                 for step, (images, targets) in enumerate(islice(batches, steps), epoch * steps):
-                    total += take_step(images, targets, step)
+                    total += self.take_step(images, targets, step)
                     advance(1, f"epoch {epoch + 1}")
                 loss = float(total) / steps
                 if not math.isfinite(loss):
                     advice = "lower the learning rate or use precision=no"
                     raise ValueError(f"the loss of epoch {epoch + 1} is not finite: {advice}")
-                self.history.append(plain({"epoch": epoch + 1, "loss": loss, **evaluate()}))
+                self.history.append(plain({"epoch": epoch + 1, "loss": loss, **self.evaluate()}))
                 if is_main_process():
                     tensors = collect({"model": self.module}, self.optimizer)
                     self.checkpoints.save(epoch + 1, tensors, {"facts": self.facts, "history": self.history})

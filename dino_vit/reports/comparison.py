@@ -16,14 +16,7 @@ from dino_vit.eval.maps.attention import patch_tokens, principal_colours
 from dino_vit.eval.maps.pictures import heat, shorten, thumbnail
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.reports.page import charts, fill
-from dino_vit.reports.pictures import (
-    MAX_NAME,
-    Row,
-    attention_of,
-    draw_patches,
-    draw_tile,
-    whole_patches,
-)
+from dino_vit.reports.pictures import MAX_NAME, Row, attention_of, draw_patches, draw_tile, whole_patches
 from dino_vit.reports.record import RunRecord
 
 SHOWN = 4  # images whose features are drawn

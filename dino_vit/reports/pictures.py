@@ -25,10 +25,11 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core.text import printable, progress
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source
-from dino_vit.eval.features import FrozenBackbone, eval_mode, in_batches
+from dino_vit.eval.features import FrozenBackbone, in_batches
 from dino_vit.eval.knn import nearest
 from dino_vit.eval.maps.attention import cls_attention, principal_components, with_attention
 from dino_vit.eval.maps.pictures import as_picture, heat, resize_sides, shorten
+from dino_vit.models.tokens import CLS
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.build import build_pixels, make_views
 from dino_vit.views.eval_transform import resize
@@ -38,10 +39,7 @@ BATCH, NEIGHBOURS = 64, 8
 MAX_NAME = 120  # characters
 ROWS, HEADS = 6, 12  # at most, of views and attention
 TILE_SIDE = 144  # pixels of a picture in a row
-THUMBNAIL_SIDE, PHOTO_SIDE = (
-    64,
-    320,
-)  # pixels of the longer side, at most: on the map, and of a selected image
+THUMBNAIL_SIDE, PHOTO_SIDE = 64, 320  # longer side in pixels: on the map, and of a selected image
 # Of all images: the page stays below 8 MB with 500 of them, which are as large as their sides allow.
 THUMBNAIL_PIXELS, PHOTO_PIXELS = 5_000_000, 500 * PHOTO_SIDE**2
 MIN_ATTENTION_SIDE = 64  # pixels of the shorter side of an image whose attention is drawn
@@ -135,10 +133,31 @@ def draw_patches(colours: Tensor, caption: str) -> Tile:
 
 def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> ImageMap:
     """Compute the map of some images of a source, without those that cannot be read."""
-    kept, outputs = _outputs(teacher, source, indices)
+    side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
+    photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
+    square = replace(teacher.transform, size=(side, side), shorter_side=side)
+    kept, thumbnails, photos, attention = list[int](), list[Tensor](), list[str](), list[str]()
+    values = [teacher.empty(CLS)]
+    with progress("Computing features and attention", len(indices)) as advance:
+        for batch in in_batches(indices, BATCH):
+            prepared = []
+            for index in batch:
+                with suppress(UnreadableImage):
+                    image = read_image(source, index, teacher.transform.pixels)
+                    prepared.append(teacher.transform.resize(image))
+                    kept.append(index)
+                    thumbnails.append(square.resize(as_picture(image)))
+                    photos.append(data_uri(resize_sides(as_picture(image), None, photo_side), quality=60))
+                    if isinstance(teacher.model, VisionTransformer):
+                        mean = attention_of(teacher, image).mean(dim=0)
+                        attention.append(data_uri(heat(mean), quality=None))
+            if prepared:
+                normalised = teacher.transform.normaliser(teacher.device)(torch.stack(prepared))
+                values.append(teacher.compute(normalised, CLS))
+            advance(len(batch))
     if len(kept) < MIN_IMAGES:
         raise ValueError(f"{len(kept)} of {len(indices)} images could be read; a map needs {MIN_IMAGES}")
-    features, thumbnails = torch.stack(outputs.features), torch.stack(outputs.thumbnails)
+    features = F.normalize(torch.cat(values).cpu(), dim=-1)
     cosines, neighbours = nearest(features, features, k=min(NEIGHBOURS, len(kept) - 1), self_offset=0)
     labels = [source.label(index) for index in kept]
     return ImageMap(
@@ -149,49 +168,10 @@ def build_map(teacher: FrozenBackbone, source: Source, indices: list[int]) -> Im
         neighbours=neighbours,
         cosines=cosines,
         positions=tsne(features) if find_spec("sklearn") else principal_components(features, 2),
-        thumbnails=thumbnails,
-        photos=outputs.photos,
-        attention=outputs.attention,
+        thumbnails=torch.stack(thumbnails),
+        photos=photos,
+        attention=attention,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outputs:
-    """What is shown of each image that can be read."""
-
-    features: list[Tensor] = field(default_factory=list)
-    thumbnails: list[Tensor] = field(default_factory=list)
-    photos: list[str] = field(default_factory=list)
-    attention: list[str] = field(default_factory=list)
-
-
-def _outputs(teacher: FrozenBackbone, source: Source, indices: list[int]) -> tuple[list[int], _Outputs]:
-    """Return the readable indices, and what is shown of each."""
-    side = min(THUMBNAIL_SIDE, math.isqrt(THUMBNAIL_PIXELS // len(indices)))
-    photo_side = min(PHOTO_SIDE, math.isqrt(PHOTO_PIXELS // len(indices)))
-    square = replace(teacher.transform, size=(side, side), shorter_side=side)
-    kept, outputs = list[int](), _Outputs()
-    model, normalise = teacher.model, teacher.transform.normaliser(teacher.device)
-    with progress("Computing features and attention", len(indices)) as advance:
-        for batch in in_batches(indices, BATCH):
-            prepared = []
-            for index in batch:
-                with suppress(UnreadableImage):
-                    image = read_image(source, index, teacher.transform.pixels)
-                    prepared.append(teacher.transform.resize(image))
-                    kept.append(index)
-                    outputs.thumbnails.append(square.resize(as_picture(image)))
-                    photo = resize_sides(as_picture(image), None, photo_side)
-                    outputs.photos.append(data_uri(photo, quality=60))
-                    if isinstance(model, VisionTransformer):
-                        mean = attention_of(teacher, image).mean(dim=0)
-                        outputs.attention.append(data_uri(heat(mean), quality=None))
-            if prepared:
-                with eval_mode(model):
-                    features = model.forward_cls(normalise(torch.stack(prepared))).float().cpu()
-                outputs.features.extend(F.normalize(features, dim=-1))
-            advance(len(batch))
-    return kept, outputs
 
 
 def whole_patches(frozen: FrozenBackbone, image: Tensor) -> Tensor:

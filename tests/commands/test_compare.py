@@ -92,7 +92,7 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
         "synthetic:scenes:12:16", weights=weights, output=tmp_path / "one.json", **SETTINGS
     )
     assert found.figures["mIoU, linear layer"]["a.safetensors"] == of_masks.linear.mean_iou
-    untrained = dino_vit.load_backbone(tmp_path / "out" / "untrained.safetensors")
+    untrained = dino_vit.load_backbone(json.loads(found.path.read_text())["weights"]["untrained"])
     trained = dino_vit.load_backbone(weights)
     assert untrained.architecture == trained.architecture
     assert not torch.equal(untrained.state_dict()["cls_token"], trained.state_dict()["cls_token"])

@@ -14,8 +14,8 @@ from dino_vit.commands.embeddings.duplicates import ClosestPairs, find_duplicate
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.embeddings import read_embeddings
-from dino_vit.eval.features import extract_features
-from dino_vit.models.tokens import FeatureSpec
+from dino_vit.eval.features import FrozenBackbone
+from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
 from tests.support.hub import offline, snapshot
@@ -40,9 +40,9 @@ def embed(tmp_path, weights, source, *more):
     assert main(argv) == 0
 
 
-def features(model, source, **options):
-    options |= {"transform": eval_transform_of(model), "batch_size": 128}
-    return extract_features(model, source, range(len(source)), **options).values.numpy()
+def features(model, source, spec=CLS):
+    frozen = FrozenBackbone(model=model, transform=eval_transform_of(model))
+    return frozen.extract(source, range(len(source)), spec).values.numpy()
 
 
 def unit_rows(values):
@@ -227,6 +227,10 @@ def test_test_images_among_those_to_learn_from_are_found(tmp_path, weights, fold
     assert all(pair.splits == ("test", "train") for pair in found.split_leaks.closest)
     assert found.label_conflicts.total == 2
     assert found.split_leaks.sheet == tmp_path / "d-split-leaks.png"
+    embed(tmp_path, weights, tmp_path / "photos" / "train", f"output={tmp_path / 'e.parquet'}")
+    again = dino_vit.duplicates(tmp_path / "e.parquet", threshold=1, output=found.path, verbose=False)
+    assert again.split_leaks == ([], 0, None)
+    assert not found.split_leaks.sheet.exists(), "a sheet of the earlier call"
 
 
 def test_mistakes_are_explained_and_leave_nothing(tmp_path, weights, folder, capsys):

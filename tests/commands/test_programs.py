@@ -4,30 +4,22 @@ import json
 
 import pytest
 
-from tests.support.runs import command, program
+from tests.support.runs import command_here, program
 
 
-def test_two_processes_judge_a_run_as_the_command_does(trained, tmp_path):
+def test_two_processes_judge_a_run_as_the_command_does(trained):
     """Leave-one-out, where a share of the queries must know which rows of the bank they are."""
     settings = ["synthetic:61:32", f"weights={trained}", "precision=no", "k=[5]"]
     said = program("knn", *settings, processes=2)
-    (path,) = (trained / "eval").glob("knn-synthetic-61-32-*.json")
+    (path,) = (trained / "eval").glob("step-00000005.knn-synthetic-61-32-*.json")
     assert said.splitlines()[-1] == str(path)
     two = json.loads(path.read_text())
     assert (two["weights"]["step"], two["weights"]["network"], two["images"]) == (5, "teacher", 61)
-    command(tmp_path / "log", "knn", *settings)
+    command_here("knn", *settings)
     assert list((trained / "eval").iterdir()) == [path]
     assert json.loads(path.read_text()) | {"written": two["written"]} == two
 
 
-def test_attention(trained, tmp_path):
-    settings = [f"weights={trained}", f"output={tmp_path / 'out'}", "source=synthetic:14:32", "count=null"]
-    assert "14 images on 2 sheets" in program("attention", *settings)
-    found = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"sheet-1.png", "sheet-2.png"} < found
-    assert sum(name.endswith(".attention.npy") for name in found) == 14
-
-
-@pytest.mark.parametrize("name", ["embed", "finetune", "linear"])
+@pytest.mark.parametrize("name", ["attention", "embed", "finetune", "linear"])
 def test_programs_are_their_commands(name):
     assert program(name, "--help").startswith(f"usage: dino-vit {name} ")

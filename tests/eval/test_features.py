@@ -9,7 +9,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import eval_mode, extract_features, pixel_features
+from dino_vit.eval.features import FrozenBackbone, eval_mode, pixel_features
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import EvalTransform
@@ -24,7 +24,7 @@ SETTINGS = {"transform": TRANSFORM, "batch_size": 7}
 def test_features_are_the_class_tokens_in_the_order_asked_for():
     source, model = SyntheticSource(length=50, size=40), backbone()
     indices = [3, 49, 3, 0, *range(10, 30)]
-    features = extract_features(model, source, indices, **SETTINGS)
+    features = FrozenBackbone(model=model, **SETTINGS).extract(source, indices)
     assert features.values.shape == (24, 32)
     assert features.values.dtype == torch.float32
     assert not features.values.requires_grad
@@ -60,25 +60,27 @@ def test_features_are_the_tokens_that_the_spec_names(registers):
         (FeatureSpec(tokens="patches", blocks=3), torch.cat(of_all, 2)),
         (FeatureSpec(tokens="all"), blocks[-1]),
     ):
-        features = extract_features(model, source, range(4), **SETTINGS, spec=spec)
+        features = FrozenBackbone(model=model, **SETTINGS).extract(source, range(4), spec=spec)
         torch.testing.assert_close(features.values, expected, rtol=1e-4, atol=1e-5)
         assert features.values.shape[1:] == spec.shape(model, (32, 32))
-        nothing = extract_features(model, source, [], **SETTINGS, spec=spec)
+        nothing = FrozenBackbone(model=model, **SETTINGS).extract(source, [], spec=spec)
         assert nothing.values.shape == (0, *spec.shape(model, (32, 32)))
 
 
 def test_features_do_not_depend_on_the_batch_or_a_classifier():
     source, model = SyntheticSource(length=20), backbone(num_classes=3)
-    whole = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 100})
-    parts = extract_features(model, source, range(20), **{**SETTINGS, "batch_size": 3})
+    whole = FrozenBackbone(model=model, **{**SETTINGS, "batch_size": 100}).extract(source, range(20))
+    parts = FrozenBackbone(model=model, **{**SETTINGS, "batch_size": 3}).extract(source, range(20))
     torch.testing.assert_close(whole.values, parts.values)
     assert whole.values.shape == (20, 32)
 
 
 def test_autocast_computes_in_its_dtype_and_returns_float32():
     source, model = SyntheticSource(length=9), backbone()
-    exact = extract_features(model, source, range(9), **SETTINGS).values
-    rounded = extract_features(model, source, range(9), **SETTINGS, autocast=torch.bfloat16).values
+    exact = FrozenBackbone(model=model, **SETTINGS).extract(source, range(9)).values
+    rounded = (
+        FrozenBackbone(model=model, **SETTINGS, autocast=torch.bfloat16).extract(source, range(9)).values
+    )
     assert rounded.dtype == torch.float32
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(exact, rounded, rtol=0.1, atol=0.1)
@@ -91,8 +93,8 @@ def test_extraction_leaves_no_trace():
     model.norm.weight.requires_grad_(False)
     modes = [module.training for module in model.modules()]
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
-    first = extract_features(model, SyntheticSource(length=12), range(12), **SETTINGS)
-    again = extract_features(model, SyntheticSource(length=12), range(12), **SETTINGS)
+    first = FrozenBackbone(model=model, **SETTINGS).extract(SyntheticSource(length=12), range(12))
+    again = FrozenBackbone(model=model, **SETTINGS).extract(SyntheticSource(length=12), range(12))
     assert torch.equal(first.values, again.values)  # no dropout
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -115,13 +117,15 @@ def broken_folder(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_unreadable_images_are_left_out_and_named(broken_folder, batch_size):
-    features = extract_features(backbone(), broken_folder, range(8), **{**SETTINGS, "batch_size": batch_size})
+    features = FrozenBackbone(model=backbone(), **{**SETTINGS, "batch_size": batch_size}).extract(
+        broken_folder, range(8)
+    )
     assert features.indices.tolist() == [0, 1, 4, 5, 6, 7]
     assert len(features.values) == 6
     assert [error.name for error in features.unreadable] == ["2.png", "3.png"]
-    nothing = extract_features(backbone(), broken_folder, [2], **SETTINGS)
+    nothing = FrozenBackbone(model=backbone(), **SETTINGS).extract(broken_folder, [2])
     assert nothing.values.shape == (0, 32)
-    assert extract_features(backbone(), broken_folder, [], **SETTINGS).indices.shape == (0,)
+    assert FrozenBackbone(model=backbone(), **SETTINGS).extract(broken_folder, []).indices.shape == (0,)
 
 
 def test_no_more_than_the_next_batch_is_read_ahead():
@@ -140,7 +144,7 @@ def test_no_more_than_the_next_batch_is_read_ahead():
 
     seen, source = [], Counting(length=40)
     model = Watching(image_size=32, patch_size=8, width=24, depth=1, heads=1)
-    extract_features(model, source, range(40), **{**SETTINGS, "batch_size": 5})
+    FrozenBackbone(model=model, **{**SETTINGS, "batch_size": 5}).extract(source, range(40))
     assert all(read <= 5 * (number + 2) for number, read in enumerate(seen))
     assert seen[-1] == 40
 

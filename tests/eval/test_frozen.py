@@ -14,7 +14,7 @@ from dino_vit.core.storage import read_tensors
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.open import FolderSource, open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import FrozenBackbone, extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
@@ -57,9 +57,19 @@ def computed(monkeypatch):
 def test_what_is_stored_is_what_is_extracted(tmp_path, spec):
     source = SyntheticSource(length=50)
     stored, indices = store_in(tmp_path, source, spec=spec)
-    extracted = extract_features(backbone(), source, range(50), transform=TRANSFORM, batch_size=4, spec=spec)
+    extracted = FrozenBackbone(model=backbone(), transform=TRANSFORM, batch_size=4).extract(
+        source, range(50), spec=spec
+    )
     assert np.array_equal(stored, extracted.values.numpy())
     assert indices.tolist() == list(range(50))
+
+
+def test_small_images_that_are_enlarged_are_said(tmp_path, caplog):
+    source = SyntheticSource(length=9, size=16)
+    store_in(tmp_path, source, transform=replace(TRANSFORM, size=(32, 32)))
+    assert "enlarged" not in caplog.text
+    store_in(tmp_path, source, transform=replace(TRANSFORM, size=(36, 36)))
+    assert "images of about 16 pixels are enlarged to 36" in caplog.text
 
 
 def test_chosen_images_come_in_the_order_asked_for(tmp_path):
@@ -143,8 +153,8 @@ def test_features_of_an_object_are_kept_only_if_it_has_a_fingerprint(tmp_path, c
     given = Code()
     for given.shift in (0, 90):
         values, _ = store_in(tmp_path, CustomSource(given))
-        expected = extract_features(
-            backbone(), CustomSource(given), range(30), transform=TRANSFORM, batch_size=4
+        expected = FrozenBackbone(model=backbone(), transform=TRANSFORM, batch_size=4).extract(
+            CustomSource(given), range(30)
         )
         assert np.array_equal(values, expected.values.numpy())
         assert not list(tmp_path.rglob("*.safetensors"))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dino_vit.core.distributed import end_processes
 from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import extract_features, pixel_features
+from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
 from dino_vit.eval.online import OnlineEvaluation, colours, explained, rankme, ridge_predictions
 from dino_vit.models.tokens import FeatureSpec
@@ -40,7 +40,9 @@ def test_figures_are_those_of_each_image_among_the_others():
     source, model = SyntheticSource(length=500), backbone()
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=3, images=120, batch_size=50)
     figures = evaluation(model)
-    features = extract_features(model, source, evaluation.indices, **SETTINGS, batch_size=50).values
+    features = (
+        FrozenBackbone(model=model, **SETTINGS, batch_size=50).extract(source, evaluation.indices).values
+    )
     similar = F.normalize(features) @ F.normalize(features).T
     labels, right = [source.label(index) for index in evaluation.indices], 0
     for query in range(120):
@@ -86,9 +88,11 @@ def test_the_best_of_the_simple_features_is_named(depth):
     found = {}
     for tokens, blocks in product(("cls", "cls+mean"), {1, min(depth, 4)}):
         spec = FeatureSpec(tokens=tokens, blocks=blocks)
-        values = extract_features(
-            model, source, evaluation.indices, **SETTINGS, batch_size=50, spec=spec
-        ).values
+        values = (
+            FrozenBackbone(model=model, **SETTINGS, batch_size=50)
+            .extract(source, evaluation.indices, spec=spec)
+            .values
+        )
         ranked = weighted_knn(values, labels, values, k=[20], self_offset=0)[20]
         found[spec.title] = 100 * float((ranked[:, 0] == labels).float().mean())
     figures = evaluation(model)

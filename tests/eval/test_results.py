@@ -6,7 +6,7 @@ import pytest
 
 from dino_vit.config.commands import KnnConfig, LinearConfig
 from dino_vit.eval.accuracy import accuracy
-from dino_vit.eval.results import evaluation, read_evaluations, results_path
+from dino_vit.eval.results import default_output, evaluation, read_evaluations
 
 GIVEN = {"source": "photos/test", "weights": "runs/first"}
 
@@ -14,19 +14,24 @@ GIVEN = {"source": "photos/test", "weights": "runs/first"}
 def test_results_lie_with_the_weights(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    path = results_path(KnnConfig(source="photos/test", weights=str(run)))
+    path = default_output(KnnConfig(source="photos/test", weights=str(run)))
     assert path.parent == run / "eval"
     assert path.name.startswith("knn-photos-test-")
     checkpoint = run / "checkpoints" / "step-00000005.safetensors"
-    path = results_path(LinearConfig(source="photos", weights=str(checkpoint)))
+    path = default_output(LinearConfig(source="photos", weights=str(checkpoint)))
     assert path.parent == run / "eval"
     assert path.name.startswith("step-00000005.linear-photos-")
-    path = results_path(KnnConfig(source="synthetic:60:16", weights=str(tmp_path / "dino.pth")))
+    for step in (5, 12):  # after more steps the earlier results of the run stay
+        (run / "checkpoints" / f"step-{step:08}.safetensors").touch()
+        path = default_output(KnnConfig(source="photos/test", weights=str(run)))
+        assert path.parent == run / "eval"
+        assert path.name.startswith(f"step-{step:08}.knn-photos-test-")
+    path = default_output(KnnConfig(source="synthetic:60:16", weights=str(tmp_path / "dino.pth")))
     assert path.parent == tmp_path
     assert path.name.startswith("dino.knn-synthetic-60-16-")
     secret = "https://user:word@host/photos/a.tar?token=word"
-    assert "word" not in results_path(KnnConfig(source=secret, weights="hf:owner/name")).name
-    path = results_path(KnnConfig(source="a", weights="hf:owner/name"))
+    assert "word" not in default_output(KnnConfig(source=secret, weights="hf:owner/name")).name
+    path = default_output(KnnConfig(source="a", weights="hf:owner/name"))
     assert path.name.startswith("hf-owner-name.knn-a-")
 
 
@@ -41,18 +46,18 @@ def test_results_lie_with_the_weights(tmp_path):
     ],
 )
 def test_another_command_has_another_file(changes):
-    path = results_path(KnnConfig(**GIVEN))
-    assert path == results_path(KnnConfig(**GIVEN))
-    assert results_path(KnnConfig(**{**GIVEN, **changes})) != path
+    path = default_output(KnnConfig(**GIVEN))
+    assert path == default_output(KnnConfig(**GIVEN))
+    assert default_output(KnnConfig(**{**GIVEN, **changes})) != path
 
 
 def test_what_changes_no_result_changes_no_file(tmp_path, monkeypatch):
-    path = results_path(KnnConfig(**GIVEN, batch_size=7, num_workers=1, cache="here", output="there.json"))
-    assert path == results_path(KnnConfig(**GIVEN))
+    path = default_output(KnnConfig(**GIVEN, batch_size=7, num_workers=1, cache="here", output="there.json"))
+    assert path == default_output(KnnConfig(**GIVEN))
     (tmp_path / "photos" / "test").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     absolute = {**GIVEN, "source": str(tmp_path / "photos" / "test")}
-    assert results_path(KnnConfig(**absolute)) == results_path(KnnConfig(**GIVEN))
+    assert default_output(KnnConfig(**absolute)) == default_output(KnnConfig(**GIVEN))
 
 
 def test_the_list_is_read_from_the_files(tmp_path, caplog):

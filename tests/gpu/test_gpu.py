@@ -8,7 +8,7 @@ import torch
 
 from dino_vit import VisionTransformer
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.knn import nearest
 from dino_vit.method.optim import clip_gradients
 from dino_vit.models.positions import interpolate_pos_embs
@@ -71,8 +71,8 @@ def test_features_are_those_of_the_cpu():
         EvalTransform(size=(32, 32), mean=MEAN, std=STD),
     )
     keywords = {"transform": transform, "batch_size": 16}
-    expected = extract_features(model, source, range(40), **keywords).values
-    found = extract_features(model.to(DEVICE), source, range(40), **keywords).values
+    expected = FrozenBackbone(model=model, **keywords).extract(source, range(40)).values
+    found = FrozenBackbone(model=model.to(DEVICE), **keywords).extract(source, range(40)).values
     assert found.device.type == DEVICE.type
     assert torch.allclose(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.rehearsal import CUDA, OnGpu, Rehearsal
-from dino_vit import VisionTransformer
+from dino_vit import VisionTransformer, save_backbone, vit_tiny
 from dino_vit.commands.classification.finetune import FinetuneConfig, Finetuning
 from dino_vit.config.loading import load
 from dino_vit.core.device import to_device
@@ -81,10 +81,10 @@ def test_probes_are_trained_without_a_wait_between_steps(device):
 
 
 def test_a_step_of_finetuning_does_not_wait(tmp_path):
+    save_backbone(vit_tiny(image_size=32), tmp_path / "vit.safetensors", mean=MEAN, std=STD)
     settings = {
         "source": "synthetic:40:32",
-        "arch": "vit_tiny",
-        "size": 32,
+        "weights": tmp_path / "vit.safetensors",
         "batch_size": 8,
     }
     settings |= {"output": tmp_path, "drop_path": 0.2, "workers": 0}

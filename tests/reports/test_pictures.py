@@ -10,7 +10,7 @@ from einops import rearrange
 from dino_vit.cli import main
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.maps.pictures import heat
 from dino_vit.eval.online import random_indices
@@ -28,9 +28,11 @@ def test_the_map_holds_the_features_and_neighbours_of_the_teacher(made):
     teacher = frozen_backbone(BackboneConfig(source="synthetic", weights=str(made)))
     source = open_source(read_run(made).config.data.source)
     images = pictures.build_map(teacher, source, random_indices(source, seed=0)[:40])
-    features = extract_features(
-        teacher.model, source, images.indices, transform=teacher.transform, batch_size=7
-    ).values
+    features = (
+        FrozenBackbone(model=teacher.model, transform=teacher.transform, batch_size=7)
+        .extract(source, images.indices)
+        .values
+    )
     unit = features / features.norm(dim=1, keepdim=True)
     assert torch.allclose(images.features, unit, atol=1e-5)
     for row in range(40):

@@ -52,7 +52,7 @@ def described(output):
 
 def judge(output, source, *labels):
     assert main(["knn", str(source), f"weights={output}", "precision=no", *labels]) == 0
-    (path,) = (output / "eval").glob("knn-*.json")
+    (path,) = (output / "eval").glob("*.knn-*.json")
     assert json.loads(path.read_text())["results"]
     path.unlink()
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from dino_vit import load_backbone, save_backbone
 from dino_vit.data.images.decode import read_image
 from dino_vit.data.sources.open import open_source
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.tokens import FeatureSpec, Tokens
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.backbones import backbone
@@ -76,7 +76,7 @@ def test_values_from_0_to_1_are_levels_too(model):
 def test_embeddings_are_those_of_the_evaluations(model, photos):
     source = open_source(str(photos))
     transform = eval_transform_of(model)
-    wanted = extract_features(model, source, range(5), transform=transform, batch_size=5).values
+    wanted = FrozenBackbone(model=model, transform=transform, batch_size=5).extract(source, range(5)).values
     paths = sorted(photos.iterdir())
     assert_close(model.embed(paths), wanted, rtol=0, atol=1e-6)
     assert_close(model.embed(iter(paths), batch_size=2), wanted, rtol=0, atol=1e-6)
@@ -91,8 +91,8 @@ def test_embeddings_are_those_of_the_evaluations(model, photos):
 @pytest.mark.parametrize("tokens", get_args(Tokens))
 def test_other_tokens_are_those_of_the_evaluations_too(model, photos, tokens):
     source, spec = open_source(str(photos)), FeatureSpec(tokens=tokens, blocks=2)
-    settings = {"transform": model.transform, "batch_size": 5, "spec": spec}
-    wanted = extract_features(model, source, range(5), **settings).values
+    frozen = FrozenBackbone(model=model, transform=model.transform, batch_size=5)
+    wanted = frozen.extract(source, range(5), spec).values
     features = model.embed(sorted(photos.iterdir()), tokens=tokens, blocks=2)
     assert_close(features, wanted, rtol=0, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Fine-tune a whole network with a classifier on labelled images, from trained weights or from random ones.
+"""Fine-tune a whole network with a classifier on labelled images.
 
 AdamW with a learning rate that decays from the classifier to the patch embedding, a cosine after a warm-up,
 label smoothing. The state is saved after every epoch, and training resumes from there.
@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_vit.commands.classification import Classification, classification
 from dino_vit.config.commands import FinetuneConfig
 from dino_vit.config.loading import replace
-from dino_vit.core import VIT_SIZES, height_width, log
+from dino_vit.core import height_width, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
 from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
@@ -30,7 +30,6 @@ from dino_vit.method import optim
 from dino_vit.method.schedules import warmup_cosine
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.head import convert_sync_batchnorm
-from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.augment import ViewAugment
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.views.geometry import View
@@ -47,22 +46,20 @@ def run(config: FinetuneConfig) -> Classification:
         log.info("warmup_epochs=%g, in proportion to epochs=%d", config.warmup_epochs, config.epochs)
     with locked(Path(config.output)):
         tuning = Finetuning(config, accelerator)
-        tuning.training.run(
-            tuning.loader, config.epochs, take_step=tuning.take_step, evaluate=tuning.evaluate
-        )
+        tuning.run(config.epochs)
     result = _result(tuning)
     accelerator.wait_for_everyone()
     return result
 
 
-class Finetuning:
-    """A fine-tuning run: all that a step needs."""
+class Finetuning(EpochTraining):
+    """A fine-tuning run."""
 
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
-        self.train, self.val = open_sets(config)
+        train, self.val = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-        self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
+        self.model = build_model(config, len(train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"
         transform = eval_transform_of(self.model)
         self.evaluated = FrozenBackbone(  # as it is at the end of an epoch
@@ -74,22 +71,19 @@ class Finetuning:
         # What the steps call: in several processes the model inside DistributedDataParallel.
         self.wrapped = accelerator.prepare_model(self.model) if world_size() > 1 else self.model
         groups = optim.parameter_groups(self.model, layer_decay=config.layer_decay)
-        self.optimizer = optim.build_optimizer("adamw", groups)
+        optimizer = optim.build_optimizer("adamw", groups)
         view = View(size=transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip))
-        self.loader = SupervisedLoader(
-            self.train, self.evaluated, view=view, seed=config.seed, workers=config.workers
-        )
+        loader = SupervisedLoader(train, self.evaluated, view=view, seed=config.seed, workers=config.workers)
         facts = {
             "config": config.model_dump(mode="json", exclude={"output", "workers"}),
-            "sets": [subset.fingerprint for subset in (self.train, self.val)],
-            "classes": self.train.classes,
-            "global_batch": self.loader.global_batch,
+            "sets": [subset.fingerprint for subset in (train, self.val)],
+            "classes": train.classes,
+            "global_batch": loader.global_batch,
             "precision": str(self.evaluated.autocast),
         }
-        self.training = EpochTraining(Path(config.output) / "state", self.model, self.optimizer, facts)
+        super().__init__(Path(config.output) / "state", loader, self.model, optimizer, facts)
 
     def take_step(self, images: Tensor, targets: Tensor, step: int) -> Tensor:
-        """Take one optimiser step; return its loss over all processes, without waiting for the device."""
         config, steps = self.config, self.loader.steps_per_epoch
         # Stochastic depth is a function of (seed, step, rank), so that a resumed run draws the same.
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK, step, rank()))
@@ -132,12 +126,7 @@ class Finetuning:
 
 def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     """Return the network to start from, with a new classifier."""
-    size = None if config.size is None else height_width(config.size)
-    if config.weights is None:
-        assert config.arch is not None
-        shape: dict[str, Any] = {"image_size": size or 224, **VIT_SIZES[config.arch]}
-        return VisionTransformer(**shape, num_classes=classes, drop_path=config.drop_path)
-    overrides: dict[str, Any] = {} if size is None else {"image_size": size}
+    overrides: dict[str, Any] = {"image_size": height_width(config.size)} if config.size else {}
     model = load_backbone(config.weights, network=config.network, drop_path=config.drop_path, **overrides)
     model.add_classifier(classes)
     convert_sync_batchnorm(model)
@@ -146,7 +135,7 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
 
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
-    folder, facts, history = Path(tuning.config.output), tuning.training.facts, tuning.training.history
+    folder, facts, history = Path(tuning.config.output), tuning.facts, tuning.history
     weights, transform = folder / "backbone.safetensors", tuning.evaluated.transform
     if is_main_process():
         save_backbone(

@@ -38,7 +38,7 @@ def run(config: KnnConfig) -> Classification:
         bank = labelled_features(frozen, train, title="features of the bank")
         queries = labelled_features(frozen, val, title="features of the query images")
         among = f"{len(bank):,} of {train.name}"
-    predictions = _classify(config, bank, queries, config.k, frozen.device)
+    predictions = _classify(bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
     ranking = _rank(bank, queries, frozen.device)
     few_shot = list(_few_shot(config, bank, queries, frozen.device))
@@ -72,11 +72,7 @@ def run(config: KnnConfig) -> Classification:
 
 
 def _classify(
-    config: KnnConfig,
-    bank: LabelledFeatures,
-    queries: LabelledFeatures,
-    k: Sequence[int],
-    device: torch.device,
+    bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
 ) -> dict[int, Predictions]:
     """Classify all queries for each k; each process does a share of them."""
     mine = rank_slice(range(len(queries)))
@@ -86,7 +82,6 @@ def _classify(
             bank.targets,
             queries.features[mine.start : mine.stop],
             k=k,
-            temperature=config.temperature,
             self_offset=mine.start if queries is bank else None,
             device=device,
             progress=advance,
@@ -167,7 +162,7 @@ def _few_shot(
             if not len(rest):
                 raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
             possible = sorted({min(k, len(rows)) for k in config.k})
-            for k, predictions in _classify(config, bank[rows], rest, possible, device).items():
+            for k, predictions in _classify(bank[rows], rest, possible, device).items():
                 top1.setdefault(k, []).append(predictions.top(1))
         for k, of_k in top1.items():
             percents = [of_repeat.percent for of_repeat in of_k]
@@ -191,13 +186,10 @@ def few_shot_rows(targets: Rows, keys: Rows, shots: int, seed: int, repeat: int)
 
 
 def _few_shot_table(few_shot: Sequence[dict[str, Any]]) -> str:
-    rows = [
-        [
-            *(f"{few[name]:,}" for name in ("shots", "images", "k")),
-            *(f"{few[name]:.2f}" for name in ("mean", "standard_deviation")),
-        ]
-        for few in few_shot
-    ]
+    rows = []
+    for few in few_shot:
+        counts = (f"{few[name]:,}" for name in ("shots", "images", "k"))
+        rows.append([*counts, f"{few['mean']:.2f}", f"{few['standard_deviation']:.2f}"])
     return "\n" + format_table(["images per class", "images", "k", "top-1 %", f"std of {REPEATS}"], rows)
 
 

@@ -20,13 +20,7 @@ from dino_vit.core.text import plural, progress
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
-from dino_vit.eval.labelled import (
-    LabelledFeatures,
-    LabelledSubset,
-    hold_out,
-    labelled_features,
-    open_sets,
-)
+from dino_vit.eval.labelled import LabelledFeatures, LabelledSubset, hold_out, labelled_features, open_sets
 from dino_vit.eval.linear import (
     LinearHeads,
     count_correct,

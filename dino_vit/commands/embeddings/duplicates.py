@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from dino_vit.commands import Result
 from dino_vit.config.commands import DuplicatesConfig
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
-from dino_vit.eval.maps.pictures import write_sheet
+from dino_vit.eval.maps.pictures import draw_sheet
 from dino_vit.eval.results import write_results
 
 PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on a sheet
+SHEETS = "-label-conflicts.png", "-split-leaks.png", ".png"  # how the names of sheets end
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine
 _BLOCK = 2048  # rows that are compared with as many others at a time
 _ROUNDING = 1e-6  # of the cosine of a row with itself
@@ -45,7 +47,7 @@ class PairList(NamedTuple):
 
     closest: list[NamedPair]  # at most as many as asked for, the closest first
     total: int
-    sheet: Path | None  # a picture of the first ones
+    sheet: Path | None  # a picture of the first ones, if there is an output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,40 +58,40 @@ class DuplicatesResult(Result):
     split_leaks: PairList  # in different splits, such as train and test
     pairs: PairList  # all
     groups: list[list[str]]  # formed by all pairs, the largest first
-    path: Path
+    path: Path | None  # of the JSON file, if there is an output
 
 
 def run(config: DuplicatesConfig) -> DuplicatesResult:
-    """Write pairs and groups of near-duplicates, and sheets of the closest pairs."""
-    output = Path(config.output)
-    if output.suffix != ".json":
+    """Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs."""
+    output = None if config.output is None else Path(config.output)
+    if output and output.suffix != ".json":
         raise ValueError(f"output={output} must end in .json")
     embeddings, device = read_image_embeddings(config.embeddings), start_processes().device
     splits, keep = splits_of_names(embeddings.names), config.pairs
     kinds = ClosestPairs(keep, embeddings.labels), ClosestPairs(keep, splits), ClosestPairs(keep)
     linked = find_duplicates(embeddings.values, config.threshold, kinds, device=device)
-    stems = f"{output.stem}-label-conflicts", f"{output.stem}-split-leaks", output.stem
     conflicts, leaks, pairs = (
-        list_pairs(embeddings, splits, kind, output.with_name(f"{stem}.png"))
-        for kind, stem in zip(kinds, stems, strict=True)
+        list_pairs(embeddings, splits, kind, output and output.with_name(output.stem + ending))
+        for kind, ending in zip(kinds, SHEETS, strict=True)
     )
     groups = [[embeddings.names[row] for row in rows] for rows in linked]
-    content = {
-        "embeddings": str(Path(config.embeddings).absolute()),
-        "threshold": config.threshold,
-        "label_conflicts": to_json(conflicts),
-        "split_leaks": to_json(leaks),
-        **to_json(pairs),
-        "groups": groups,
-    }
-    write_results(output, content)
-    listed = f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}"
     lines = [
-        *describe(conflicts, "different labels, perhaps of one image", "labels"),
-        *describe(leaks, "different splits, perhaps with one image in both", "splits"),
+        *describe(conflicts, "different labels, perhaps of one image"),
+        *describe(leaks, "different splits, perhaps with one image in both"),
         *describe(pairs, f"a cosine of {config.threshold:g} or more"),
-        f"{output}: {listed}",
+        f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}",
     ]
+    if output:
+        content = {
+            "embeddings": str(Path(config.embeddings).absolute()),
+            "threshold": config.threshold,
+            "label_conflicts": to_json(conflicts),
+            "split_leaks": to_json(leaks),
+            **to_json(pairs),
+            "groups": groups,
+        }
+        write_results(output, content)
+        lines[-1] = f"{output}: {lines[-1]}"
     return DuplicatesResult(
         label_conflicts=conflicts,
         split_leaks=leaks,
@@ -109,30 +111,31 @@ def splits_of_names(names: Sequence[str]) -> list[str | None]:
 
 
 def list_pairs(
-    embeddings: Embeddings, splits: Sequence[str | None], found: "ClosestPairs", sheet: Path
+    embeddings: Embeddings, splits: Sequence[str | None], kind: "ClosestPairs", sheet: Path | None
 ) -> PairList:
-    """Name the images of pairs, and draw the closest pairs if there are any."""
-    names, labels, pairs = embeddings.names, embeddings.labels, found.closest()
+    """Name the images of pairs; draw the closest ones, in the place of those of an earlier call."""
+    names, labels, pairs = embeddings.names, embeddings.labels, kind.closest()
     closest = [
         NamedPair(names[a], names[b], cosine, (labels[a], labels[b]), (splits[a], splits[b]))
         for a, b, cosine in pairs
     ]
-    if pairs:
-        shown = pairs[:PAIRS_SHOWN]
-        captions = [
-            (row, with_value(names[row], found.values[row] if found.values else None))
-            for first, second, _ in shown
-            for row in (first, second)
-        ]
-        panels = embedded_panels(embeddings, captions)
-        rows = list(zip(panels[::2], panels[1::2], strict=True))
-        write_sheet(rows, sheet, names=[f"{cosine:.4f}" for _, _, cosine in shown])
-    return PairList(closest, found.total, sheet if pairs else None)
+    if sheet and not pairs:
+        sheet.unlink(missing_ok=True)
+    if not (sheet and pairs):
+        return PairList(closest, kind.total, None)
+    rows = [row for pair in pairs[:PAIRS_SHOWN] for row in pair[:2]]
+    captions = [caption for pair in closest[:PAIRS_SHOWN] for caption in titles(pair)]
+    panels = embedded_panels(embeddings, zip(rows, captions, strict=True))
+    cosines = [f"{pair.cosine:.4f}" for pair in closest[:PAIRS_SHOWN]]
+    write_bytes(sheet, draw_sheet(list(zip(panels[::2], panels[1::2], strict=True)), names=cosines))
+    return PairList(closest, kind.total, sheet)
 
 
-def with_value(name: str, value: str | None) -> str:
-    """Return the name of an image with its label or split."""
-    return f"{name} ({value})" if value else name
+def titles(pair: NamedPair) -> list[str]:
+    """Return the names of the images of a pair, with their labels and splits where these differ."""
+    differing = [values for values in (pair.labels, pair.splits) if values[0] != values[1]]
+    notes = [", ".join(filter(None, (values[side] for values in differing))) for side in (0, 1)]
+    return [f"{name} ({note})" if note else name for name, note in zip(pair[:2], notes, strict=True)]
 
 
 def to_json(pairs: PairList) -> dict[str, Any]:
@@ -144,15 +147,10 @@ def to_json(pairs: PairList) -> dict[str, Any]:
     return {"pair_count": pairs.total, "pairs": listed}
 
 
-def describe(pairs: PairList, title: str, differing: Literal["labels", "splits"] | None = None) -> list[str]:
-    """Return lines about pairs: how many, the closest ones with what differs in them, and their sheet."""
-    if differing and not pairs.total:
-        return []
-    lines = [f"{title}: {plural(pairs.total, 'pair')}"]
-    for pair in pairs.closest[:PAIRS_PRINTED]:
-        values = getattr(pair, differing) if differing else (None, None)
-        first, second = map(with_value, pair[:2], values)
-        lines.append(f"  {pair.cosine:.4f}  {first}  {second}")
+def describe(pairs: PairList, title: str) -> list[str]:
+    """Return lines about pairs, if any: how many, the closest ones and their sheet."""
+    lines = [f"{title}: {plural(pairs.total, 'pair')}"] if pairs.total else []
+    lines += ["  ".join([f"  {pair.cosine:.4f}", *titles(pair)]) for pair in pairs.closest[:PAIRS_PRINTED]]
     return [*lines, *([f"  {pairs.sheet}: the closest of them"] if pairs.sheet else [])]
 
 
@@ -163,7 +161,7 @@ class ClosestPairs:
     """
 
     def __init__(self, keep: int, values: Sequence[str | None] | None = None) -> None:
-        self.keep, self.values, self.total = keep, values, 0
+        self.keep, self.total = keep, 0
         self.codes = None if values is None else number_labels(values).numbers
         self.pairs, self.cosines = np.empty((0, 2), np.int64), np.empty(0, np.float32)
 

@@ -11,13 +11,14 @@ from torch import Tensor
 from dino_vit.commands import Result
 from dino_vit.config.commands import SearchConfig
 from dino_vit.core.runtime import start_processes
+from dino_vit.core.storage import write_bytes
 from dino_vit.core.text import printable
 from dino_vit.data.custom import CustomSource
 from dino_vit.data.sources.source import Source
 from dino_vit.eval.embeddings import Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.features import FrozenBackbone, check_finite
 from dino_vit.eval.knn import nearest
-from dino_vit.eval.maps.pictures import Panel, shorten, thumbnail, write_sheet
+from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten, thumbnail
 from dino_vit.eval.results import write_results
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.weights import load_backbone
@@ -51,46 +52,46 @@ def run(config: SearchConfig) -> SearchResult:
         raise ValueError(f"output={output} must end in .png")
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
     cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k)
-    names, lines, captions = list(map(printable, config.images)), list[str](), list[tuple[int, str]]()
-    neighbours: list[list[Neighbour]] = []
-    for name, of_rows, of_cosines in zip(names, rows.tolist(), cosines.tolist(), strict=True):
+    neighbours = [
+        [name_row(embeddings, row, cosine) for row, cosine in zip(*of_image, strict=True)]
+        for of_image in zip(rows.tolist(), cosines.tolist(), strict=True)
+    ]
+    names, lines = list(map(printable, config.images)), list[str]()
+    for name, images in zip(names, neighbours, strict=True):
         lines.append(f"{name}:")
-        neighbours.append([])
-        for row, cosine in zip(of_rows, of_cosines, strict=True):
-            text = f"{cosine:.4f}"
-            image, label = embeddings.names[row], embeddings.labels[row]
-            index = int(embeddings.indices[row])
-            neighbours[-1].append(Neighbour(image, label, round(cosine, 6), index, row))
-            lines.append(f"  {text}  {image}" + (f"  {label}" if label else ""))
-            captions.append((row, f"{text}  {shorten(label or image, 20)}"))
+        lines += [f"  {near.cosine:.4f}  {near.name}  {near.label or ''}".rstrip() for near in images]
     path = output and output.with_suffix(".json")
-    if output:
-        write_search(output, config, embeddings, queries, neighbours, captions)
+    if output and path:
+        write_bytes(output, draw_neighbours(embeddings, queries, names, neighbours))
+        results = [
+            {"image": name, "nearest": list(map(asdict, images))}
+            for name, images in zip(names, neighbours, strict=True)
+        ]
+        write_results(path, {"embeddings": str(Path(config.embeddings).absolute()), "results": results})
         lines.append(f"{output}: sheet of the nearest images; {path}: the same as JSON")
     return SearchResult(images=names, nearest=neighbours, sheet=output, path=path, text="\n".join(lines))
 
 
-def write_search(
-    output: Path,
-    config: SearchConfig,
-    embeddings: Embeddings,
-    queries: Source,
-    neighbours: Sequence[Sequence[Neighbour]],
-    captions: Sequence[tuple[int, str]],
-) -> None:
-    """Draw each given image beside those nearest to it, and write the same as JSON."""
-    names = list(map(printable, config.images))
+def name_row(embeddings: Embeddings, row: int, cosine: float) -> Neighbour:
+    """Return the embedded image of a row."""
+    index = int(embeddings.indices[row])
+    return Neighbour(embeddings.names[row], embeddings.labels[row], round(cosine, 6), index, row)
+
+
+def draw_neighbours(
+    embeddings: Embeddings, queries: Source, names: Sequence[str], neighbours: Sequence[Sequence[Neighbour]]
+) -> bytes:
+    """Draw each given image beside those nearest to it."""
+    captions = [
+        (near.row, f"{near.cosine:.4f}  {shorten(near.label or near.name, 20)}")
+        for images in neighbours
+        for near in images
+    ]
     panels, sheet = iter(embedded_panels(embeddings, captions)), list[list[Panel]]()
     for query, images in enumerate(neighbours):
         given = thumbnail(queries, query, embeddings.transform.pixels), Path(names[query]).name
         sheet.append([given, *islice(panels, len(images))])
-    write_sheet(sheet, output)
-    results = [
-        {"image": name, "nearest": list(map(asdict, images))}
-        for name, images in zip(names, neighbours, strict=True)
-    ]
-    content = {"embeddings": str(Path(config.embeddings).absolute()), "results": results}
-    write_results(output.with_suffix(".json"), content)
+    return draw_sheet(sheet)
 
 
 def query_features(config: SearchConfig, queries: Source, embeddings: Embeddings) -> Tensor:

@@ -5,6 +5,7 @@ Pictures are uint8 (3, H, W).
 
 import warnings
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 
@@ -101,14 +102,10 @@ def write_png(picture: Tensor, path: Path) -> None:
         image.save(partial, "PNG")
 
 
-def write_sheet(
-    rows: Sequence[Sequence[Panel]],
-    path: Path,
-    *,
-    names: Sequence[str] = (),
-    titles: Sequence[str] = (),
-) -> None:
-    """Write a PNG of rows of panels, with the names of rows at the left and the titles of columns on top."""
+def draw_sheet(
+    rows: Sequence[Sequence[Panel]], *, names: Sequence[str] = (), titles: Sequence[str] = ()
+) -> bytes:
+    """Return a PNG of rows of panels, with the names of rows at the left and the titles of columns on top."""
     from matplotlib.figure import Figure
 
     columns, heights = len(rows[0]), [max(map(_height, row)) for row in rows]
@@ -125,9 +122,11 @@ def write_sheet(
         axis.set_ylabel(shorten(name), fontsize=6, parse_math=False)
     for axis, title in zip(axes[0], titles, strict=False):
         axis.set_title(title, fontsize=8)
-    with replacing(path) as partial, warnings.catch_warnings():
+    sheet = BytesIO()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a letter that the font lacks is drawn as a box
-        figure.savefig(partial, dpi=130, format="png")
+        figure.savefig(sheet, dpi=130, format="png")
+    return sheet.getvalue()
 
 
 def shorten(name: str, length: int = 22) -> str:

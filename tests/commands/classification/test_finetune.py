@@ -12,7 +12,7 @@ from dino_vit import load_backbone
 from dino_vit.cli import main
 from dino_vit.commands.classification.finetune import Finetuning
 from dino_vit.core.randomness import RngPurpose, derive_seed
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.processes import command_in_two
@@ -46,9 +46,11 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     )
     assert model.provenance.mean == (0.5, 0.5, 0.5)
     assert model.provenance.config["classes"] == list(val.classes)
-    features = extract_features(
-        model, val.images, range(20), transform=eval_transform_of(model), batch_size=16
-    ).values
+    features = (
+        FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=16)
+        .extract(val.images, range(20))
+        .values
+    )
     right = int((model.head(features).argmax(1) == torch.from_numpy(val.targets)).sum())
     assert found["last"]["top1"]["correct"] == right
     assert found["last"]["top1"]["images"] == 20
@@ -131,7 +133,7 @@ def test_one_step_is_that_of_the_written_out_recipe(tmp_path, weights):
 
 def test_mistakes_are_reported(tmp_path, weights, capsys):
     for more, said in (
-        ([], "either weights to start from, or arch"),
+        ([], "weights is needed: run folder or weights file to start from"),
         ([f"weights={weights}", "warmup_epochs=3"], "must be shorter than the run (epochs=3)"),
         ([f"weights={weights}", "size=18"], "cannot be divided into patches"),
     ):

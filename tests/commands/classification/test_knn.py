@@ -3,7 +3,6 @@
 import json
 import statistics
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ import torch
 from PIL import Image
 
 import dino_vit.commands.classification.knn
-from dino_vit.cli import main
 from dino_vit.commands.classification.knn import few_shot_rows, rank_all
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -41,8 +39,8 @@ def features_of(weights, source):
     """Features as lists, and the names of the classes."""
     model = load_backbone(weights)
     source = open_source(str(source))
-    found = extract_features(
-        model, source, range(len(source)), transform=eval_transform_of(model), batch_size=128
+    found = FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=128).extract(
+        source, range(len(source))
     )
     unit = torch.nn.functional.normalize(found.values.double())
     return unit, [source.classes[source.label(index)] for index in range(len(source))]
@@ -151,16 +149,6 @@ def test_two_processes_find_what_one_does(tmp_path, weights):
     assert two["ranking"]["map"] == pytest.approx(one["ranking"]["map"], abs=0.1)
     assert "top-1" in first
     assert "top-1" not in second, "only the first process speaks"
-
-
-def test_commands_do_not_overwrite_the_results_of_others(weights, capsys):
-    argv, banks = ["knn", "synthetic:40:16", str(weights), "precision=no", "k=[5]"], {}
-    for more in ([], ["train=synthetic:60:16"], [], ["size=32"]):
-        assert main([*argv, *more]) == 0
-        path = capsys.readouterr().out.splitlines()[-1]
-        banks[path] = json.loads(Path(path).read_text())["bank"]
-    assert sorted(banks.values()) == [39, 39, 60]
-    assert {str(path) for path in weights.parent.glob("*.json")} == banks.keys()
 
 
 def test_too_many_shots_leave_nothing_to_classify(tmp_path, weights):

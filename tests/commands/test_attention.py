@@ -5,10 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
+import dino_vit
 from benchmarks.measure import CLEAR_REFS, peak_memory
 from dino_vit import VisionTransformer, load_backbone, save_backbone
 from dino_vit.cli import main
-from dino_vit.commands.maps.attention import file_stem
+from dino_vit.commands.attention import file_stem
 from dino_vit.eval.maps.attention import cls_attention, pad
 from dino_vit.views.eval_transform import eval_transform_of
 from tests.support.allocation import build_attention
@@ -75,6 +76,12 @@ def test_sizes_as_asked(weights, photos, tmp_path, caplog):
     assert size_of(tmp_path / "o" / "0-a.overlay.png") == (8, 13)
     assert size_of(tmp_path / "o" / "2-deep-b-c.overlay.png") == (40, 5)
     assert caplog.text.count("images of 8 × 16 pixels are far from the 32 × 48 of the weights") == 1
+
+
+def test_many_images_are_on_several_sheets(weights):
+    drawn = dino_vit.attention("synthetic:14:32", weights, count=None, verbose=False)
+    assert "14 images on 2 sheets" in str(drawn)
+    assert (len(drawn.sheets), len(drawn.maps)) == (2, 14)
 
 
 def test_file_names_are_safe():

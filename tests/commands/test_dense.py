@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_vit.commands.maps.dense import (
+from dino_vit.commands.dense import (
     Bank,
     count_pixels,
     linear_layer,
@@ -20,7 +20,7 @@ from dino_vit.commands.maps.dense import (
 from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.synthetic import SceneSource
 from dino_vit.eval.accuracy import Measured
-from dino_vit.eval.features import extract_features
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
@@ -39,14 +39,9 @@ def arguments(weights, output, *more):
 def patches_of(weights, index):
     """Normalised features of an image's patches, and the class of most pixels of each."""
     model = load_backbone(weights)
-    found = extract_features(
-        model,
-        SCENES,
-        [index],
-        transform=eval_transform_of(model, fit="whole"),
-        batch_size=1,
-        spec=FeatureSpec(tokens="patches"),
-    )
+    found = FrozenBackbone(
+        model=model, transform=eval_transform_of(model, fit="whole"), batch_size=1
+    ).extract(SCENES, [index], spec=FeatureSpec(tokens="patches"))
     mask = SCENES.mask(index)
     classes = [
         int(mask[4 * y : 4 * y + 4, 4 * x : 4 * x + 4].flatten().bincount().argmax())

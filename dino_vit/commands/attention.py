@@ -1,20 +1,24 @@
 """Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from einops import rearrange
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from dino_vit.commands import Result
 from dino_vit.config.commands import AttentionConfig
 from dino_vit.core import height_width, log
 from dino_vit.core.runtime import start_processes
-from dino_vit.core.storage import replacing
+from dino_vit.core.storage import replacing, write_bytes
 from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import Source, open_source
@@ -35,6 +39,11 @@ from dino_vit.models.vit import VisionTransformer
 from dino_vit.views.eval_transform import eval_transform_of, say_if_far
 from dino_vit.weights import load_backbone
 
+FILES = (
+    "{0}/NUMBER-NAME.png: each image beside its maps; *.overlay.png and *.mask.png in its size\n"
+    "{0}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
+)
+Maps = dict[str, Path | NDArray[np.float32]]  # (heads, rows, columns) by the name of the image
 SHEET_ROWS = 12  # images on a sheet; they share their principal components
 
 
@@ -49,41 +58,40 @@ class ImageMaps(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMaps(Result):
-    """The files that were drawn."""
+    """What was drawn: files if there is an output, otherwise pictures and arrays."""
 
-    folder: Path
-    sheets: list[Path]
-    maps: dict[str, Path]  # by the name of the image: an array (heads, rows, columns), for numpy.load
+    sheets: Sequence[Path | Image.Image] = field(repr=False)
+    maps: Maps = field(repr=False)
     video: Path | None = None
 
 
 def run(config: AttentionConfig) -> AttentionMaps | None:
-    """Write pictures and maps of every image, or an overlay of a video; only rank 0 does."""
+    """Draw every image and its maps, or an overlay of a video; only rank 0 does."""
     accelerator = start_processes()
     if not accelerator.is_main_process:
         return None
     model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
-    folder, block = Path(config.output), config.block % model.depth
+    folder, block = config.output and Path(config.output), config.block % model.depth
     if is_video(config.source):
+        if not folder:
+            raise ValueError(f"{config.source} is a video, of which a video is made: give output=FOLDER")
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
         frames = draw_video(model, target, config)
         text = f"{target}: {plural(frames, 'frame')} beside the attention of block {block}"
-        return AttentionMaps(folder=folder, sheets=[], maps={}, video=target, text=text)
+        return AttentionMaps(sheets=[], maps={}, video=target, text=text)
     sheets, maps = draw_sheets(model, open_source(config.source), config)
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
-    text = (
-        f"{folder}/sheet-*.png: attention of block {block}, {counts}\n"
-        f"{folder}/NUMBER-NAME.png: each image beside its maps; *.overlay.png and *.mask.png in its size\n"
-        f"{folder}/*.attention.npy: the maps as arrays, heads × rows × columns of patches"
-    )
-    return AttentionMaps(folder=folder, sheets=sheets, maps=maps, text=text)
+    text = f"attention of block {block}, {counts}"
+    if folder:
+        text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
+    return AttentionMaps(sheets=sheets, maps=maps, text=text)
 
 
 def draw_sheets(
     model: VisionTransformer, source: Source, config: AttentionConfig
-) -> tuple[list[Path], dict[str, Path]]:
+) -> tuple[list[Path | Image.Image], Maps]:
     """Draw the images that can be read; return the sheets, and the arrays of maps by name of image."""
-    transform, sheets, maps = eval_transform_of(model), list[Path](), dict[str, Path]()
+    transform, sheets, maps = eval_transform_of(model), list[Path | Image.Image](), Maps()
     indices = spread(len(source), len(source) if config.count is None else config.count)
     for start in range(0, len(indices), SHEET_ROWS):
         images: dict[int, ImageMaps] = {}
@@ -100,8 +108,10 @@ def draw_sheets(
             check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)
             images[index] = ImageMaps(source.name(index), picture, heads, tokens)
         if images:
-            sheets.append(Path(config.output) / f"sheet-{start // SHEET_ROWS + 1}.png")
-            maps |= draw_sheet(model, images, sheets[-1])
+            name = f"sheet-{start // SHEET_ROWS + 1}.png"
+            sheet, of_images = draw_sheet(model, images, Path(config.output, name) if config.output else None)
+            sheets.append(sheet)
+            maps |= of_images
     if not sheets:
         raise ValueError(f"none of the images can be read ({len(indices)} tried); see the lines above")
     return sheets, maps
@@ -114,22 +124,33 @@ def prepare(model: VisionTransformer, image: Tensor, config: AttentionConfig) ->
     return pictures.as_picture(image), pad(normalised, model.patch_size)
 
 
-def draw_sheet(model: VisionTransformer, images: dict[int, ImageMaps], sheet: Path) -> dict[str, Path]:
-    """Write a sheet of images and the files of each; return the arrays of their maps, by name of image."""
-    panels, maps = [], dict[str, Path]()
+def draw_sheet(
+    model: VisionTransformer, images: Mapping[int, ImageMaps], path: Path | None
+) -> tuple[Path | Image.Image, Maps]:
+    """Return a sheet of images and the arrays of their maps by name of image; with a path, as files."""
+    panels, maps = [], Maps()
     colours = principal_colours([image.tokens for image in images.values()])
     for (index, image), colour in zip(images.items(), colours, strict=True):
         row, stem = draw_maps(image, colour, model), file_stem(index, image.name)
         panels.append([(picture, "") for picture in row.values()])
-        pictures.write_png(pictures.side_by_side(row.values()), sheet.with_name(f"{stem}.png"))
-        pictures.write_png(row["mean of heads"], sheet.with_name(f"{stem}.overlay.png"))
-        pictures.write_png(row["mask"], sheet.with_name(f"{stem}.mask.png"))
-        maps[image.name] = sheet.with_name(f"{stem}.attention.npy")
-        with replacing(maps[image.name]) as partial, partial.open("wb") as writer:
-            np.save(writer, image.heads.numpy())
+        maps[image.name] = write_maps(image, row, path.with_name(stem)) if path else image.heads.numpy()
     names = [image.name for image in images.values()]
-    pictures.write_sheet(panels, sheet, names=names, titles=list(row))
-    return maps
+    sheet = pictures.draw_sheet(panels, names=names, titles=list(row))
+    if path is None:
+        return Image.open(BytesIO(sheet)), maps
+    write_bytes(path, sheet)
+    return path, maps
+
+
+def write_maps(image: ImageMaps, row: Mapping[str, Tensor], stem: Path) -> Path:
+    """Write the files of an image, and return that of its maps."""
+    pictures.write_png(pictures.side_by_side(row.values()), Path(f"{stem}.png"))
+    pictures.write_png(row["mean of heads"], Path(f"{stem}.overlay.png"))
+    pictures.write_png(row["mask"], Path(f"{stem}.mask.png"))
+    path = Path(f"{stem}.attention.npy")
+    with replacing(path) as partial, partial.open("wb") as writer:
+        np.save(writer, image.heads.numpy())
+    return path
 
 
 def draw_maps(image: ImageMaps, colours: Tensor, model: VisionTransformer) -> dict[str, Tensor]:

@@ -1,1 +1,0 @@
-"""The commands that look at the patches of images."""
