@@ -19,7 +19,6 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public
-from dino_vit.training.diagnosis import COMPARED
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
@@ -30,6 +29,7 @@ from dino_vit.training.metrics import (
     read_records,
     to_json,
 )
+from dino_vit.training.readings import COMPARED
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
