@@ -188,11 +188,8 @@ def start_record(run: ReadyRun) -> Start:
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
-    processes, views, verbose = (
-        plural(start.processes, "process", "processes"),
-        config.views,
-        config.run.verbose,
-    )
+    processes = plural(start.processes, "process", "processes")
+    views, verbose = config.views, config.run.verbose
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
         f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "

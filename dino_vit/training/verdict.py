@@ -165,7 +165,7 @@ def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Ba
         return Verdict(TOO_EARLY, figures, "")
     run = _Run(history, config, baseline)
     diagnosis = _diagnose(run)
-    causes = CAUSES if not run.is_short else ((ALL, _too_short),)
+    causes = ((ALL, _too_short),) if run.is_short and diagnosis is not NONFINITE else CAUSES
     advice = (cause(run, diagnosis) for states, cause in causes if diagnosis in states)
     return Verdict(diagnosis, figures, next(filter(None, advice), ""))
 

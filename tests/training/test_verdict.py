@@ -134,6 +134,12 @@ def evaluated(*, settings=(), colours=25.0, before=None, **figures):
     return judge(history, config, Baseline(**{**of_start, **levels, **(before or {})}))
 
 
+def test_a_short_run_of_steps_that_are_not_finite_is_not_told_to_go_on():
+    last = replace(HEALTHY, step=40, total_steps=40, epoch=0.5, loss=math.nan)
+    said = judge([last], load(PretrainConfig, None, ["run.precision=fp16"]), None)
+    assert (said.diagnosis.state, said.advice) == ("non-finite steps", "Try run.precision=bf16.")
+
+
 def test_all_accuracies_decide():
     """The figures of photos of clothes: too few queries for k-NN to tell, enough images for the probe."""
     before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "raw_pixels": 50.7}
