@@ -9,8 +9,8 @@ from dino_vit.commands import Facts, Written
 from dino_vit.config.commands import ExportConfig, InspectWeightsConfig, WeightsConfig
 from dino_vit.core import height_width
 from dino_vit.models.backbone import Backbone
-from dino_vit.training.diagnosis import evaluation_text
-from dino_vit.training.metrics import BASELINE, METRICS, read_records
+from dino_vit.training.metrics import BASELINE, METRICS, Baseline, read_records
+from dino_vit.training.readings import evaluation_text
 from dino_vit.weights import load_backbone
 from dino_vit.weights.backbones import LoadedBackbone
 from dino_vit.weights.card import describe, model_card, show, usage
@@ -57,6 +57,6 @@ def _evaluation(model: Backbone) -> str:
         return ""
     folder = Path(source).parent.parent
     history = [r for r in read_records(folder / "metrics.jsonl", METRICS) if r.step <= step and r.rankme]
-    before = next(iter(read_records(folder / "baseline.json", BASELINE)), None)
+    before = next(iter(read_records(folder / "baseline.json", BASELINE)), Baseline())
     figures = evaluation_text(history, before)
     return f"Measured at step {history[-1].step:,}, on images of the source: {figures}." if figures else ""

@@ -95,6 +95,15 @@ class OnlineFigures(NamedTuple):
     probe: float | None = None
     colour: float | None = None  # share of the variance of CLS tokens that the image's colours explain
     brightness: float | None = None  # the same of its brightness and contrast alone
+    # Which images were classified correctly: their bits, in hexadecimal.
+    knn_answers: str | None = None
+    best_knn_answers: str | None = None
+    probe_answers: str | None = None
+
+
+class _Classified(NamedTuple):
+    percent: float
+    answers: str | None  # of which images they were right
 
 
 class Guesses(NamedTuple):
@@ -168,10 +177,18 @@ class OnlineEvaluation:
         )
         if not self.has_labels:
             return figures
-        top1 = {spec: self._accuracy(columns(spec), features.indices) for spec in specs}
-        best = max(specs, key=lambda spec: top1[spec])
+        right = {spec: self._classified(columns(spec), features.indices) for spec in specs}
+        best = max(specs, key=lambda spec: right[spec].percent)
         probe = self._probe(columns(FeatureSpec(tokens=tokens)), features.indices)
-        return figures._replace(knn=top1[CLS], best_features=best.title, best_knn=top1[best], probe=probe)
+        return figures._replace(
+            knn=right[CLS].percent,
+            best_features=best.title,
+            best_knn=right[best].percent,
+            probe=probe.percent,
+            knn_answers=right[CLS].answers,
+            best_knn_answers=right[best].answers,
+            probe_answers=probe.answers,
+        )
 
     def guesses(self) -> Guesses | None:
         """Return how well labels can be told without a network, computed by the calling process alone."""
@@ -193,7 +210,11 @@ class OnlineEvaluation:
         small = replace(self.transform, size=size)
         pixels = pixel_features(self.source, self.indices, transform=small)
         images = pixels.values.view(-1, self.transform.pixels.channels, *size)
-        return self._accuracy(pixels.values, pixels.indices), self._probe(colours(images), pixels.indices)
+        knn, probe = (
+            self._classified(pixels.values, pixels.indices),
+            self._probe(colours(images), pixels.indices),
+        )
+        return knn.percent, probe.percent
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""
@@ -217,16 +238,21 @@ class OnlineEvaluation:
     def _labels(self, indices: Tensor) -> Tensor:
         return torch.tensor([self.source.label(index) for index in indices.tolist()])
 
-    def _probe(self, features: Tensor, indices: Tensor) -> float:
-        """Return the per cent of images that a ridge regression to their labels classifies correctly."""
+    def _probe(self, features: Tensor, indices: Tensor) -> _Classified:
+        """Classify images by a ridge regression to their labels."""
         classes, targets = torch.unique(self._labels(indices), return_inverse=True)
         scores = ridge_predictions(
             features.cpu(), F.one_hot(targets, len(classes)).float(), self._first_half(indices)
         )
-        return 100 * float((scores.argmax(dim=1) == targets).float().mean())
+        return self._count(scores.argmax(dim=1) == targets, indices)
 
-    def _accuracy(self, features: Tensor, indices: Tensor) -> float:
-        """Return the per cent of images that their neighbours classify correctly."""
+    def _count(self, right: Tensor, indices: Tensor) -> _Classified:
+        """Count right answers; the bit of an image is its place in the evaluation."""
+        bits = sum(1 << self.row[index] for index in indices[right].tolist())
+        return _Classified(100 * float(right.float().mean()), f"{bits:x}")
+
+    def _classified(self, features: Tensor, indices: Tensor) -> _Classified:
+        """Classify images by their neighbours."""
         labels = self._labels(indices)
         votes = queries = torch.arange(len(indices))  # rows
         if self.bank is not None:
@@ -234,8 +260,9 @@ class OnlineEvaluation:
             votes, queries = votes[in_bank], queries[~in_bank]
         k = min(NEIGHBOURS, len(votes) - (self.bank is None))
         if k < 1 or not len(queries):  # most images became unreadable
-            return math.nan
+            return _Classified(math.nan, None)
+        of_queries = indices[queries]
         labels, votes, queries = (part.to(features.device) for part in (labels, votes, queries))
         offset = 0 if self.bank is None else None
         ranked = weighted_knn(features[votes], labels[votes], features[queries], k=[k], self_offset=offset)
-        return 100 * float((ranked[k][:, 0] == labels[queries]).float().mean())
+        return self._count((ranked[k][:, 0] == labels[queries]).cpu(), of_queries)

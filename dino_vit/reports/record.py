@@ -11,9 +11,9 @@ from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import settings_of, values
 from dino_vit.core.text import plural
 from dino_vit.eval.results import Evaluation, read_evaluations
-from dino_vit.training.diagnosis import STATES, TOO_EARLY, Diagnosis
 from dino_vit.training.metrics import BASELINE, METRICS, START, Baseline, MetricsRecord, Start, read_records
-from dino_vit.training.verdict import judge
+from dino_vit.training.readings import Diagnosis
+from dino_vit.training.verdict import STATES, TOO_EARLY, judge
 
 
 @dataclass(frozen=True, kw_only=True)

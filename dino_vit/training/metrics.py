@@ -18,6 +18,8 @@ T = TypeVar("T")
 # As read from JSON, in which null is a number that is not finite.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+# Which images of an evaluation were classified correctly: their bits, in hexadecimal.
+Answers = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,9 @@ class MetricsRecord:
     probe: float | None = None  # of a ridge regression, like `knn`
     colour: float | None = None  # share of the features that the images' colours explain
     brightness: float | None = None
+    knn_answers: Answers | None = None
+    best_knn_answers: Answers | None = None
+    probe_answers: Answers | None = None
     state: str = ""  # what the records so far say about the run
 
     def to_record(self) -> dict[str, Any]:
@@ -112,6 +117,9 @@ class Baseline:
     probe: Number | None = None
     colour: Number | None = None  # share of the features that colours explain
     brightness: Number | None = None
+    knn_answers: Answers | None = None
+    best_knn_answers: Answers | None = None
+    probe_answers: Answers | None = None
     raw_pixels: Number | None = None
     colours: Number | None = None  # a probe that sees nothing else
     largest_class: Number | None = None  # always guessed

@@ -19,7 +19,6 @@ from dino_vit.core import log
 from dino_vit.core.runtime import device_name
 from dino_vit.core.storage import StorageError, write_bytes
 from dino_vit.core.text import plural, printable, public
-from dino_vit.training.diagnosis import COMPARED
 from dino_vit.training.metrics import (
     BASELINE,
     Baseline,
@@ -30,6 +29,7 @@ from dino_vit.training.metrics import (
     read_records,
     to_json,
 )
+from dino_vit.training.readings import COMPARED
 from dino_vit.training.setup import ReadyRun
 from dino_vit.training.terminal import RunProgress
 from dino_vit.training.verdict import WAITING_HELP, judge, waits_for_images
@@ -188,11 +188,8 @@ def start_record(run: ReadyRun) -> Start:
 def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
-    processes, views, verbose = (
-        plural(start.processes, "process", "processes"),
-        config.views,
-        config.run.verbose,
-    )
+    processes = plural(start.processes, "process", "processes")
+    views, verbose = config.views, config.run.verbose
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
         f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "

@@ -92,15 +92,11 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
     resumed = find_checkpoint(config)
     if resumed and config.budget.minutes:
         fit = Fit(resumed.metadata["total_steps"])
-    trained = frozen = None
-    architecture: Mapping[str, Any] | None = None
-    if config.init and resumed:  # the file that the run started from may be gone
+    # When a run resumes, the file that it started from may be gone.
+    trained = _load_trained(config) if config.init and not resumed else None
+    architecture = trained.architecture if trained else None
+    if config.init and resumed:
         architecture = resumed.metadata["architecture"]
-    elif config.init:
-        trained = _load_trained(config)
-        architecture = trained.architecture
-    if config.teacher.weights is not None:
-        frozen = _open_frozen(config, config.teacher.weights)
     return RunContext(
         source=source,
         sampling=sampling,
@@ -109,7 +105,7 @@ def open_context(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO
         architecture=architecture,
         processes=int(accelerator.num_processes),
         device=accelerator.device,
-        frozen=frozen,
+        frozen=None if config.teacher.weights is None else _open_frozen(config, config.teacher.weights),
         fit=fit,
     )
 
@@ -221,11 +217,8 @@ def _student_and_teacher(config: PretrainConfig, context: RunContext) -> tuple[N
     """Build student and teacher, and check that they take what the run gives them."""
     imitated = context.imitated
     student, teacher = build_untrained(config, context.architecture, imitated)
-    if (
-        imitated
-        and config.teacher.patch_weight
-        and not (imitated.has_patches and student.backbone.has_patches)
-    ):
+    have_patches = student.backbone.has_patches and (imitated is None or imitated.has_patches)
+    if imitated and config.teacher.patch_weight and not have_patches:
         raise ValueError("one of student and frozen teacher has no patches; set teacher.patch_weight=0")
     student.backbone.grad_checkpointing = config.model.grad_checkpointing
     views = config.views

@@ -10,9 +10,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from dino_vit.core.text import duration, live_console, printable_lines
-from dino_vit.training.diagnosis import TOO_EARLY
 from dino_vit.training.metrics import MetricsRecord
-from dino_vit.training.verdict import Verdict
+from dino_vit.training.verdict import TOO_EARLY, Verdict
 
 REFRESH = 0.5  # seconds between two updates of the bar
 RECENT = 1800  # seconds whose pace the remaining time is estimated from

@@ -1,50 +1,64 @@
 """Say what has come of a run: its state, the figures with how sure they are, and the one thing to try next.
 
-Advice names a setting and its value, and has a measured cause: a collapse, features that are about colour, a
-lost rank, figures that still rise. Before that it names how long to train.
+With labels all accuracies decide on the state, without them the effective rank and the entropy gap; the
+README has a table of the states. Advice names a setting, its value and a measured cause (`CAUSES`).
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from dino_vit.config.loading import write_yaml
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.diagnosis import (
-    BELOW_PIXELS,
-    COLLAPSING,
-    ENOUGH,
-    FEW_STEPS,
-    HALF,
-    KEEP_RANK,
-    LEARNING,
-    LOSING_RANK,
-    MIXED,
-    NO_BETTER,
-    NOT_EVALUATED,
-    PAST_BEST,
+from dino_vit.training.metrics import Baseline, MetricsRecord
+from dino_vit.training.readings import (
+    COLLAPSES,
+    FEW_ROWS,
+    NONFINITE,
     PATIENCE,
-    TOO_EARLY,
-    WORSE,
+    STUCK_AT_LN,
+    UNLIKELY,
     Diagnosis,
-    diagnose,
+    chance,
+    collapse,
     evaluation_text,
     evaluations_of,
-    is_too_short,
-    or_lowest,
+    readings_of,
 )
-from dino_vit.training.metrics import Baseline, MetricsRecord
 
-# The share of its time that a run may wait for images before it gets advice.
-WAITING = 0.2
+# Of a shorter run that has not seen each image once nothing bad is said, but of steps that are not finite.
+FEW_STEPS = 300
+ENOUGH = 3  # evaluations before a run is said to have gained nothing
+HALF = 0.5  # a rank below this share of the first, or of the best, has collapsed
+# Without labels, outputs that say at least this share of what they could say about an image.
+INFORMATIVE = 0.1
+WAITING = 0.2  # the share of its time that a run may wait for images before it gets advice
 WAITING_HELP = "docs/data.md (What is fast) says what helps"
 # Features are about colour if it explains at least this share of them, and nearly as much as before training.
 # On flowers and groceries it is 0.8 in untrained networks and where little was learned, 0.5 in good runs.
 MUCH, NEARLY = 0.6, 0.85
 # Where colours alone tell labels this share as well as the features do, the features need them.
 TELLING = 0.5
-# A loss that falls by less than this share in the last third of a run hardly falls.
-FALLS = 0.01
+FALLS = 0.01  # a loss that falls by a smaller share in the last third of a run hardly falls
+
+
+KEEP_RANK = ("loss.centering", "loss.koleo_weight", "optim.lr")
+ALL = (
+    TOO_EARLY := Diagnosis("too early to say"),
+    NOT_EVALUATED := Diagnosis("not evaluated"),
+    LEARNING := Diagnosis("learning"),
+    BELOW_PIXELS := Diagnosis("learning, but still below raw pixels"),
+    MIXED := Diagnosis("better and worse than before training"),
+    LOSING_RANK := Diagnosis("learning, but losing rank", KEEP_RANK),
+    PAST_BEST := Diagnosis("past its best", ("budget",)),
+    NO_BETTER := Diagnosis("no better than before training", ("recipe",)),
+    WORSE := Diagnosis("worse than before training", ("recipe", "optim.lr")),
+    COLLAPSING := Diagnosis("collapsing", KEEP_RANK),
+    *COLLAPSES,
+)
+STATES = {diagnosis.state: diagnosis for diagnosis in ALL}
 # What a remedy sets, unless that is so already.
 CHANGES: dict[str, Callable[[PretrainConfig], object]] = {
     "recipe": lambda config: "auto" if config.recipe != "auto" else None,
@@ -76,14 +90,84 @@ class Verdict(NamedTuple):
         return f"{self.diagnosis.state}: {self.outcome}"
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What a run is judged by; it has at least one record."""
+
+    history: Sequence[MetricsRecord]
+    config: PretrainConfig
+    before: Baseline
+
+    @cached_property
+    def evaluations(self) -> list[MetricsRecord]:
+        return evaluations_of(self.history)
+
+    @property
+    def last(self) -> MetricsRecord:
+        return self.history[-1]
+
+    @property
+    def finished(self) -> bool:
+        return self.last.step >= self.last.total_steps
+
+    @property
+    def is_short(self) -> bool:
+        return self.last.step < FEW_STEPS and self.last.epoch < 1
+
+    @property
+    def is_evaluated_early(self) -> bool:
+        """Whether it is too early for bad news: the teacher follows slowly, and a short dip is normal."""
+        last = self.evaluations[-1]
+        return len(self.evaluations) < ENOUGH and last.step < last.total_steps
+
+    @property
+    def best(self) -> MetricsRecord:
+        return max(self.evaluations, key=lambda metrics: _or_lowest(metrics.knn))
+
+    @property
+    def ranks(self) -> list[float]:
+        """The effective ranks, the first before training."""
+        return [_or_lowest(self.before.rankme), *(metrics.rankme or 0.0 for metrics in self.evaluations)]
+
+    @property
+    def settled_step(self) -> int:
+        """The step after the warm-up and the freezes."""
+        config, last = self.config, self.last
+        head_epochs = config.init.head_epochs if config.init else 0.0
+        settled = max(config.optim.warmup_epochs, config.optim.freeze_last_layer_epochs, head_epochs)
+        steps_per_epoch = (
+            min(last.step / last.epoch, 2.0**53) if last.epoch else 0.0
+        )  # files may hold anything
+        return math.floor(settled * steps_per_epoch)
+
+    def length(self, factor: float) -> str:
+        """Return the budget times a factor, as a setting."""
+        unit = self.config.budget.unit
+        value = getattr(self.config.budget, unit) * factor
+        return f"budget.{unit}={write_yaml(float(f'{value:.2g}') if unit == 'minutes' else math.ceil(value))}"
+
+    def remedy(self, keys: Sequence[str]) -> str:
+        """Return the first of some changes that is not in force yet."""
+        if self.config.teacher.weights is not None:  # then most settings of the loss have no effect
+            keys = [key for key in keys if key == "optim.lr"]
+        values = ((key, CHANGES[key](self.config)) for key in keys)
+        return next((f"{key}={write_yaml(value)}" for key, value in values if value is not None), "")
+
+
 def judge(history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Baseline | None) -> Verdict:
     """Return what is said of a run: in its log, on its page and by `run.outcome`."""
-    diagnosis = diagnose(history, config, baseline)
+    baseline = baseline or Baseline()
     figures = evaluation_text(history, baseline)
     if not figures:
         is_evaluated = config.run.eval_every or config.run.eval_every_steps
         figures = "there is no evaluation yet" if is_evaluated else "run.eval_every=null"
-    return Verdict(diagnosis, figures, _advice(history, config, baseline, diagnosis) if history else "")
+    if not history:
+        return Verdict(TOO_EARLY, figures, "")
+    run = _Run(history, config, baseline)
+    diagnosis = _diagnose(run)
+    causes = ((ALL, _too_short),) if run.is_short and diagnosis is not NONFINITE else CAUSES
+    advice = (cause(run, diagnosis) for states, cause in causes if diagnosis in states)
+    return Verdict(diagnosis, figures, next(filter(None, advice), ""))
 
 
 def waits_for_images(history: Sequence[MetricsRecord]) -> bool:
@@ -95,104 +179,134 @@ def waits_for_images(history: Sequence[MetricsRecord]) -> bool:
     return len(last) == PATIENCE and all(metrics.data_wait > WAITING for metrics in last)
 
 
-def _advice(
-    history: Sequence[MetricsRecord], config: PretrainConfig, baseline: Baseline | None, diagnosis: Diagnosis
-) -> str:
-    """Return one thing to try, with its value and the cause that was measured; nothing if there is none."""
-    last, evaluations = history[-1], evaluations_of(history)
-    finished = last.step >= last.total_steps
-    if is_too_short(last):
-        enough = min(float(FEW_STEPS), last.step / last.epoch if last.epoch else math.inf) / last.step
-        longer = f"The run was shorter than {FEW_STEPS} steps and an epoch: try {_length(config, enough)}."
-        return longer if finished else ""
-    if diagnosis in (TOO_EARLY, NOT_EVALUATED):
-        return ""
-    if diagnosis is PAST_BEST:
-        best = max(evaluations, key=lambda metrics: or_lowest(metrics.knn))
-        text = f"Try {_length(config, best.step / last.total_steps)}: k-NN was the best at step {best.step:,}"
-        return f"{text} ({best.knn:.1f} %), and its checkpoint is kept."
-    causes: list[str] = []
-    if diagnosis in (LEARNING, BELOW_PIXELS, MIXED, NO_BETTER, WORSE):
-        causes.append(_about_colour(evaluations[-1], config, baseline))
-    if diagnosis in (MIXED, NO_BETTER, WORSE, LOSING_RANK, COLLAPSING):
-        causes.append(_lost_rank(evaluations, config, baseline))
-    if diagnosis in (LEARNING, BELOW_PIXELS, MIXED, NO_BETTER) and finished:
-        # What still rises goes on; what does not needs another setting first.
-        causes.insert(0 if diagnosis is LEARNING else len(causes), _still_improves(history, config))
-    if cause := next(filter(None, causes), ""):
-        return cause
-    remedy = _remedy(config, diagnosis.remedies)
-    unknown = "; no cause was measured" if diagnosis in (NO_BETTER, WORSE) else ""
-    return f"Try {remedy}{unknown}." if remedy else ""
+def _diagnose(run: _Run) -> Diagnosis:
+    collapsed, by_accuracy = collapse(run.history, settled_step=run.settled_step), _judge_accuracies(run)
+    if run.is_short and collapsed is not NONFINITE:  # only what is good for sure is said
+        return by_accuracy if by_accuracy in (LEARNING, BELOW_PIXELS) else TOO_EARLY
+    improved = by_accuracy in (LEARNING, BELOW_PIXELS, MIXED, PAST_BEST)
+    spread = 0 < run.ranks[0] < HALF * run.ranks[-1]
+    follows_late = collapsed is STUCK_AT_LN and (improved or spread)  # features may improve before the loss
+    if collapsed and not follows_late:
+        return collapsed
+    if not run.evaluations:
+        return TOO_EARLY if run.config.run.eval_every or run.config.run.eval_every_steps else NOT_EVALUATED
+    by_rank = _judge_ranks(run)
+    if by_accuracy is not None and (by_rank is not COLLAPSING or by_accuracy is PAST_BEST):
+        return by_accuracy
+    return LOSING_RANK if improved else by_rank
 
 
-def _remedy(config: PretrainConfig, keys: Sequence[str]) -> str:
-    """Return the first of some changes that is not in force yet."""
-    if config.teacher.weights is not None:  # then most settings of the loss have no effect
-        keys = [key for key in keys if key == "optim.lr"]
-    values = ((key, CHANGES[key](config)) for key in keys)
-    return next((f"{key}={write_yaml(value)}" for key, value in values if value is not None), "")
+def _judge_accuracies(run: _Run) -> Diagnosis | None:
+    """Judge by accuracies; None without labels or without any from before the first step."""
+    last, before = run.evaluations[-1] if run.evaluations else run.last, run.before
+    readings = readings_of(last, before, before)
+    if not readings:
+        return None
+    risen = {reading.rise > 0 for reading in readings if chance(reading, readings) < UNLIKELY}
+    if True not in risen:
+        return TOO_EARLY if run.is_evaluated_early else WORSE if risen else NO_BETTER
+    if False in risen:
+        return MIXED
+    since_best = [reading for reading in readings_of(last, run.best, before) if reading.title == "k-NN"]
+    if any(reading.rise < 0 and reading.p < UNLIKELY for reading in since_best):
+        return PAST_BEST
+    below = max(reading.percent for reading in readings) < _or_lowest(before.raw_pixels)
+    return BELOW_PIXELS if below else LEARNING
 
 
-def _length(config: PretrainConfig, factor: float) -> str:
-    """Return the budget times a factor, as a setting."""
-    unit = config.budget.unit
-    value = getattr(config.budget, unit) * factor
-    return f"budget.{unit}={write_yaml(float(f'{value:.2g}') if unit == 'minutes' else math.ceil(value))}"
+def _judge_ranks(run: _Run) -> Diagnosis:
+    """Judge by effective ranks and by what the teacher's outputs say about an image."""
+    (first, *_, latest), last, early = run.ranks, run.evaluations[-1], run.is_evaluated_early
+    if last.step >= run.settled_step and not early and latest < HALF * max(run.ranks):
+        return COLLAPSING
+    if not -math.inf < first <= latest:
+        return TOO_EARLY if early else NO_BETTER
+    if last.entropy_gap is None:  # the teacher is frozen: what it says cannot collapse
+        return LEARNING
+    rows = last.rows or 0
+    informative = last.entropy_gap > INFORMATIVE * math.log(max(1, min(last.prototypes or 1, rows)))
+    return LEARNING if informative and rows >= FEW_ROWS else TOO_EARLY
 
 
-def _about_colour(metrics: MetricsRecord, config: PretrainConfig, baseline: Baseline | None) -> str:
+def _or_lowest(value: float | None) -> float:
+    """Return a number that is not finite, or missing, as the lowest."""
+    return value if value is not None and math.isfinite(value) else -math.inf
+
+
+def _too_short(run: _Run, _: Diagnosis) -> str:
+    last = run.last
+    enough = min(float(FEW_STEPS), last.step / last.epoch if last.epoch else math.inf) / last.step
+    longer = f"The run was shorter than {FEW_STEPS} steps and an epoch: try {run.length(enough)}."
+    return longer if run.finished else ""
+
+
+def _past_best(run: _Run, _: Diagnosis) -> str:
+    best, shorter = run.best, run.length(run.best.step / run.last.total_steps)
+    text = f"k-NN was the best at step {best.step:,} ({best.knn:.1f} %), and its checkpoint is kept"
+    return f"Try {shorter}: {text}."
+
+
+def _about_colour(run: _Run, _: Diagnosis) -> str:
     """Advise other colours where the features are about colour, and the labels are not."""
-    colour, brightness = metrics.colour, metrics.brightness or 0.0
-    before = baseline.colour if baseline else None
-    augment = config.augment
-    if baseline is None or before is None or colour is None or colour < max(MUCH, NEARLY * before):
+    last, before, augment = run.evaluations[-1], run.before, run.config.augment
+    if before.colour is None or last.colour is None or last.colour < max(MUCH, NEARLY * before.colour):
         return ""
-    if metrics.probe is not None and baseline.colours is not None:
-        guessed = baseline.largest_class or 0.0
-        if baseline.colours - guessed >= TELLING * (metrics.probe - guessed):
+    if last.probe is not None and before.colours is not None:
+        guessed = before.largest_class or 0.0
+        if before.colours - guessed >= TELLING * (last.probe - guessed):
             return ""
-    if brightness >= NEARLY * colour:
-        what, share, first = "brightness", brightness, baseline.brightness or 0.0
+    what, share, first = "colour", last.colour, before.colour
+    changes = {"grey": 0.5, "hue": 0.4, "saturation": 0.8}
+    if last.brightness is not None and last.brightness >= NEARLY * last.colour:
+        what, share, first = "brightness", last.brightness, before.brightness or 0.0
         changes = {"brightness": 0.8, "contrast": 0.8}
-    else:
-        what, share, first = "colour", colour, before
-        changes = {"grey": 0.5, "hue": 0.4, "saturation": 0.8}
     texts = [f"augment.{name}={value}" for name, value in changes.items() if getattr(augment, name) < value]
-    if not texts or config.data.channels != 3 or augment.module:
+    if not texts or run.config.data.channels != 3 or augment.module:
         return ""
-    few = "" if metrics.probe is None else ", but tells few of the labels"
+    few = "" if last.probe is None else ", but tells few of the labels"
     evidence = f"{100 * share:.0f} % of the features ({100 * first:.0f} % before training)"
     return f"Try {' '.join(texts)}: {what} explains {evidence}{few}."
 
 
-def _lost_rank(
-    evaluations: Sequence[MetricsRecord], config: PretrainConfig, baseline: Baseline | None
-) -> str:
-    """Advise what keeps the rank where it has fallen."""
-    first = baseline.rankme if baseline else None
-    ranks = [or_lowest(rank) for rank in (first, *(metrics.rankme for metrics in evaluations))]
-    remedy = _remedy(config, KEEP_RANK)
-    if not remedy or ranks[-1] >= HALF * max(ranks):
+def _lost_rank(run: _Run, _: Diagnosis) -> str:
+    best, latest, remedy = max(run.ranks), run.ranks[-1], run.remedy(KEEP_RANK)
+    if not remedy or latest >= HALF * best:
         return ""
-    return f"Try {remedy}: the effective rank fell from {max(ranks):.1f} to {ranks[-1]:.1f}."
+    return f"Try {remedy}: the effective rank fell from {best:.1f} to {latest:.1f}."
 
 
-def _still_improves(history: Sequence[MetricsRecord], config: PretrainConfig) -> str:
+def _still_improves(run: _Run, _: Diagnosis) -> str:
     """Advise a longer run where the newest evaluation is the best, or the loss still falls."""
-    longer, evaluations = f"Try {_length(config, 2)}", evaluations_of(history)
-    has_labels = evaluations[-1].knn is not None
+    if not run.finished:
+        return ""
+    longer, history = f"Try {run.length(2)}", run.history
+    has_labels = run.evaluations[-1].knn is not None
     fields = {"ridge probe": "probe", "k-NN": "knn"} if has_labels else {"effective rank": "rankme"}
     for title, field in fields.items():
-        values = [or_lowest(getattr(metrics, field)) for metrics in evaluations]
+        values = [_or_lowest(getattr(metrics, field)) for metrics in run.evaluations]
         middle, latest = values[(len(values) - 1) // 2], values[-1]
         if len(values) >= ENOUGH and middle < latest == max(values):
             return f"{longer}: the {title} still rises ({middle:.1f} halfway, {latest:.1f} now)."
     third = max(1, len(history) // 3)
-    before, last = (
-        sum(metrics.loss for metrics in part) / third
-        for part in (history[-2 * third : -third], history[-third:])
-    )
+    parts = history[-2 * third : -third], history[-third:]
+    before, last = (sum(metrics.loss for metrics in part) / third for part in parts)
     if last < (1 - FALLS) * before:
         return f"{longer}: the loss still falls ({before:.2f}, and {last:.2f} in the last third)."
     return ""
+
+
+def _usual_remedy(run: _Run, diagnosis: Diagnosis) -> str:
+    remedy = run.remedy(diagnosis.remedies)
+    unknown = "; no cause was measured" if diagnosis in (NO_BETTER, WORSE) else ""
+    return f"Try {remedy}{unknown}." if remedy else ""
+
+
+# States, and a cause that is looked for in them; the first that is found gives the advice.
+CAUSES: tuple[tuple[Sequence[Diagnosis], Callable[[_Run, Diagnosis], str]], ...] = (
+    ((PAST_BEST,), _past_best),
+    ((LEARNING,), _still_improves),  # what still rises goes on; what does not needs another setting first
+    ((LEARNING, BELOW_PIXELS, MIXED, NO_BETTER, WORSE), _about_colour),
+    ((MIXED, NO_BETTER, WORSE, LOSING_RANK, COLLAPSING), _lost_rank),
+    ((BELOW_PIXELS, MIXED, NO_BETTER), _still_improves),
+    (ALL, _usual_remedy),
+)

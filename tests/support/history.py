@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from dino_vit.training.diagnosis import LEARNING, TOO_EARLY, UNIFORM
 from dino_vit.training.metrics import MetricsRecord
-from dino_vit.training.verdict import Verdict
+from dino_vit.training.readings import UNIFORM
+from dino_vit.training.verdict import LEARNING, TOO_EARLY, Verdict
 
 ADVICE = "Try head.batch_norm=true."
 

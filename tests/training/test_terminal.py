@@ -12,9 +12,8 @@ from io import StringIO
 import pytest
 
 from dino_vit.core.text import duration
-from dino_vit.training.diagnosis import LEARNING
 from dino_vit.training.terminal import RunProgress
-from dino_vit.training.verdict import Verdict
+from dino_vit.training.verdict import LEARNING, Verdict
 from tests.support.history import ADVICE, HEALTHY, Clock, show_some
 
 FINE = Verdict(LEARNING, "", "")

@@ -17,11 +17,11 @@ import pytest
 from dino_vit.config.loading import load
 from dino_vit.config.loading import replace as replace_settings
 from dino_vit.config.pretrain import PretrainConfig
-from dino_vit.training.diagnosis import PATIENCE, STATES, collapse, diagnose
 from dino_vit.training.loop import take_step
 from dino_vit.training.metrics import BASELINE, METRICS, Baseline
+from dino_vit.training.readings import PATIENCE, collapse
 from dino_vit.training.reporter import Reporter
-from dino_vit.training.verdict import WAITING, judge, waits_for_images
+from dino_vit.training.verdict import STATES, WAITING, judge, waits_for_images
 from tests.support.history import HEALTHY
 from tests.support.training import opened
 
@@ -79,7 +79,7 @@ def test_every_recorded_run_is_in_the_table():
 @pytest.mark.parametrize("name", TABLE)
 def test_a_recorded_run_is_called_what_it_was(name, labels):
     history, *run = recorded(name, labels=labels)
-    states = [diagnose(history[:count], *run).state for count in range(len(history) + 1)]
+    states = [judge(history[:count], *run).diagnosis.state for count in range(len(history) + 1)]
     changes = [state for index, state in enumerate(states) if index == 0 or states[index - 1] != state]
     expected = TABLE[name][not labels]
     assert changes == expected
@@ -134,6 +134,12 @@ def evaluated(*, settings=(), colours=25.0, before=None, **figures):
     return judge(history, config, Baseline(**{**of_start, **levels, **(before or {})}))
 
 
+def test_a_short_run_of_steps_that_are_not_finite_is_not_told_to_go_on():
+    last = replace(HEALTHY, step=40, total_steps=40, epoch=0.5, loss=math.nan)
+    said = judge([last], load(PretrainConfig, None, ["run.precision=fp16"]), None)
+    assert (said.diagnosis.state, said.advice) == ("non-finite steps", "Try run.precision=bf16.")
+
+
 def test_all_accuracies_decide():
     """The figures of photos of clothes: too few queries for k-NN to tell, enough images for the probe."""
     before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "raw_pixels": 50.7}
@@ -147,6 +153,18 @@ def test_all_accuracies_decide():
     assert "the differences from before training may be chance (p = 1)" in same.figures
     mixed = evaluated(probe=[44.0, 46.0, 47.0], knn=[33.0, 28.0, 26.0])
     assert mixed.diagnosis.state == MIXED
+
+
+def test_the_same_images_before_and_after_are_compared_one_by_one():
+    """21 of 341 images more: as if of other images that may be chance, of the same images it is not."""
+    before = {"knn": 40.0, "knn_answers": f"{(1 << 136) - 1:x}"}
+    knn = {"knn": [40.0, 43.0, 46.0], "best_knn": [40.0] * 3}
+    assert evaluated(**knn, before={"knn": 40.0}).diagnosis.state == NO_BETTER
+    said = evaluated(**knn, knn_answers=[None, None, f"{(1 << 157) - 1:x}"], before=before)
+    assert said.figures.endswith("the k-NN rose by 6.0 points (p < 0.001)")
+    assert said.diagnosis.state == LEARNING
+    mixed = f"{((1 << 157) - 1) << 90:x}"  # 90 images of those before are wrong now, and 111 others right
+    assert evaluated(**knn, knn_answers=[None, None, mixed], before=before).diagnosis.state == NO_BETTER
 
 
 def test_advice_follows_what_was_measured():
@@ -174,7 +192,6 @@ def test_advice_follows_what_was_measured():
 
 def test_without_records_nothing_is_claimed():
     _, *run = recorded("flowers-good")
-    assert diagnose([], *run).state == EARLY
     assert str(judge([], *run)) == "too early to say: there is no evaluation yet."
     unevaluated = load(PretrainConfig, None, ["run.eval_every=null"])
     assert str(judge([HEALTHY], unevaluated, None)) == "not evaluated: run.eval_every=null."

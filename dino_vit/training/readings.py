@@ -1,0 +1,193 @@
+"""What the records of a run show: its accuracies beside those before training, and collapses.
+
+The accuracies with how sure it is that they differ; the collapses by the outputs of the teacher.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dino_vit.eval.accuracy import mcnemar
+from dino_vit.training.metrics import Baseline, MetricsRecord
+
+UNLIKELY = 0.01  # the chance of a difference that is taken for real, whatever the number of accuracies
+QUERIES = 1000  # where a run did not record how many images an accuracy is of
+# The figures that a k-NN accuracy is compared with.
+COMPARED = {
+    "knn": "before training",
+    "raw_pixels": "raw pixels",
+    "colours": "colours alone",
+    "largest_class": "largest class",
+    "chance": "chance",
+}
+
+# Consecutive records that must show a collapse, or waiting, before it is said; and when no more will come.
+PATIENCE, AT_THE_END = 5, 2
+FEW_ROWS = 16  # fewer rows may be alike by chance, above all two views of one image
+# Outputs that differ less than this between images say nothing about them; see `_symptom`.
+ALIKE = 0.002
+# Shares of ln(prototypes) below or above which an entropy counts as zero or as maximal.
+ZERO, MAXIMAL = 0.05, 0.95
+STUCK = 0.002  # a loss less than this share below ln(prototypes) is stuck there
+SKIPPED = 0.2  # a larger share of skipped steps is more than the search for a scale in float16
+
+
+class Reading(NamedTuple):
+    """An accuracy, and the same of an earlier network, on so many images."""
+
+    title: str
+    percent: float
+    before: float
+    images: int
+    answers: tuple[str | None, str | None] = None, None  # which images were right, now and before
+
+    @property
+    def rise(self) -> float:
+        return self.percent - self.before
+
+    @property
+    def p(self) -> float:
+        """The probability that networks which are equally good differ as much on these images."""
+        now, before = (int(answers, 16) if answers else None for answers in self.answers)
+        if now is not None and before is not None:
+            return mcnemar((now & ~before).bit_count(), (before & ~now).bit_count())
+        # Of a run without recorded answers, as if the two were of different images, which is cautious.
+        shares = (min(max(percent / 100, 0.0), 1.0) for percent in (self.percent, self.before))
+        variance = sum(share * (1 - share) for share in shares) / self.images
+        return math.erfc(abs(self.rise) / (100 * math.sqrt(2 * variance))) if variance else 1.0
+
+
+def readings_of(
+    metrics: MetricsRecord, before: MetricsRecord | Baseline, baseline: Baseline
+) -> list[Reading]:
+    """Return the accuracies of a record that were measured before, too; the most certain difference first."""
+    readings = []
+    for title, field, images in (
+        ("k-NN", "knn", baseline.queries),
+        (f"k-NN of {metrics.best_features}", "best_knn", baseline.queries),
+        ("ridge probe", "probe", baseline.images),
+    ):
+        now, then = getattr(metrics, field), getattr(before, field)
+        if now is not None and then is not None and math.isfinite(now - then):
+            answers = getattr(metrics, f"{field}_answers"), getattr(before, f"{field}_answers")
+            readings.append(Reading(title, now, then, images or QUERIES, answers))
+    return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
+
+
+def chance(reading: Reading, readings: Sequence[Reading]) -> float:
+    """Return the probability that one of some readings differs as much by chance (Bonferroni)."""
+    return min(1.0, len(readings) * reading.p)
+
+
+def evaluations_of(history: Sequence[MetricsRecord]) -> list[MetricsRecord]:
+    return [metrics for metrics in history if metrics.rankme is not None and math.isfinite(metrics.rankme)]
+
+
+def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str:
+    """Return the figures of the last evaluation, beside what they compare with; nothing if there is none."""
+    evaluations = evaluations_of(history)
+    if not evaluations:
+        return ""
+    last, levels, figures = evaluations[-1], baseline.figures(), []
+    if last.knn is not None:
+        compared = ", ".join(
+            f"{text} {levels[name]:.1f}" for name, text in COMPARED.items() if name in levels
+        )
+        knn = f"k-NN {last.knn:.1f} ± {_margin(last.knn, baseline.queries):.1f} %"
+        figures.append(f"{knn} ({compared})" if compared else knn)
+        if last.best_features not in (None, "CLS") and last.best_knn is not None:
+            figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
+    if last.probe is not None:
+        probe = f"ridge probe {last.probe:.1f} ± {_margin(last.probe, baseline.images):.1f} %"
+        figures.append(probe + _before(levels, "probe"))
+    figures.append(f"effective rank {last.rankme:.1f}{_before(levels, 'rankme')}")
+    if last.knn is None and last.entropy_gap is not None:
+        figures.append(f"entropy gap {last.entropy_gap:.2f}")
+    return "; ".join(filter(None, [", ".join(figures), _confidence(readings_of(last, baseline, baseline))]))
+
+
+def _before(levels: dict[str, float], name: str) -> str:
+    return f" (before training {levels[name]:.1f})" if name in levels else ""
+
+
+def _margin(percent: float, images: int | None) -> float:
+    """Return half the width of the interval that holds an accuracy with 95 % confidence."""
+    share = min(max(percent / 100, 0.0), 1.0)
+    return 196 * math.sqrt(share * (1 - share) / (images or QUERIES))
+
+
+def _confidence(readings: Sequence[Reading]) -> str:
+    """Return how sure it is that an evaluation differs from that before training."""
+    if not readings:
+        return ""
+    clearest = readings[0]
+    p = chance(clearest, readings)
+    text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+    if p >= UNLIKELY:
+        return f"the differences from before training may be chance ({text})"
+    verb = "rose" if clearest.rise > 0 else "fell"
+    return f"the {clearest.title} {verb} by {abs(clearest.rise):.1f} points ({text})"
+
+
+class Diagnosis(NamedTuple):
+    """The state of a run and, if it is a bad one, the settings to change, the most promising first."""
+
+    state: str
+    remedies: tuple[str, ...] = ()
+
+
+NONFINITE = Diagnosis("non-finite steps", ("run.precision", "optim.lr"))
+UNIFORM = Diagnosis("uniform collapse", ("head.batch_norm", "loss.teacher_temp", "optim.lr"))
+ONE_PROTOTYPE = Diagnosis("one prototype", ("loss.centering", "optim.lr"))
+IMAGES_ALIKE = Diagnosis("all images alike", ("loss.koleo_weight", "optim.lr"))
+STUCK_AT_LN = Diagnosis("stuck at ln(prototypes)", ("head.batch_norm", "optim.warmup_epochs", "optim.lr"))
+PATCHES_ALIKE = Diagnosis("all patches alike", ("loss.centering", "loss.patch_weight"))
+COLLAPSES = NONFINITE, UNIFORM, ONE_PROTOTYPE, IMAGES_ALIKE, STUCK_AT_LN, PATCHES_ALIKE
+
+
+def collapse(history: Sequence[MetricsRecord], *, settled_step: int) -> Diagnosis | None:
+    """Return the collapse that the last few records of a run show, if they show one.
+
+    At first a healthy run looks collapsed: new networks give all images nearly the same features, and the
+    centre removes what they share. So only non-finite steps are reported before `settled_step`, which should
+    be after the warm-up of the learning rate and the freeze of the last layer.
+    """
+    latest, first = history[-1], history[-PATIENCE - 1 :][0]
+    skipped, steps = latest.nonfinite_steps - first.nonfinite_steps, latest.step - first.step
+    if not math.isfinite(latest.loss) or (len(history) > PATIENCE and skipped > SKIPPED * steps):
+        return NONFINITE
+    settled = [metrics for metrics in history if metrics.step >= settled_step][-PATIENCE:]
+    symptoms = [_symptom(metrics) for metrics in settled]
+    if not symptoms or None in symptoms:
+        return None
+    # A short run may end before its loss has begun to fall.
+    finished = latest.step >= latest.total_steps and symptoms[-1] is not STUCK_AT_LN
+    return symptoms[-1] if len(symptoms) >= (AT_THE_END if finished else PATIENCE) else None
+
+
+def _symptom(metrics: MetricsRecord) -> Diagnosis | None:
+    """Return the collapse that a single record shows.
+
+    The gap between the entropy of the mean output and the mean entropy of an output is how much an output
+    says about its image. In any collapse it is 0, and the two entropies are equal: ln(prototypes) if all are
+    uniform, 0 with one prototype, in between when all images are alike. Near the uniform output the gap is
+    half the variance of the logits: ALIKE times 7 means cosines 0.007 apart at a temperature of 0.04.
+
+    With a gap, the teacher distinguishes images. A student with a flat output for every image has a
+    cross-entropy of exactly ln(prototypes) for any teacher; one that has learned anything is below.
+    """
+    of_mean, of_each, gap = metrics.mean_output_entropy, metrics.output_entropy, metrics.entropy_gap
+    excess, rows = metrics.excess, metrics.rows or 0
+    if of_mean is None or of_each is None or gap is None or excess is None or rows < FEW_ROWS:
+        return None
+    most = math.log(metrics.prototypes or 1)
+    if of_mean < ZERO * most:
+        return ONE_PROTOTYPE
+    if gap < ALIKE * min(most, math.log(rows)):
+        return UNIFORM if of_each > MAXIMAL * most else IMAGES_ALIKE
+    if excess > -STUCK * most:
+        return STUCK_AT_LN
+    patch_gap, patches = metrics.patch_entropy_gap, metrics.patch_rows or 0
+    if patch_gap is None or patches < FEW_ROWS:
+        return None
+    return PATCHES_ALIKE if patch_gap < ALIKE * min(most, math.log(patches)) else None
