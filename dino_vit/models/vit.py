@@ -1,7 +1,7 @@
 """The vision transformer: images of any size in, the CLS token or class logits out.
 
 - learned or sinusoidal positions, interpolated if the image is not of the trained size, or rotary ones
-- convolutional, unfolding or hybrid (timm's ResNet) stem, any number of channels, images that are not square
+- convolutional, unfolding or hybrid (ResNet) stem, any number of channels, images that are not square
 - registers, layer scale and gated MLPs, so that DINOv2's and DINOv3's weights load unchanged
 - tokens and attention weights of any block, an optional classifier
 

@@ -27,8 +27,8 @@ def check_graph(model: Backbone, *, dynamic: bool) -> None:
     if not dynamic:
         return
     if not isinstance(model, VisionTransformer) or model.architecture["stem"] == "hybrid":
-        name = model.architecture.get("name", "the hybrid stem")
-        raise WeightsError(f"{name} of timm is written as a graph for one size: leave out --dynamic")
+        name = model.architecture.get("name", "a hybrid stem")
+        raise WeightsError(f"{name} is written as a graph for one size: leave out --dynamic")
     if not model.rotary and model.position_mode in ("dino", "dinov2"):
         raise WeightsError(
             f"positions in mode {model.position_mode} are resampled by constant factors: leave out "
