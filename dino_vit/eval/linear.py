@@ -104,7 +104,7 @@ def _take_step(
     heads: LinearHeads, momenta: tuple[Tensor, Tensor], x: Tensor, y: Tensor, rate: Tensor
 ) -> None:
     """Update every head by the gradient of its mean cross-entropy."""
-    # Contiguous, because oneDNN falls back to plain loops for a transposed slice of the columns.
+    # Contiguous, because a CPU multiplies a transposed slice of the columns by plain loops.
     x = x[:, heads.columns].float().contiguous()
     errors = heads.scores(x).softmax(dim=-1)
     errors[torch.arange(len(x), device=x.device), :, y] -= 1

@@ -117,9 +117,10 @@ def _open_folder(root: str) -> Source:
     splits = sorted({match[1].lower() for name in names if (match := _SPLIT.search(name))})
     if len(suffixes) > 1 or len(splits) > 1:
         kinds = ", ".join(suffixes if len(suffixes) > 1 else splits)
+        pattern = os.path.join(root, f"*{suffixes[-1]}" if len(suffixes) > 1 else f"*{splits[-1]}*")
         raise ValueError(
             f"{root} contains archives of several kinds or splits ({kinds}), such as {names[0]} and "
-            f"{names[-1]}: choose by a pattern such as 'data/train*.parquet'"
+            f"{names[-1]}: choose by a pattern such as '{pattern}'"
         )
     return _open_files(root, [os.path.join(root, name) for name in names])
 
