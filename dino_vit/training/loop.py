@@ -218,8 +218,8 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
     minutes = config.budget.minutes
     if minutes is None or Checkpoints(Path(config.output)).paths():
         return NO_FIT
-    log.info("measuring how long a step and an evaluation take ...")
     context = open_context(config, start_processes())
+    log.info("measuring how long a step and an evaluation take ...")
     config = with_choices(config, start_choices(config, context))
     choices: list[Choice] = []
     samples = sample(context.source, config.seed, INSPECTED)
