@@ -17,7 +17,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.method.schedules import warmup_cosine
+from dino_vit.models.onednn import linear
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9
@@ -43,7 +43,7 @@ class LinearHeads(NamedTuple):
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the logits of all heads for the columns that they read, (n, d) -> (n, r, c)."""
-        joined = F.linear(x, self.weight.flatten(0, 1), self.bias.flatten())
+        joined = linear(x, self.weight.flatten(0, 1), self.bias.flatten())
         return rearrange(joined, "n (r c) -> n r c", r=len(self.bias))
 
 
@@ -109,7 +109,7 @@ def _take_step(
     errors = heads.scores(x).softmax(dim=-1)
     errors[torch.arange(len(x), device=x.device), :, y] -= 1
     errors /= len(x)
-    gradient = F.linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
+    gradient = linear(rearrange(errors, "n r c -> (r c) n"), x.t())  # (r·c, d)
     gradients = gradient.view_as(heads.weight), errors.sum(dim=0)
     for parameter, momentum, slope in zip((heads.weight, heads.bias), momenta, gradients, strict=True):
         momentum.mul_(MOMENTUM).add_(slope)
@@ -209,11 +209,11 @@ def _objective(
     size = max(1, _MAX_SCORES // len(bias))
     for start in range(0, len(features), size):
         x, y = features[start : start + size], targets[start : start + size, None]
-        logs = F.linear(x, weight, shifted).log_softmax(dim=-1)  # (n, c)
+        logs = linear(x, weight, shifted).log_softmax(dim=-1)  # (n, c)
         value -= logs.gather(1, y).sum() / len(features)
         errors = logs.exp_().scatter_add_(1, y, -torch.ones_like(y, dtype=logs.dtype))
         errors /= len(features)
-        slope += F.linear(errors.t(), x.t())
+        slope += linear(errors.t(), x.t())
         bias_slope += errors.sum(dim=0)
     scaled[0].grad = (slope - torch.outer(bias_slope, mean)) * unit
     scaled[1].grad = bias_slope

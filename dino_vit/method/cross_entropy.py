@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dino_vit.models.onednn import linear
+
 # Of a chunk's logits in float32; about three times that memory is needed. On CUDA the kernels of small chunks
 # would take the host longer to start than the GPU to compute.
 CHUNK_BYTES, CUDA_CHUNK_BYTES = 2**25, 2**27
@@ -43,12 +45,12 @@ class LazyLogits:
 
     def __getitem__(self, rows: slice) -> Tensor:
         with torch.autocast(self.features.device.type, enabled=False):
-            return F.linear(self.features[rows], self.prototypes)
+            return linear(self.features[rows], self.prototypes)
 
     def scores(self, rows: slice, center: Tensor, temperature: float) -> Tensor:
         """Return (logits - center) / temperature of some rows, in one product."""
         with torch.autocast(self.features.device.type, enabled=False):
-            return F.linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
+            return linear(self.features[rows] / temperature, self.prototypes, -center[0] / temperature)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[rows] for rows in self.chunks())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.core import Size
+from dino_vit.models.onednn import Linear, init_linear
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,6 @@ class Backbone(nn.Module):
 
     def add_classifier(self, classes: int) -> None:
         """Replace the head by a new classifier."""
-        self.head = nn.Linear(self.width, classes)
+        self.head = Linear(self.width, classes)
         init_linear(self.head)
         self.architecture["num_classes"] = classes
-
-
-def init_linear(layer: nn.Linear) -> None:
-    """Initialise a linear layer as ViT and DINO do."""
-    nn.init.trunc_normal_(layer.weight, std=0.02)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)

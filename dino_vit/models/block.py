@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from dino_vit.models.onednn import Linear, linear
 from dino_vit.models.positions import Rotation, rotate
 
 ALL = slice(None)  # tokens
@@ -67,8 +68,8 @@ class Attention(nn.Module):
         self.heads, self.key_bias = heads, key_bias or not qkv_bias
         self.scale = (width // heads) ** -0.5 if qk_scale is None else qk_scale
         self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = Linear(width, width)
         self.proj_drop = nn.Dropout(dropout)
 
     def forward(
@@ -112,7 +113,7 @@ class Attention(nn.Module):
             return self.qkv(x)
         of_queries, of_keys, of_values = self.qkv.bias.chunk(3)  # the second part has no effect
         bias = torch.cat([of_queries, torch.zeros_like(of_keys), of_values])
-        return F.linear(x, self.qkv.weight, bias)
+        return linear(x, self.qkv.weight, bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -137,8 +138,8 @@ class MLP(nn.Module):
     def __init__(self, width: int, hidden: int, *, gated: bool, dropout: float) -> None:
         super().__init__()
         self.gated = gated
-        self.fc1 = nn.Linear(width, 2 * hidden if gated else hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = Linear(width, 2 * hidden if gated else hidden)
+        self.fc2 = Linear(hidden, width)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.core import Size
+from dino_vit.models.onednn import Linear
 
 REDUCTION = 16  # stride of the ResNet's feature map
 
@@ -32,7 +33,7 @@ class UnfoldStem(nn.Module):
     def __init__(self, *, patch_size: Size, channels: int, width: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.proj = nn.Linear(channels * patch_size[0] * patch_size[1], width)
+        self.proj = Linear(channels * patch_size[0] * patch_size[1], width)
 
     def forward(self, images: Tensor) -> Tensor:
         p, q = self.patch_size

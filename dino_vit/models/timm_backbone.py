@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
+from dino_vit.models.onednn import Linear
 
 PREFIX = "timm:"  # of a name in the settings
 
@@ -41,7 +42,7 @@ class TimmBackbone(Backbone):
             math.ceil(side / max(count, 1)) for side, count in zip(self.image_size, grid, strict=True)
         )
         self.patch_size = height, width
-        self.head = nn.Linear(self.width, num_classes) if num_classes else nn.Identity()
+        self.head = Linear(self.width, num_classes) if num_classes else nn.Identity()
 
     @property
     def grad_checkpointing(self) -> bool:

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.device import to_device
-from dino_vit.models.backbone import Backbone, init_linear
+from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import ALL, Block, Packed
+from dino_vit.models.onednn import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
     PositionMode,
@@ -100,7 +101,7 @@ class VisionTransformer(Backbone):
         options["key_bias"] = positions != "rotary" if key_bias is None else key_bias
         self.blocks = nn.ModuleList(Block(width, heads, **options) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=norm_eps)
-        self.head = nn.Linear(width, num_classes) if num_classes else nn.Identity()
+        self.head = Linear(width, num_classes) if num_classes else nn.Identity()
         self.init_weights()
 
     def _build_pos_embed(self, positions: str) -> nn.Parameter | None:

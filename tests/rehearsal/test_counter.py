@@ -52,6 +52,7 @@ def second_step(mode, accelerator, folder, settings):
 
 @pytest.mark.parametrize("settings", CASES, ids=lambda case: " ".join(case) or "dino")
 def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
+    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: False)  # a kernel of some CPUs alone
     rehearsal = Rehearsal(answers=True)
     ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
     draw = VisionTransformer.draw_scales
