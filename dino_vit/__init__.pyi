@@ -539,7 +539,7 @@ def linear(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       method=grid                         how the classifiers are trained [grid|logistic|dino2021]
-      select=source                       choose the head on it, or a tenth of train [source|train]
+      select=source                       best head on source, as published, or on a tenth of train [source|train]
       output=null                         JSON file; null: in eval/ of the run, in Python none
       grid.rates=[1.0e-05, 2.0e-05, 5.0e-05, 0.0001, 0.0002, 0.0005, 0.00 ...  learning rates at a batch of 256
       grid.steps=null                     of SGD; null: ten epochs, but at least 1,250 and at most 12,500

@@ -114,7 +114,9 @@ class LinearConfig(SupervisedConfig, CachedConfig):
     )
     writes: ClassVar = "eval/linear"
     method: Literal["grid", "logistic", "dino2021"] = setting("grid", "how the classifiers are trained")
-    select: Literal["source", "train"] = setting("source", "choose the head on it, or a tenth of train")
+    select: Literal["source", "train"] = setting(
+        "source", "best head on source, as published, or on a tenth of train"
+    )
     output: str | None = RESULTS
     grid: ProbeGrid = ProbeGrid()
     logistic: Logistic = Logistic()
