@@ -249,10 +249,17 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
             "give labels=FILE. The effective rank alone does not tell which features are better."
         )
     top = [*by_title.values()]
-    if everywhere := [name for name in top[0] if all(name in names for names in top)]:
-        which = "they" if len(everywhere) > 1 else "it"
-        won = all(names == (everywhere[0],) for names in top)
-        why = "it is the best by" if won else f"{which} cannot be told from the best by"
-        return f"Take {' or '.join(everywhere)}: on these images {why} {' and '.join(by_title)}."
+    everywhere = [name for name in top[0] if all(name in names for names in top)]
+    if len(everywhere) > 1:
+        these, titles = " or ".join(everywhere), " and ".join(by_title)
+        return f"Take {these}: on these images they cannot be told from the best by {titles}."
+    for name in everywhere:
+        others = {title: [other for other in names if other != name] for title, names in by_title.items()}
+        won = " and ".join(title for title, names in others.items() if not names)
+        reasons = [f"it is the best by {won}"] if won else []
+        for title, names in others.items():
+            if names:
+                reasons.append(f"by {title} it cannot be told from {' or '.join(names)}")
+        return f"Take {name}: on these images {'; '.join(reasons)}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."

@@ -115,6 +115,7 @@ class Guesses(NamedTuple):
     chance: float
     queries: int
     images: int  # that probes are of
+    leave_one_out: bool  # whether images are classified by each other, not those of one split by another's
 
 
 class OnlineEvaluation:
@@ -200,7 +201,8 @@ class OnlineEvaluation:
         trivial = trivial_baselines(targets, self.source.classes)
         largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         pixels, of_colours = self._raw_pixels()
-        return Guesses(pixels, of_colours, largest, chance, len(queries), len(self.indices))
+        counts = len(queries), len(self.indices)
+        return Guesses(pixels, of_colours, largest, chance, *counts, leave_one_out=self.bank is None)
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""

@@ -29,7 +29,7 @@ ENTROPIES = (
     "Both at the dashed line: a collapse to uniform outputs. Both 0: a collapse to a single prototype."
 )
 GAP = "Of the two entropies: how much the teacher's output depends on the image. 0 is a collapse."
-KNN = "Share of the held-out images whose class is predicted, in per cent."
+KNN = "Share of the images of the online evaluation whose class is predicted, in per cent."
 RANK = "How many dimensions the features of the teacher span."
 SINGLE = [  # field of a record, title, caption
     (

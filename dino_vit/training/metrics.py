@@ -126,10 +126,11 @@ class Baseline:
     chance: Number | None = None
     queries: Count | None = None  # images that k-NN accuracies are of
     images: Count | None = None  # that those of probes are of
+    leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
     def figures(self) -> dict[str, float]:
         """Return the finite numbers by name."""
-        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in asdict(self).items() if type(value) in (int, float)}
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 

@@ -94,6 +94,8 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
             f"{text} {levels[name]:.1f}" for name, text in COMPARED.items() if name in levels
         )
         knn = f"k-NN {last.knn:.1f} ± {_margin(last.knn, baseline.queries):.1f} %"
+        # Photos of one place or moment are easy neighbours: on new images the figure may be far lower.
+        knn += " among the training images" if baseline.leave_one_out else ""
         figures.append(f"{knn} ({compared})" if compared else knn)
         if last.best_features not in (None, "CLS") and last.best_knn is not None:
             figures.append(f"{last.best_knn:.1f} % by {last.best_features}")

@@ -42,6 +42,7 @@ MUCH, NEARLY = 0.6, 0.85
 # Where colours alone tell labels this share as well as the features do, the features need them.
 TELLING = 0.5
 FALLS = 0.01  # a loss that falls by a smaller share in the last third of a run hardly falls
+RISES = 1.0  # points or dimensions; what rises less in the second half of a run hardly rises
 
 
 KEEP_RANK = ("loss.centering", "loss.koleo_weight", "optim.lr")
@@ -285,7 +286,7 @@ def _still_improves(run: _Run, _: Diagnosis) -> str:
     for title, field in fields.items():
         values = [_or_lowest(getattr(metrics, field)) for metrics in run.evaluations]
         middle, latest = values[(len(values) - 1) // 2], values[-1]
-        if len(values) >= ENOUGH and middle < latest == max(values):
+        if len(values) >= ENOUGH and latest - middle >= RISES and latest == max(values):
             return f"{longer}: the {title} still rises ({middle:.1f} halfway, {latest:.1f} now)."
     third = max(1, len(history) // 3)
     parts = history[-2 * third : -third], history[-third:]

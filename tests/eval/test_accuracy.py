@@ -155,7 +155,7 @@ def test_of_many_backbones_some_look_worse_by_chance():
 def test_the_verdict_names_who_is_best_everywhere_or_says_that_it_depends():
     knn, linear = ("a",), ("b", "a")
     assert verdict({"k-NN": knn, "linear": linear}) == (
-        "Take a: on these images it cannot be told from the best by k-NN and linear."
+        "Take a: on these images it is the best by k-NN; by linear it cannot be told from b."
     )
     assert "rank alone does not tell which features are better" in verdict({})
     assert verdict({"linear": linear}) == (

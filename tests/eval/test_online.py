@@ -116,8 +116,7 @@ def test_splits_are_not_classes(tmp_path):
     source = FolderSource(tmp_path)
     evaluation = OnlineEvaluation(source=source, **SETTINGS, seed=0)
     guesses = evaluation.guesses()
-    assert guesses.queries == 40
-    assert guesses.chance == 50
+    assert (guesses.queries, guesses.chance, guesses.leave_one_out) == (40, 50, False)
     bank = set(evaluation.bank.tolist())
     assert {source.name(index).split("/")[0] for index in bank} == {"train"}
     assert {source.name(index).split("/")[0] for index in set(evaluation.indices) - bank} == {"val"}

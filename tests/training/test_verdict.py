@@ -101,6 +101,9 @@ def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     )
     said = judge(*recorded("flowers-small"))
     assert said.figures.startswith("k-NN 39.6 ± 1.6 % (before training 44.4,")
+    *run, baseline = recorded("flowers-small")
+    among = judge(*run, replace(baseline, leave_one_out=True)).figures
+    assert among.startswith("k-NN 39.6 ± 1.6 % among the training images (before training 44.4,")
     assert said.advice == "Try loss.centering=sinkhorn: the effective rank fell from 93.3 to 8.4."
     assert said.outcome == f"{said.figures}. {said.advice}"
     said = str(judge(*recorded("unlabelled-good", labels=False)))
@@ -184,6 +187,8 @@ def test_advice_follows_what_was_measured():
     assert flat.advice == "Try optim.lr=0.00025: the effective rank fell from 50.0 to 12.0."
     rising = evaluated(probe=[41.0, 43.0, 47.0], settings=["budget.minutes=10"])
     assert rising.advice == "Try budget.minutes=20: the ridge probe still rises (43.0 halfway, 47.0 now)."
+    hardly = evaluated(probe=[41.0, 46.9, 47.0], settings=["budget.minutes=10"])
+    assert "the ridge probe still rises" not in hardly.advice
     past = evaluated(knn=[60.0, 70.0, 52.0], settings=["budget.steps=1000"])
     assert past.advice == (
         "Try budget.steps=700: k-NN was the best at step 700 (70.0 %), and its checkpoint is kept."
