@@ -74,7 +74,7 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
     folder, block = config.output and Path(config.output), config.block % model.depth
     if is_video(config.source):
         if not folder:
-            raise ValueError(f"{config.source} is a video, of which a video is made: give output=FOLDER")
+            raise ValueError(f"{config.source} is a video: give output=FOLDER for the video of its attention")
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
         frames = draw_video(model, target, config)
         text = f"{target}: {plural(frames, 'frame')} beside the attention of block {block}"

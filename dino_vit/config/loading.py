@@ -231,7 +231,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write numbers without a needless fraction, and what is no plain value as text."""
+    """Write floats in their shortest form, and objects that YAML does not know as text."""
 
 
 _FLOAT = re.compile(

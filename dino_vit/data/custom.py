@@ -168,10 +168,8 @@ def _labels_of_part(part: Any) -> Labels:
     if len(targets) != len(part):
         text = f"{title_of(part)} has {len(targets):,} targets, but {plural(len(part), 'image')}"
         raise ValueError(f"{text}; each needs one, which may be None")
-    is_label = [
-        not isinstance(target, int | np.integer) or target != -1 for target in targets
-    ]  # torchvision's
-    labels = [target if label else None for target, label in zip(targets, is_label, strict=True)]
+    # As torchvision says that there is no label.
+    labels = [None if isinstance(value, int | np.integer) and value == -1 else value for value in targets]
     return number_labels(labels, _classes_of(part), title_of(part))
 
 

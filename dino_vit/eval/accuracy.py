@@ -253,13 +253,13 @@ def verdict(by_title: Mapping[str, tuple[str, ...]]) -> str:
     if len(everywhere) > 1:
         these, titles = " or ".join(everywhere), " and ".join(by_title)
         return f"Take {these}: on these images they cannot be told from the best by {titles}."
-    for name in everywhere:
-        others = {title: [other for other in names if other != name] for title, names in by_title.items()}
-        won = " and ".join(title for title, names in others.items() if not names)
+    if everywhere:
+        (name,) = everywhere
+        won = " and ".join(title for title, names in by_title.items() if names == (name,))
         reasons = [f"it is the best by {won}"] if won else []
-        for title, names in others.items():
-            if names:
-                reasons.append(f"by {title} it cannot be told from {' or '.join(names)}")
+        for title, names in by_title.items():
+            if others := " or ".join(other for other in names if other != name):
+                reasons.append(f"by {title} it cannot be told from {others}")
         return f"Take {name}: on these images {'; '.join(reasons)}."
     wins = "; ".join(f"by {title} {best}" for title, (best, *_) in by_title.items())
     return f"It depends on the figure. The best is {wins}."

@@ -212,11 +212,8 @@ class OnlineEvaluation:
         small = replace(self.transform, size=size)
         pixels = pixel_features(self.source, self.indices, transform=small)
         images = pixels.values.view(-1, self.transform.pixels.channels, *size)
-        knn, probe = (
-            self._classified(pixels.values, pixels.indices),
-            self._probe(colours(images), pixels.indices),
-        )
-        return knn.percent, probe.percent
+        knn = self._classified(pixels.values, pixels.indices)
+        return knn.percent, self._probe(colours(images), pixels.indices).percent
 
     def _features(self, backbone: Backbone, spec: FeatureSpec) -> Features:
         """Compute the features of this process's share and return those of all processes."""

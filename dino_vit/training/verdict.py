@@ -44,7 +44,6 @@ TELLING = 0.5
 FALLS = 0.01  # a loss that falls by a smaller share in the last third of a run hardly falls
 RISES = 1.0  # points or dimensions; what rises less in the second half of a run hardly rises
 
-
 KEEP_RANK = ("loss.centering", "loss.koleo_weight", "optim.lr")
 ALL = (
     TOO_EARLY := Diagnosis("too early to say"),
@@ -136,9 +135,8 @@ class _Run:
         config, last = self.config, self.last
         head_epochs = config.init.head_epochs if config.init else 0.0
         settled = max(config.optim.warmup_epochs, config.optim.freeze_last_layer_epochs, head_epochs)
-        steps_per_epoch = (
-            min(last.step / last.epoch, 2.0**53) if last.epoch else 0.0
-        )  # files may hold anything
+        # At most 2^53, as files may hold anything.
+        steps_per_epoch = min(last.step / last.epoch, 2.0**53) if last.epoch else 0.0
         return math.floor(settled * steps_per_epoch)
 
     def length(self, factor: float) -> str:

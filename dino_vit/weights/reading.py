@@ -151,7 +151,8 @@ def _read_hub_facts(weights: Path) -> dict[str, Any]:
         "norm_eps": config.get("layer_norm_eps"),
         "activation": config.get("hidden_act"),
         "rotary_base": (config.get("rope_parameters") or config).get("rope_theta"),
-        "rotary_rescale": config["pos_embed_rescale"] or 0 if "pos_embed_rescale" in config else None,
+        # Of DINOv3 alone; null there means that nothing is rescaled.
+        "rotary_rescale": (config["pos_embed_rescale"] or 0) if "pos_embed_rescale" in config else None,
     }
     return _stated(facts) | _processor_facts(config)
 

@@ -261,9 +261,8 @@ class ListSource(PathSource):
             raise ValueError(f"{path} lists no images. Write one path per line.")
         entries.sort(key=lambda entry: os.fsencode(entry.name))
         paths = [_join(self.root, entry.name) for entry in entries]
-        local = [
-            row for row, path in enumerate(paths) if not is_url(path)
-        ]  # to ask for the others takes long
+        # To ask for the size of each remote file would take long.
+        local = [row for row, path in enumerate(paths) if not is_url(path)]
         files = [path, *(paths[row] for row in local)]
         with indexing(path):
             signatures = file_signatures(files)
