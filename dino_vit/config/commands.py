@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from dino_vit.config.sections import PositiveShare, Share, Side, WeightsFormat
+from dino_vit.config.sections import Fit, PositiveShare, Share, Side, Tokens, WeightsFormat
 from dino_vit.config.settings import (
     BelowOne,
     Count,
@@ -25,9 +25,7 @@ from dino_vit.config.settings import (
 )
 
 Network = Literal["teacher", "student"]
-Fit = Literal["crop", "whole"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
-Tokens = Literal["cls", "mean", "cls+mean", "patches", "all"]
 Evaluator = Literal["knn", "linear", "dense"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)

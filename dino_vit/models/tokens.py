@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from dino_vit.config.commands import Tokens
+from dino_vit.config.sections import Tokens
 from dino_vit.core import Size
 from dino_vit.models.backbone import Backbone
 

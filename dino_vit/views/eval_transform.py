@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_vit.config.commands import Fit
+from dino_vit.config.sections import Fit
 from dino_vit.core import Size, log
 from dino_vit.data.images.decode import read_given, read_image
 from dino_vit.data.images.pixels import IMAGENET_NORMALISATION, RGB, Pixels, resized_side, unit_scale

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dino_vit.config.commands import Tokens
+from dino_vit.config.sections import Tokens
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.timm_backbone import TimmBackbone
 from dino_vit.models.tokens import FeatureSpec
