@@ -253,6 +253,8 @@ def inspect_data(
 ) -> Facts:
     """Inspect the images of a source before training on them.
 
+        dino_vit.inspect_data("photos", sheet="views.png")
+
     Inspect the images, and draw the views.
 
     The settings and their defaults:
@@ -277,6 +279,8 @@ def pack(
     verbose: bool = True,
 ) -> PackResult:
     """Pack a source of images into tar shards.
+
+        dino_vit.pack("photos", "photos-packed")
 
     Pack the source into a hidden folder, and rename it when it is complete.
 
@@ -314,6 +318,8 @@ def pretrain(
     verbose: bool = True,
 ) -> Run:
     """Self-supervised pretraining of a vision transformer with DINO.
+
+        dino_vit.pretrain("photos", "runs/photos", budget={"minutes": 20.0})
 
     Train as configured, resuming where the output folder has a run.
 
@@ -440,6 +446,8 @@ def report(
 ) -> Written | None:
     """Write one HTML file about a run.
 
+        dino_vit.report("runs/pretrain")
+
     Write the page and return its file; only rank 0 does.
 
     The settings and their defaults:
@@ -466,12 +474,16 @@ def knn(
     train_labels: str | os.PathLike[str] | None = None,
     seed: int = 0,
     k: int | collections.abc.Sequence[int] = (10, 20, 100, 200),
+    tokens: Literal["cls", "mean", "cls+mean"] = "cls",
+    blocks: int = 1,
     shots: int | collections.abc.Sequence[int] = (),
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | KnnConfig | None = None,
     verbose: bool = True,
 ) -> Classification:
     """Classify images by their nearest neighbours, on features of a frozen backbone.
+
+        dino_vit.knn("photos", "runs/demo")
 
     Classify; with an output, write the JSON. The result's own figures are those of the first k.
 
@@ -491,6 +503,8 @@ def knn(
       train_labels=null                   CSV or JSON file with the labels of train; null: its own
       seed=0                              of all random numbers
       k=[10, 20, 100, 200]                numbers of neighbours
+      tokens=cls                          CLS token, mean of the patches, or both [cls|mean|cls+mean]
+      blocks=1                            last blocks whose tokens are joined
       shots=[]                            also classify by so few images per class, such as 1 and 5
       output=null                         JSON file; null: in eval/ of the run, in Python none
     """
@@ -520,6 +534,8 @@ def linear(
     verbose: bool = True,
 ) -> Classification:
     """Train linear classifiers on a frozen backbone, and report their accuracy.
+
+        dino_vit.linear("photos/val", "runs/pretrain", train="photos/train")
 
     Train and evaluate; with an output, write the JSON. The figures are those of the best classifier.
 
@@ -580,6 +596,8 @@ def finetune(
 ) -> Classification:
     """Train a whole network with a classifier on labelled images.
 
+        dino_vit.finetune("photos/val", "runs/pretrain", train="photos/train")
+
     Train from where the output folder left off, and write the results once the last epoch is done.
 
     The settings and their defaults:
@@ -631,6 +649,8 @@ def dense(
 ) -> DenseResult:
     """Classify the pixels of images by their patches, on features of a frozen backbone.
 
+        dino_vit.dense("synthetic:scenes:1000", "runs/pretrain")
+
     Learn from the patches of some images and judge the pixels of others; with an output, write JSON.
 
     The settings and their defaults:
@@ -678,6 +698,8 @@ def compare(
 ) -> ComparisonResult:
     """Compare backbones on the same images.
 
+        dino_vit.compare("photos", ("runs/a", "runs/b"))
+
     Measure all backbones and compare them by pairs of images; with an output, write a page and JSON.
 
     The settings and their defaults:
@@ -716,6 +738,8 @@ def attention(
 ) -> AttentionMaps | None:
     """Draw the self-attention maps of images.
 
+        dino_vit.attention("photos", "runs/pretrain", output="maps")
+
     Draw every image and its maps, or an overlay of a video; only rank 0 does.
 
     The settings and their defaults:
@@ -725,7 +749,7 @@ def attention(
       output=null                         folder for pictures and maps; null: attention, in Python none
       network=teacher                     of a checkpoint [teacher|student]
       count=12                            number of images, from all over the source; null: all
-      size=null                           pixels to resize the shorter side to; null: no resizing
+      size=null                           pixels to resize the shorter side to; null: as it is, but at most twice that of the weights
       longest=1024                        shrink images whose longer side has more pixels; null: never
       block=-1                            block whose attention is drawn; negative numbers count from the last
     """
@@ -750,6 +774,8 @@ def embed(
     verbose: bool = True,
 ) -> ImageEmbeddings:
     """Write the embeddings of images to a file.
+
+        dino_vit.embed("photos", "runs/pretrain", output="photos.parquet")
 
     Compute the embeddings of a source, and write them to a file if there is an output.
 
@@ -783,6 +809,8 @@ def search(
 ) -> SearchResult:
     """Find the images nearest to given ones among those that were embedded.
 
+        dino_vit.search("photos.parquet", ("cat.jpg", "dog.jpg"), output="found.png")
+
     Find the nearest images to each given one; with an output, write a sheet and the same as JSON.
 
     The settings and their defaults:
@@ -804,6 +832,8 @@ def duplicates(
     verbose: bool = True,
 ) -> DuplicatesResult:
     """List images that are nearly the same, those with two labels or in two splits first.
+
+        dino_vit.duplicates("photos.parquet", threshold=0.97, output="duplicates.json")
 
     Find near-duplicates; with an output, write pairs and groups, and sheets of the closest pairs.
 
@@ -828,6 +858,8 @@ def inspect_weights(
     verbose: bool = True,
 ) -> Facts:
     """Show the format, architecture, normalisation, network and step of a weights file or folder.
+
+        dino_vit.inspect_weights("runs/pretrain")
 
     Return the facts about a backbone; as text, two columns or JSON.
 
@@ -859,6 +891,8 @@ def export(
     verbose: bool = True,
 ) -> Written:
     """Write a backbone in the format of another library, and check that its features agree.
+
+        dino_vit.export("runs/pretrain", "vits16.pth", format="timm")
 
     Write a backbone for another library; as text, the lines that use it.
 

@@ -105,7 +105,8 @@ def _exit_code(work: Callable[[], None], program: str, *, show_traceback: bool =
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs which of its builds it loads
+    for library in ("faiss", "timm"):  # which log what they load
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         work()
         return 0

@@ -1,5 +1,6 @@
 """Draw the attention maps of a backbone: overlays, masks and sheets of images, or a video; save the maps."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from dino_vit.eval.maps.attention import (
 )
 from dino_vit.eval.maps.video import is_video, reading_video, writing_video
 from dino_vit.models.vit import VisionTransformer
-from dino_vit.views.eval_transform import eval_transform_of, say_if_far
+from dino_vit.views.eval_transform import FAR, EvalTransform, eval_transform_of, say_if_far
 from dino_vit.weights import load_backbone
 
 FILES = (
@@ -72,16 +73,17 @@ def run(config: AttentionConfig) -> AttentionMaps | None:
         return None
     model = with_attention(load_backbone(config.weights, network=config.network)).to(accelerator.device)
     folder, block = config.output and Path(config.output), config.block % model.depth
+    which = "the last block" if block == model.depth - 1 else f"block {block} of 0 to {model.depth - 1}"
     if is_video(config.source):
         if not folder:
             raise ValueError(f"{config.source} is a video: give output=FOLDER for the video of its attention")
         target = folder / f"{Path(config.source).stem}.overlay.mp4"
         frames = draw_video(model, target, config)
-        text = f"{target}: {plural(frames, 'frame')} beside the attention of block {block}"
+        text = f"{target}: {plural(frames, 'frame')} beside the attention of {which}"
         return AttentionMaps(sheets=[], maps={}, video=target, text=text)
     sheets, maps = draw_sheets(model, open_source(config.source), config)
     counts = f"{plural(len(maps), 'image')} on {plural(len(sheets), 'sheet')}"
-    text = f"attention of block {block}, {counts}"
+    text = f"attention of {which}, {counts}"
     if folder:
         text = f"{folder}/sheet-*.png: {text}\n{FILES.format(folder)}"
     return AttentionMaps(sheets=sheets, maps=maps, text=text)
@@ -97,12 +99,15 @@ def draw_sheets(
         images: dict[int, ImageMaps] = {}
         for index in indices[start : start + SHEET_ROWS]:
             try:
-                picture, padded = prepare(model, read_image(source, index, transform.pixels), config)
+                image = read_image(source, index, transform.pixels)
+                picture, padded = prepare(model, image, transform, config)
             except UnreadableImage as error:
                 log.warning("skipped %s", error)
                 continue
-            if not (images or sheets):  # once
-                say_if_far(height_width(padded.shape[-2:]), transform.size)
+            size = height_width(padded.shape[-2:])
+            is_chosen = config.size or math.prod(size) < math.prod(transform.size)  # not shrunk by default
+            if is_chosen and not (images or sheets):  # once
+                say_if_far(size, transform.size)
             heads = cls_attention(model, padded, config.block)[0].cpu()
             tokens = patch_tokens(model, padded)[0].cpu()
             check_finite(torch.cat([heads.flatten(), tokens.flatten()]), model)
@@ -117,10 +122,13 @@ def draw_sheets(
     return sheets, maps
 
 
-def prepare(model: VisionTransformer, image: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+def prepare(
+    model: VisionTransformer, image: Tensor, transform: EvalTransform, config: AttentionConfig
+) -> tuple[Tensor, Tensor]:
     """Return a resized image as a picture, and normalised and padded to whole patches."""
-    image = pictures.resize_sides(image, config.size, config.longest)
-    normalised = eval_transform_of(model).normaliser(model.device)(image[None])
+    side = config.size or min(*image.shape[-2:], FAR * min(transform.size))
+    image = pictures.resize_sides(image, side, config.longest)
+    normalised = transform.normaliser(model.device)(image[None])
     return pictures.as_picture(image), pad(normalised, model.patch_size)
 
 
@@ -177,10 +185,10 @@ def file_stem(index: int, name: str) -> str:
 
 def draw_video(model: VisionTransformer, target: Path, config: AttentionConfig) -> int:
     """Write a video with the mean attention of the heads beside each frame; return the number of frames."""
-    written = 0
+    transform, written = eval_transform_of(model), 0
     with reading_video(config.source) as (rate, frames), writing_video(target, rate) as write:
         for frame in frames:
-            picture, padded = prepare(model, frame, config)
+            picture, padded = prepare(model, frame, transform, config)
             attention = cls_attention(model, padded, config.block)[0].mean(0).cpu()
             check_finite(attention, model)
             write(pictures.side_by_side([picture, pictures.overlay(picture, attention, model.patch_size)]))

@@ -29,6 +29,7 @@ from dino_vit.data.sources.index import cache_folder
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.open import Source, open_source
 from dino_vit.eval.accuracy import Interval, Measured, Pair, compare_pairs, measured_share, standings, verdict
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features, frozen_backbone
 from dino_vit.eval.online import random_indices, rankme
 from dino_vit.eval.results import write_results
@@ -68,17 +69,22 @@ def run(config: CompareConfig) -> ComparisonResult:
         paths[UNTRAINED] = str(_write_untrained(config))
     for number, (name, weights) in enumerate(paths.items(), 1):
         log.info("%d of %d: %s", number, len(paths), name)
-        _describe(config, weights, comparison, name)
+        frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
+        _describe(config, frozen, comparison, name)
+        with suppress(ValueError):  # not of a run
+            comparison.runs.setdefault(name.partition(" (step ")[0], read_run(_folder_of(weights)))
         for evaluator in evaluators:
             path = folder and folder / f"{number}-{evaluator}.json"
+            values = {"weights": weights, "output": path}
             try:
-                measured = _evaluate(evaluator, config, weights, path, comparison, name)
+                measured = _evaluate(evaluator, config, values, frozen, comparison, name)
             except ValueError as error:
                 others = ", ".join(other for other in evaluators if other != evaluator)
                 advice = f"; to leave this out, use measures=[{others}]" if others else ""
                 raise ValueError(f"{evaluator}: {error}{advice}") from error
             for figure in measured:
                 comparison.measured.setdefault(figure.title, {})[name] = figure
+                log.info("%s: %s %s %%", name, figure.title, figure.interval)
     pairs = compare_pairs(comparison.measured)
     best = standings(comparison.measured, pairs)
     figures = {
@@ -153,18 +159,20 @@ def _write_untrained(config: CompareConfig) -> Path:
     return path
 
 
-def _describe(config: CompareConfig, weights: str, comparison: Comparison, name: str) -> None:
-    """Note the effective rank of a backbone, what its features look like and the run that it is from."""
-    frozen = frozen_backbone(CachedConfig(**_shared(config, CachedConfig), weights=weights))
+def _folder_of(weights: str) -> Path:
+    """Return the folder of the run that weights are from, if they are of one."""
+    path = Path(weights)
+    return path.parents[1] if path.parent.name == "checkpoints" else path
+
+
+def _describe(config: CompareConfig, frozen: FrozenBackbone, comparison: Comparison, name: str) -> None:
+    """Note the effective rank of a backbone, and what its features look like."""
     source = comparison.source
     few = len(source) <= RANK_IMAGES  # then all, whose features k-NN needs too
     indices = None if few else sorted(random_indices(source, config.seed)[:RANK_IMAGES])
     features, _ = cached_features(frozen, source, indices=indices, title=f"features of {name}")
     comparison.ranks[name] = rankme(torch.from_numpy(features))
     comparison.pixels = frozen.transform.pixels
-    folder = Path(weights).parents[1] if Path(weights).parent.name == "checkpoints" else Path(weights)
-    with suppress(ValueError):  # not of a run
-        comparison.runs.setdefault(name.partition(" (step ")[0], read_run(folder))
     if config.output and is_main_process():
         draw_maps(comparison, frozen, name)
 
@@ -172,19 +180,19 @@ def _describe(config: CompareConfig, weights: str, comparison: Comparison, name:
 def _evaluate(
     evaluator: Evaluator,
     config: CompareConfig,
-    weights: str,
-    path: Path | None,
+    values: dict[str, Any],
+    frozen: FrozenBackbone,
     comparison: Comparison,
     name: str,
 ) -> list[Measured]:
     """Run one evaluator on one backbone."""
-    values = {**_shared(config, CONFIGS[evaluator]), "weights": weights, "output": path}
+    values |= _shared(config, CONFIGS[evaluator])
     if evaluator == "dense":
-        return dense.run(DenseConfig(**values)).measured
+        return dense.evaluate(DenseConfig(**values), frozen).measured
     if evaluator == "knn":
-        result, title = knn.run(KnnConfig(**values, k=(NEIGHBOURS,))), "k-NN top-1"
+        result, title = knn.evaluate(KnnConfig(**values, k=(NEIGHBOURS,)), frozen), "k-NN top-1"
     else:
-        result, title = linear.run(LinearConfig(**values, select="train")), "linear top-1"
+        result, title = linear.evaluate(LinearConfig(**values, select="train"), frozen), "linear top-1"
     comparison.predictions.setdefault(name, result.predictions)
     right = torch.from_numpy(result.predictions.right)
     return [measured_share(title, result.predictions.images, right)]

@@ -59,7 +59,11 @@ class DenseResult(Result):
 
 def run(config: DenseConfig) -> DenseResult:
     """Learn from the patches of some images and judge the pixels of others; with an output, write JSON."""
-    frozen = frozen_backbone(config)
+    return evaluate(config, frozen_backbone(config))
+
+
+def evaluate(config: DenseConfig, frozen: FrozenBackbone) -> DenseResult:
+    """Do the same with a backbone that is loaded already."""
     train, train_indices, queries, indices = _open(config)
     bank = patch_bank(frozen, train, train_indices, patches=config.patches)
     measured = judge(frozen, queries, indices, PixelClassifier(bank, k=config.k))

@@ -40,7 +40,8 @@ def run(config: InspectConfig) -> Facts:
     facts = describe(name, source, summary, advice_on_size(training, sizes, name))
     if config.sheet:
         draw_views(Path(config.sheet), source, summary, training)
-        log.info("%s: the views that training would use", config.sheet)
+        whose = config.pretrain or "recipe=auto; budget.minutes may choose smaller ones"
+        log.info("%s: the views that training would use, %s (%s)", config.sheet, training.views.title, whose)
     text = json.dumps(facts, indent=2, ensure_ascii=False) if config.as_json else "\n".join(as_text(facts))
     return Facts(facts=facts, text=text)
 
@@ -137,7 +138,7 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    text = ", ".join(f"{name} {count:,}" for name, count in list(counts.items())[:LISTED])
+    text = ", ".join(f"{name}: {count:,}" for name, count in list(counts.items())[:LISTED])
     return f"{text} and {len(counts) - LISTED:,} more" if len(counts) > LISTED else text
 
 

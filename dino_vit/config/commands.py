@@ -76,6 +76,8 @@ class KnnConfig(SupervisedConfig, CachedConfig):
     writes: ClassVar = "eval/knn"
     train: str | None = setting(None, "images of the bank; null: split train, or for each image the others")
     k: NonEmpty[Count] = setting((10, 20, 100, 200), "numbers of neighbours")
+    tokens: Literal["cls", "mean", "cls+mean"] = setting("cls", "CLS token, mean of the patches, or both")
+    blocks: Few = setting(1, "last blocks whose tokens are joined")
     shots: tuple[Count, ...] = setting((), "also classify by so few images per class, such as 1 and 5")
     output: str | None = RESULTS
 
@@ -200,6 +202,7 @@ class CompareConfig(SupervisedConfig, CachedConfig):
 class AttentionConfig(Settings):
     """Draw the self-attention maps of images."""
 
+    examples: ClassVar = ("attention photos runs/pretrain output=maps",)
     positional: ClassVar = ("source", "weights")
     source: str = Field(description="image, video, folder, glob or any other source of images")
     weights: str = Field(description="run folder or weights file")
@@ -207,7 +210,9 @@ class AttentionConfig(Settings):
     writes: ClassVar = "attention"
     network: Network = setting("teacher", "of a checkpoint")
     count: Count | None = setting(12, "number of images, from all over the source; null: all")
-    size: Dimension | None = setting(None, "pixels to resize the shorter side to; null: no resizing")
+    size: Dimension | None = setting(
+        None, "pixels to resize the shorter side to; null: as it is, but at most twice that of the weights"
+    )
     longest: Dimension | None = setting(1024, "shrink images whose longer side has more pixels; null: never")
     block: Block = setting(-1, "block whose attention is drawn; negative numbers count from the last")
 
@@ -264,6 +269,7 @@ class DemoConfig(Settings):
 class InspectConfig(Settings):
     """Inspect the images of a source before training on them."""
 
+    examples: ClassVar = ("inspect-data photos sheet=views.png",)
     positional: ClassVar = ("source",)
     source: str = Field(description="folder, image, pattern, list, archives, tables, hf:OWNER/NAME, arrays")
     labels: str | None = setting(None, "file of labels by name, .csv or .json; null: the source's own")
@@ -277,6 +283,7 @@ class InspectConfig(Settings):
 class PackConfig(Settings):
     """Pack a source of images into tar shards."""
 
+    examples: ClassVar = ("pack photos photos-packed",)
     positional: ClassVar = ("source", "output")
     source: str = Field(description="folder, list, archives, tables: see `dino-vit inspect-data --help`")
     output: str = Field(description="folder to write; it must not exist or be empty")

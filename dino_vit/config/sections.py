@@ -149,6 +149,12 @@ class Views(Settings):
     local_scale: Share = setting((0.05, 0.4), "share of the image's area, from and to")
 
     @property
+    def title(self) -> str:
+        """Numbers and sizes of both kinds of views."""
+        kinds = (self.global_count, self.global_size), (self.local_count, self.local_size)
+        return " and ".join(f"{count} × {size} px" for count, size in kinds)
+
+    @property
     def global_shape(self) -> Size:
         """Height and width of a global view."""
         return height_width(self.global_size)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dino_vit.config.commands import SupervisedConfig
+from dino_vit.config.objects import is_object
 from dino_vit.core import log
 from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import brief, plural
@@ -163,10 +164,9 @@ def open_subset(spec: str, labels: str | None) -> LabelledSubset:
     targets = np.fromiter((-1 if number is None else number for number in numbers), np.int64, len(source))
     indices = np.flatnonzero(targets >= 0)
     if not len(indices):
-        raise ValueError(
-            f"none of the {len(source)} images of {spec} has a label; sort them into one folder per class, "
-            "give labels=FILE or train_labels=FILE, or let an object have `targets` or `label(i)`"
-        )
+        advice = "sort them into one folder per class, or give labels=FILE or train_labels=FILE"
+        advice = "let it have `targets` or `label(i)`, or " + advice if is_object(spec) else advice
+        raise ValueError(f"none of the {len(source)} images of {spec} has a label; {advice}")
     return LabelledSubset(spec, source, indices, targets[indices], tuple(source.classes))
 
 

@@ -213,9 +213,10 @@ def finish_save(state: TrainingState, reporter: Reporter, *, wait: bool = False,
 def fit_to_minutes(config: PretrainConfig) -> Fit:
     """Measure what fits into `budget.minutes`; nothing for another budget, and for a run that resumes.
 
-    Evaluations are part of the minutes: `recipe=auto` has as many as take a quarter of them, six at most.
+    Measuring and evaluations are part of the minutes: `recipe=auto` has as many evaluations as take a quarter
+    of them, six at most.
     """
-    minutes = config.budget.minutes
+    minutes, start = config.budget.minutes, time.monotonic()
     if minutes is None or Checkpoints(Path(config.output)).paths():
         return NO_FIT
     context = open_context(config, start_processes())
@@ -238,8 +239,9 @@ def fit_to_minutes(config: PretrainConfig) -> Fit:
         config = replace(config, chosen.settings)
     step, evaluation = measured_seconds(config)
     count = max(1, min(EVALUATIONS, int(EVALUATED * 60 * minutes / max(evaluation, 1e-6)) - 1))
-    left = 60 * minutes - (count + 1) * evaluation  # one is before the first step
-    return Fit(max(1, int(left / step)), choices, count, step)
+    seconds = float(all_reduce_mean(torch.tensor(time.monotonic() - start, device=context.device)))
+    left = 60 * minutes - seconds - (count + 1) * evaluation  # one is before the first step
+    return Fit(max(1, int(left / step)), choices, count, step, seconds)
 
 
 def measured_seconds(config: PretrainConfig) -> tuple[float, float]:

@@ -156,9 +156,10 @@ class Reporter:
         if self.main:
             self.progress.notice(str(judge(self.history, self.state.config, self.baseline)))
         best = self.state.best
-        text = (
-            f", the best by {best['figure']} ({best['value']:.1f}) at step {best['step']:,}" if best else ""
-        )
+        text = ""
+        if best:
+            figure = TITLES.get(best["figure"], best["figure"])
+            text = f", and step {best['step']:,}, the best by {figure} ({best['value']:.1f})"
         self.progress.notice(f"done: {self.state.checkpoints.folder} holds the last step{text}")
 
 
@@ -189,7 +190,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
     """Yield lines on the devices, the images, the network and what was chosen; a few unless `run.verbose`."""
     state, config, plan = run.state, run.state.config, run.state.plan
     processes = plural(start.processes, "process", "processes")
-    views, verbose = config.views, config.run.verbose
+    verbose = config.run.verbose
     yield (
         f"dino-vit {__version__}: {processes} on {state.device.type}, precision {start.precision}, "
         f"{plural(start.workers, 'worker')} each, global batch {start.global_batch} = "
@@ -204,8 +205,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         yield from run.notes
         yield (
             f"{config.model.title} ({start.parameters['backbone'] / 1e6:.1f} M parameters, projection head "
-            f"{start.parameters['head'] / 1e6:.1f} M); views {views.global_count} × {views.global_size} px "
-            f"and {views.local_count} × {views.local_size} px"
+            f"{start.parameters['head'] / 1e6:.1f} M); views {config.views.title}"
         )
         if state.sharded:
             yield "each process holds a part of the weights, their averages and the optimiser's state (FSDP)"

@@ -37,6 +37,7 @@ class Fit(NamedTuple):
     choices: Sequence[Choice] = ()
     evaluations: int = EVALUATIONS
     step_seconds: float = 0.0
+    seconds: float = 0.0  # that measuring took
 
 
 NO_FIT = Fit()  # of a run whose budget is not in minutes

@@ -51,7 +51,9 @@ def check_same_run(config: PretrainConfig, context: RunContext, resumed: Checkpo
         )
     files = stamp_of(context.source)
     if resumed.metadata.get("files", files) != files:
-        text = "the files of %s were copied or changed since step %d; their names and sizes are the same"
+        text = (
+            "the files of %s were moved, copied or changed since step %d, but have the same names and sizes"
+        )
         log.info(text, config.data.source, resumed.step)
 
 
@@ -65,7 +67,10 @@ def _changes(config: PretrainConfig, context: RunContext, resumed: Checkpoint) -
     if metadata["precision"] != precision and wanted == before.run.precision:
         yield f"run.precision={wanted} was {metadata['precision']} and is {precision} here"
     if metadata["source"] != context.source.fingerprint:
-        yield f"the images of {config.data.source} have changed"
+        same = config.data.source == before.data.source
+        yield f"the images of {config.data.source} " + (
+            "have changed" if same else f"are not those of {before.data.source}"
+        )
     if metadata.get("weights") != sampling_fingerprint(context.sampling):
         yield f"the sampling weights have changed (data.weights={config.data.weights})"
     if metadata.get("frozen") != (context.frozen and context.frozen.sha256):

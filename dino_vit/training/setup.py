@@ -60,6 +60,7 @@ def set_up(config: PretrainConfig, accelerator: Accelerator, fit: Fit = NO_FIT) 
         before = started_config(context.resumed)
         choices = [choice for choice in choices if get(before, choice.key) != choice.value]
     state = _build_state(config, context, accelerator)
+    state.seconds_before = context.fit.seconds
     if context.resumed:
         state.restore(context.resumed)
     elif config.budget.minutes and state.plan.total_steps < state.plan.steps_per_epoch:

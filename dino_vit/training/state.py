@@ -36,7 +36,7 @@ ADVICE = (
 PACES = 9  # of the last log lines, whose median is the pace of a run of some minutes
 FEW_PACES = 3  # the first of a start is slow: workers begin, networks are compiled
 # A run of some minutes changes its length if that is off by more than this share of the steps that are left.
-OFF = 0.05
+OFF = 0.1
 TOO_FEW = 0.01  # of the steps so far, when a run of some minutes ends
 # The share of unreadable images is taken of at least this many, or a few at the start would end a run.
 AT_LEAST = 1000

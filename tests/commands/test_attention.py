@@ -44,7 +44,7 @@ def test_a_folder_of_images_of_any_size(weights, photos, tmp_path, capsys, caplo
     out = tmp_path / "out"
     assert main(["attention", str(photos), f"weights={weights}", f"output={out}"]) == 0
     assert "skipped broken.png" in caplog.text
-    assert "attention of block 1, 4 images on 1 sheet" in capsys.readouterr().out
+    assert "attention of the last block, 4 images on 1 sheet" in capsys.readouterr().out
     found = {path.name for path in out.iterdir()}
     stems = {"0-a": (31, 50), "3-deep-a": (8, 8), "2-deep-b-c": (77, 9), "4-e": (40, 40)}
     endings = ("png", "overlay.png", "mask.png", "attention.npy")
@@ -76,6 +76,16 @@ def test_sizes_as_asked(weights, photos, tmp_path, caplog):
     assert size_of(tmp_path / "o" / "0-a.overlay.png") == (8, 13)
     assert size_of(tmp_path / "o" / "2-deep-b-c.overlay.png") == (40, 5)
     assert caplog.text.count("images of 8 × 16 pixels are far from the 32 × 48 of the weights") == 1
+
+
+def test_large_images_are_shrunk_to_twice_the_trained_side(weights, tmp_path, caplog):
+    Image.new("RGB", (300, 200)).save(tmp_path / "large.png")
+    arguments = ["attention", str(tmp_path / "large.png"), str(weights), f"output={tmp_path / 'o'}"]
+    assert main(arguments) == 0
+    assert size_of(tmp_path / "o" / "0-large.overlay.png") == (64, 96)
+    assert main([*arguments, "size=200", "block=0"]) == 0
+    assert size_of(tmp_path / "o" / "0-large.overlay.png") == (200, 300)
+    assert caplog.text.count("are far from") == 1
 
 
 def test_many_images_are_on_several_sheets(weights):

@@ -50,7 +50,7 @@ def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys, recwarn):
     assert main(["inspect-data", str(mixed), f"sheet={tmp_path / 'views.png'}"]) == 0
     said = capsys.readouterr().out
     assert [str(warning.message) for warning in recwarn] == []
-    assert "10 images, 2 labels: cat 5, dog 4; 1 without" in said
+    assert "10 images, 2 labels: cat: 5, dog: 4; 1 without" in said
     assert "dog/empty.jpg: the file is empty" in said
     with Image.open(tmp_path / "views.png") as sheet:
         assert sheet.width > 1000
@@ -61,7 +61,7 @@ def test_values_beyond_0_and_1_have_no_mean(tmp_path, capsys):
     assert main(["inspect-data", str(tmp_path / "a.npy"), "count=2"]) == 0
     said = capsys.readouterr().out
     assert "2 of them inspected" in said
-    assert "grey (float32) 2" in said
+    assert "grey (float32): 2" in said
     assert "from -500 to " in said
     assert "set data.range" in said
 

@@ -132,7 +132,7 @@ def test_the_choice_follows_the_measured_speed(tmp_path, monkeypatch, speed, wid
     accelerator = Accelerator()
     run = set_up(config, accelerator, fit_to_minutes(config))
     assert run.state.config.model.width == width
-    assert run.state.plan.total_steps == pytest.approx(495 * speed / 8, abs=1)
+    assert run.state.plan.total_steps == pytest.approx(495 * speed / 8, rel=0.02)  # less what measuring took
     reasons = {choice.key: choice.reason for choice in run.choices}
     assert "in 10 minutes on this machine" in reasons["model.width"]
     assert ENOUGH_IMAGES == 100_000

@@ -69,7 +69,7 @@ def test_deep_images_keep_their_bits_from_the_file_to_the_weights(
 ):
     folder, output = fill(tmp_path / "images", write), tmp_path / "run"
     assert main(["inspect-data", str(folder), f"sheet={tmp_path / 'views.png'}", "count=200"]) == 0
-    assert f"{kind} {LENGTH}" in capsys.readouterr().out
+    assert f"{kind}: {LENGTH}" in capsys.readouterr().out
     expected = channels(np.stack(list(PLANES.values())).astype(np.float64))
     settings = {**SETTINGS, **MEASURED, **NO_COLOUR, "data.source": folder, "data.channels": len(expected)}
     said = run(output, {**settings, "data.range": "null" if limits is None else list(limits)})

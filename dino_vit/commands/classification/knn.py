@@ -17,26 +17,33 @@ from dino_vit.core.randomness import RngPurpose, random_bits
 from dino_vit.core.text import plural, progress
 from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import Accuracy, Predictions, accuracy, measured_share
+from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.knn import unit, weighted_knn
 from dino_vit.eval.labelled import LabelledFeatures, Rows, given_sets, labelled_features
+from dino_vit.models.tokens import FeatureSpec
 
 REPEATS = 5  # random choices of the images for each of `shots`
-_CLASSES_SHOWN = 20
+_CLASSES_SHOWN = 10
 _COSINES = 2**24  # in memory at a time
 _PAIRS_RANKED = 2**33  # of queries and bank images: more would take longer than the classification
 
 
 def run(config: KnnConfig) -> Classification:
     """Classify; with an output, write the JSON. The result's own figures are those of the first k."""
-    frozen = frozen_backbone(config)
+    return evaluate(config, frozen_backbone(config))
+
+
+def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification:
+    """Do the same with a backbone that is loaded already."""
+    spec = FeatureSpec(tokens=config.tokens, blocks=config.blocks)
     train, val = given_sets(config)
     if train is None:  # each image is classified by the others
         among = "the others"
-        bank = queries = labelled_features(frozen, val)
+        bank = queries = labelled_features(frozen, val, spec)
     else:
-        bank = labelled_features(frozen, train, title="features of the bank")
-        queries = labelled_features(frozen, val, title="features of the query images")
+        bank = labelled_features(frozen, train, spec, "features of the bank")
+        queries = labelled_features(frozen, val, spec, "features of the query images")
         among = f"{len(bank):,} of {train.name}"
     predictions = _classify(bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}

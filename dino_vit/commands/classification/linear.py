@@ -38,7 +38,11 @@ CONVERGED = 1e-4  # the largest gradient of a logistic regression that counts as
 
 def run(config: LinearConfig) -> Classification:
     """Train and evaluate; with an output, write the JSON. The figures are those of the best classifier."""
-    frozen = frozen_backbone(config)
+    return evaluate(config, frozen_backbone(config))
+
+
+def evaluate(config: LinearConfig, frozen: FrozenBackbone) -> Classification:
+    """Do the same with a backbone that is loaded already."""
     train, val = open_sets(config)
     if config.method == "dino2021":
         if config.output is None:

@@ -4,9 +4,10 @@ Pairs with two labels and pairs in two splits come first: the one is a mistake i
 a network is judged on images that it may have learned from.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +23,13 @@ from dino_vit.core.text import plural, progress
 from dino_vit.data.labels import below_shared, find_splits, number_labels
 from dino_vit.eval.embeddings import Array, Embeddings, embedded_panels, read_image_embeddings
 from dino_vit.eval.knn import unit
-from dino_vit.eval.maps.pictures import draw_sheet
+from dino_vit.eval.maps.pictures import Panel, draw_sheet, shorten
 from dino_vit.eval.results import write_results
 
-PAIRS_PRINTED, PAIRS_SHOWN = 10, 20  # in the text, on a sheet
+PAIRS_PRINTED, PAIRS_SHOWN = 10, 24  # in the text, on a sheet
+PAIRS_IN_ROW = 3  # of a sheet
+BLANK: Panel = (torch.full((3, 8, 8), 255, dtype=torch.uint8), "")  # beside a pair
+TYPICAL = 0.1  # pairs per image that are worth looking through
 SHEETS = "-label-conflicts.png", "-split-leaks.png", ".png"  # how the names of sheets end
 Pair = tuple[int, int, float]  # two rows, the lesser one first, and their cosine
 _BLOCK = 2048  # rows that are compared with as many others at a time
@@ -79,6 +83,7 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
         *describe(conflicts, "different labels, perhaps of one image"),
         *describe(leaks, "different splits, perhaps with one image in both"),
         *describe(pairs, f"a cosine of {config.threshold:g} or more"),
+        *advice_on_threshold(pairs, len(embeddings.names)),
         f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}",
     ]
     if output:
@@ -100,6 +105,18 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
         path=output,
         text="\n".join(lines),
     )
+
+
+def advice_on_threshold(pairs: PairList, images: int) -> list[str]:
+    """Return a line on a threshold that these features pass with images that are not copies, if it is one."""
+    few = math.ceil(TYPICAL * images)
+    if pairs.total <= images or len(pairs.closest) <= few:
+        return []
+    higher = math.floor(1e4 * pairs.closest[few].cosine) / 1e4
+    return [
+        f"more pairs than images: to these features other images are as alike; threshold={higher:g} would be "
+        f"about {plural(few, 'pair')}"
+    ]
 
 
 def splits_of_names(names: Sequence[str]) -> list[str | None]:
@@ -124,10 +141,16 @@ def list_pairs(
     if not (sheet and pairs):
         return PairList(closest, kind.total, None)
     rows = [row for pair in pairs[:PAIRS_SHOWN] for row in pair[:2]]
-    captions = [caption for pair in closest[:PAIRS_SHOWN] for caption in titles(pair)]
+    captions = list[str]()
+    for pair in closest[:PAIRS_SHOWN]:
+        first, second = titles(pair)
+        captions += [f"{pair.cosine:.4f}  {shorten(first)}", shorten(second, 30)]
     panels = embedded_panels(embeddings, zip(rows, captions, strict=True))
-    cosines = [f"{pair.cosine:.4f}" for pair in closest[:PAIRS_SHOWN]]
-    write_bytes(sheet, draw_sheet(list(zip(panels[::2], panels[1::2], strict=True)), names=cosines))
+    of_pairs = [[*two, BLANK] for two in zip(panels[::2], panels[1::2], strict=True)]
+    of_pairs += [[BLANK] * 3] * (-len(of_pairs) % min(PAIRS_IN_ROW, len(of_pairs)))
+    starts = range(0, len(of_pairs), PAIRS_IN_ROW)
+    in_rows = [list(chain(*of_pairs[start : start + PAIRS_IN_ROW])) for start in starts]
+    write_bytes(sheet, draw_sheet(in_rows))
     return PairList(closest, kind.total, sheet)
 
 

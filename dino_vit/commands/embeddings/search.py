@@ -1,5 +1,6 @@
-"""Find the images of an embedding file that are nearest to given images."""
+"""Find the images of an embedding file that are nearest to given images; none is found by itself."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -51,11 +52,13 @@ def run(config: SearchConfig) -> SearchResult:
     if output and output.suffix != ".png":
         raise ValueError(f"output={output} must end in .png")
     embeddings, queries = read_image_embeddings(config.embeddings), CustomSource([*map(Path, config.images)])
-    cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k)
-    neighbours = [
-        [name_row(embeddings, row, cosine) for row, cosine in zip(*of_image, strict=True)]
-        for of_image in zip(rows.tolist(), cosines.tolist(), strict=True)
-    ]
+    cosines, rows = nearest(embeddings.values, query_features(config, queries, embeddings), k=config.k + 1)
+    folder = embeddings.metadata["source"]["spec"]
+    neighbours = []
+    for image, *nearest_rows in zip(config.images, rows.tolist(), cosines.tolist(), strict=True):
+        found = [name_row(embeddings, row, cosine) for row, cosine in zip(*nearest_rows, strict=True)]
+        others = [near for near in found if os.path.join(folder, near.name) != os.path.abspath(image)]
+        neighbours.append(others[: config.k])
     names, lines = list(map(printable, config.images)), list[str]()
     for name, images in zip(names, neighbours, strict=True):
         lines.append(f"{name}:")
@@ -83,9 +86,7 @@ def draw_neighbours(
 ) -> bytes:
     """Draw each given image beside those nearest to it."""
     captions = [
-        (near.row, f"{near.cosine:.4f}  {shorten(near.label or near.name, 20)}")
-        for images in neighbours
-        for near in images
+        (near.row, f"{near.cosine:.4f}  {shorten(near.name, 22)}") for images in neighbours for near in images
     ]
     panels, sheet = iter(embedded_panels(embeddings, captions)), list[list[Panel]]()
     for query, images in enumerate(neighbours):

@@ -16,6 +16,7 @@ from dino_vit.data.sources.source import spread
 from dino_vit.eval.accuracy import accuracy
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import LabelledFeatures
+from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import eval_transform_of
 from dino_vit.weights import load_backbone
 from tests.support.images import write_classes
@@ -35,26 +36,29 @@ def evaluate(weights, source, *more):
     return json.loads(output.read_text()), said
 
 
-def features_of(weights, source):
+def features_of(weights, source, spec=CLS):
     """Features as lists, and the names of the classes."""
     model = load_backbone(weights)
     source = open_source(str(source))
     found = FrozenBackbone(model=model, transform=eval_transform_of(model), batch_size=128).extract(
-        source, range(len(source))
+        source, range(len(source)), spec
     )
     unit = torch.nn.functional.normalize(found.values.double())
     return unit, [source.classes[source.label(index)] for index in range(len(source))]
 
 
-def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights):
+@pytest.mark.parametrize("spec", [CLS, FeatureSpec(tokens="cls+mean", blocks=2)])
+def test_figures_are_those_of_a_loop_and_classes_meet_by_name(tmp_path, weights, spec):
     """The queries lack a class of the bank, so that equal numbers are not equal classes."""
     train = write_classes(tmp_path / "train", ["aa", "b", "c 1", "d", "e", "f", "g"], 7)
     val = write_classes(tmp_path / "val", ["b", "d", "e"], 4, first=50)
     Image.new("RGB", (16, 16)).save(val / "nobody.png")  # of no class
-    found, said = evaluate(weights, val, f"train={train}", "k=[3,20,1000]")
-    bank, bank_labels = features_of(weights, train)
+    found, said = evaluate(
+        weights, val, f"train={train}", "k=[3,20,1000]", f"tokens={spec.tokens}", f"blocks={spec.blocks}"
+    )
+    bank, bank_labels = features_of(weights, train, spec)
     (val / "nobody.png").unlink()
-    queries, labels = features_of(weights, val)
+    queries, labels = features_of(weights, val, spec)
     assert (found["images"], found["bank"], found["classes"]) == (12, 49, 7)
     for figures, k in zip(found["results"], (3, 20, 49), strict=True):
         for top in (1, 5):
