@@ -223,7 +223,7 @@ def test_a_changed_setting_is_refused_unless_it_is_asked_for(tmp_path):
     for changes, message in (
         ({"run.resume": "never", "budget.steps": 5}, "run.resume=never does not overwrite it"),
         ({"model.width": 64, "run.resume": "changed"}, "belongs to a different network or optimiser"),
-        ({"data.source": "synthetic:72:32"}, "the images of synthetic:72:32 are not those of synthetic:64:32"),
+        ({"data.source": "synthetic:72:32"}, "synthetic:72:32 are not those of synthetic:64:32"),
     ):
         with pytest.raises(ValueError, match=message):
             opened(output, {**changes, **SHORT})
