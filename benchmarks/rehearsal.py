@@ -288,8 +288,13 @@ def _launches(func: OpOverload, args: Sequence[Any]) -> int:
     lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
     if not str(func).startswith("aten._foreach_") or not lists:
         return 1
-    kinds = [[(one.shape, one.stride(), one.dtype) for one in tensors] for tensors in lists]
-    return 1 if all(kind == kinds[0] for kind in kinds) else len(lists[0])
+    shapes = [[(one.shape, one.stride()) for one in tensors] for tensors in lists]
+    dtypes = [{one.dtype for one in tensors} for tensors in lists]
+    if str(func).startswith("aten._foreach_copy_"):  # which casts, from one dtype to one
+        joins = all(len(of_list) == 1 for of_list in dtypes)
+    else:
+        joins = all(of_list == dtypes[0] for of_list in dtypes)
+    return 1 if joins and all(of_list == shapes[0] for of_list in shapes) else len(lists[0])
 
 
 def _part() -> str:

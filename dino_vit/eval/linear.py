@@ -25,7 +25,7 @@ from dino_vit.core.distributed import all_gather, rank_slice
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.text import progress
 from dino_vit.method.schedules import warmup_cosine
-from dino_vit.models.onednn import linear
+from dino_vit.models.linear import linear
 from dino_vit.views.sampler import Sampler
 
 MOMENTUM = 0.9

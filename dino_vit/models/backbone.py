@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_vit.core import Size
-from dino_vit.models.onednn import Linear, init_linear
+from dino_vit.models.linear import Linear, init_linear
 
 
 @dataclass(frozen=True)

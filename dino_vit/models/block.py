@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.models.onednn import Linear, linear
+from dino_vit.models.linear import Linear, Weights, cast_together, linear
 from dino_vit.models.positions import Rotation, rotate
 
 ALL = slice(None)  # tokens
@@ -78,12 +78,14 @@ class Attention(nn.Module):
         queries: slice = ALL,
         rotations: Sequence[Rotation | None] = (None,),
         packed: Packed | None = None,
+        weights: Sequence[Weights | None] = (None, None),
     ) -> Tensor:
-        qkv = self._project(x)
+        qkv = self._project(x, weights[0])
         parts = [qkv] if packed is None else packed.split(qkv)
         sizes = zip(parts, rotations, strict=True)
         attended = [self._attend(part, queries, rotation) for part, rotation in sizes]
-        return self.proj_drop(self.proj(attended[0] if packed is None else packed.join(attended)))
+        joined = attended[0] if packed is None else packed.join(attended)
+        return self.proj_drop(self.proj(joined, weights[1]))
 
     def _attend(self, qkv: Tensor, queries: slice, rotation: Rotation | None) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
@@ -108,12 +110,12 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in parts)
         return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
 
-    def _project(self, x: Tensor) -> Tensor:
+    def _project(self, x: Tensor, weights: Weights | None = None) -> Tensor:
         if self.key_bias:
-            return self.qkv(x)
-        of_queries, of_keys, of_values = self.qkv.bias.chunk(3)  # the second part has no effect
-        bias = torch.cat([of_queries, torch.zeros_like(of_keys), of_values])
-        return linear(x, self.qkv.weight, bias)
+            return self.qkv(x, weights)
+        weight, bias = weights or (self.qkv.weight, self.qkv.bias)
+        of_queries, of_keys, of_values = bias.chunk(3)  # the second part has no effect
+        return linear(x, weight, torch.cat([of_queries, torch.zeros_like(of_keys), of_values]))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
@@ -142,14 +144,14 @@ class MLP(nn.Module):
         self.fc2 = Linear(hidden, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
+    def forward(self, x: Tensor, weights: Sequence[Weights | None] = (None, None)) -> Tensor:
+        x = self.fc1(x, weights[0])
         if self.gated:
             gate, value = x.chunk(2, dim=-1)
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        return self.drop(self.fc2(self.drop(x)))
+        return self.drop(self.fc2(self.drop(x), weights[1]))
 
 
 class LayerScale(nn.Module):
@@ -201,7 +203,8 @@ class Block(nn.Module):
 
         There is a rotation for each size that is packed; `scales` multiply the branches (stochastic depth).
         """
-        attended = self.ls1(self.attn(self.norm1(x), queries, rotations, packed))
+        qkv, proj, *of_mlp = cast_together(self.attn.qkv, self.attn.proj, self.mlp.fc1, self.mlp.fc2)
+        attended = self.ls1(self.attn(self.norm1(x), queries, rotations, packed, (qkv, proj)))
         x = x[:, queries] + (attended if scales is None else attended * scales[0])
-        y = self.ls2(self.mlp(self.norm2(x)))
+        y = self.ls2(self.mlp(self.norm2(x), of_mlp))
         return x + (y if scales is None else y * scales[1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dino_vit.core.distributed import all_reduce_sum, world_size
-from dino_vit.models.onednn import init_linear
+from dino_vit.models.linear import init_linear
 
 
 class Prototypes(nn.Module):

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dino_vit.core import Size
-from dino_vit.models.onednn import Linear
+from dino_vit.models.linear import Linear
 
 REDUCTION = 16  # stride of the ResNet's feature map
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dino_vit.core import Size, height_width
 from dino_vit.models.backbone import Backbone
-from dino_vit.models.onednn import Linear
+from dino_vit.models.linear import Linear
 
 PREFIX = "timm:"  # of a name in the settings
 

@@ -23,7 +23,7 @@ from dino_vit.core import VIT_SIZES, height_width
 from dino_vit.core.device import to_device
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.block import ALL, Block, Packed
-from dino_vit.models.onednn import Linear, init_linear
+from dino_vit.models.linear import Linear, init_linear
 from dino_vit.models.positions import (
     Grid,
     PositionMode,

@@ -52,7 +52,7 @@ def second_step(mode, accelerator, folder, settings):
 
 @pytest.mark.parametrize("settings", CASES, ids=lambda case: " ".join(case) or "dino")
 def test_operators_and_memory_are_those_of_real_tensors(tmp_path, monkeypatch, settings):
-    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: False)  # a kernel of some CPUs alone
+    monkeypatch.setattr("dino_vit.models.linear.mkl_is_slow", lambda: False)  # a kernel of some CPUs alone
     rehearsal = Rehearsal(answers=True)
     ours, memory = second_step(rehearsal, OnGpu(), tmp_path / "rehearsed", settings)
     draw = VisionTransformer.draw_scales
@@ -125,6 +125,11 @@ def test_an_operator_on_unequal_tensors_counts_for_each():
         rehearsal.restart()
         torch._foreach_mul_(tensors, torch.zeros(3, device=CUDA).unbind())
         assert rehearsal.kernels.total() == 1 + 3
+        rehearsal.restart()
+        torch._foreach_copy_([tensor.bfloat16() for tensor in tensors], tensors)  # casts them
+        assert rehearsal.kernels.total() == 3 + 1
+        torch._foreach_copy_([tensors[0].bfloat16(), *tensors[1:]], tensors)
+        assert rehearsal.kernels.total() == 4 + 1 + 3
 
 
 def test_memory_is_that_of_the_tensors_that_are_in_use():

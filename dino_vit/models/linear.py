@@ -1,9 +1,11 @@
-"""A linear layer that calls oneDNN directly where PyTorch takes twice as long (`benchmarks/linear.py`).
+"""Linear layers: the weights of several are cast together, and oneDNN is called where it is faster.
 
 In float32 on a CPU, PyTorch multiplies matrices with MKL, which uses only AVX2 on AMD processors. oneDNN,
-which PyTorch includes and uses for other dtypes, has AVX-512 kernels for them.
+which PyTorch includes and uses for other dtypes, has AVX-512 kernels that take half as long
+(`benchmarks/linear.py`).
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Weights = tuple[Tensor, Tensor | None]  # and the bias
+
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` with the faster kernel."""
+    """`torch.nn.Linear` with the faster kernel; `weights` are its own, cast already."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, weights: Weights | None = None) -> Tensor:
+        return linear(x, *(weights or (self.weight, self.bias)))
+
+
+def cast_together(*layers: nn.Linear) -> list[Weights | None]:
+    """Return the weights of layers as autocast casts them, by one kernel instead of one for each tensor.
+
+    Without autocast, and where a compiler joins the casts itself, that is nothing.
+    """
+    device = layers[0].weight.device.type
+    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias) if tensor is not None]
+    is_float32 = all(tensor.dtype == torch.float32 for tensor in tensors)
+    if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling() or not is_float32:
+        return [None] * len(layers)
+    cast = iter(_CastTogether.apply(*tensors))
+    return [(next(cast), None if layer.bias is None else next(cast)) for layer in layers]
+
+
+class _CastTogether(torch.autograd.Function):
+    """Cast float32 tensors to the dtype of autocast, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return _cast(tensors, torch.get_autocast_dtype(tensors[0].device.type))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        cast = iter(_cast([grad for grad in grads if grad is not None], torch.float32))
+        return tuple(None if grad is None else next(cast) for grad in grads)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    cast = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
+    if cast:
+        torch._foreach_copy_(cast, tensors)
+    return cast
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

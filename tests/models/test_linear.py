@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.models.onednn import Linear, OneDnnLinear
+from dino_vit.models.linear import Linear, OneDnnLinear, cast_together
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no oneDNN"
@@ -34,7 +36,7 @@ def test_detour_gives_torchs_output_and_gradients(shape: tuple[int, ...], bias: 
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_layer_is_torchs_in_any_dtype_and_shape(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: slow)
+    monkeypatch.setattr("dino_vit.models.linear.mkl_is_slow", lambda: slow)
     layer, peer = Linear(16, 24), torch.nn.Linear(16, 24)
     peer.load_state_dict(layer.state_dict())
     for x in (torch.randn(3, 16), torch.randn(16), torch.randn(0, 16), torch.randn(2, 3, 16)):
@@ -46,6 +48,32 @@ def test_layer_is_torchs_in_any_dtype_and_shape(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_detour_stays_out_of_traced_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_vit.models.onednn.mkl_is_slow", lambda: True)
+    monkeypatch.setattr("dino_vit.models.linear.mkl_is_slow", lambda: True)
     program = torch.export.export(Linear(16, 24), (torch.randn(3, 16),))
     assert "mkldnn" not in str(program.graph)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_are_cast_together_are_those_of_autocast(frozen: bool) -> None:
+    layers = [Linear(16, 24), Linear(24, 16, bias=False), Linear(16, 24)]
+    used = [parameter for layer in layers[:2] for parameter in layer.parameters()]
+    for layer in layers:
+        layer.requires_grad_(not frozen)
+    x = torch.randn(5, 16)
+
+    def outcome(weights: list[Any]) -> list[Tensor]:
+        y = layers[1](layers[0](x, weights[0]), weights[1])
+        return [y, *([] if frozen else torch.autograd.grad(y.square().sum(), used))]
+
+    assert cast_together(*layers) == [None] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = cast_together(*layers)  # of the last no gradient is asked for
+        assert {tensor.dtype for pair in weights if pair for tensor in pair if tensor is not None} == {
+            torch.bfloat16
+        }
+        for found, expected in zip(outcome(weights), outcome([None] * 3), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+    halved = [layer.half() for layer in layers]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cast_together(*halved) == [None] * 3
