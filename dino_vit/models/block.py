@@ -114,6 +114,7 @@ class Attention(nn.Module):
         if self.key_bias:
             return self.qkv(x, weights)
         weight, bias = weights or (self.qkv.weight, self.qkv.bias)
+        assert bias is not None, "without a bias there is no key bias to leave out"
         of_queries, of_keys, of_values = bias.chunk(3)  # the second part has no effect
         return linear(x, weight, torch.cat([of_queries, torch.zeros_like(of_keys), of_values]))
 

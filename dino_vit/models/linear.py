@@ -5,7 +5,7 @@ which PyTorch includes and uses for other dtypes, has AVX-512 kernels that take 
 (`benchmarks/linear.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,15 @@ class _CastTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        cast = iter(_cast([grad for grad in grads if grad is not None], torch.float32))
+        cast = iter(_cast((grad for grad in grads if grad is not None), torch.float32))
         return tuple(None if grad is None else next(cast) for grad in grads)
 
 
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    cast = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
+def _cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    given = tuple(tensors)
+    cast = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in given)
     if cast:
-        torch._foreach_copy_(cast, tensors)
+        torch._foreach_copy_(cast, given)
     return cast
 
 
