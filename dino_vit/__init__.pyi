@@ -87,6 +87,7 @@ class _Model(TypedDict, total=False):
     drop_path: float
     drop_path_schedule: Literal["linear", "uniform"]
     layer_scale: float | None
+    init_std: float
     grad_checkpointing: bool
 
 class _Head(TypedDict, total=False):
@@ -361,6 +362,7 @@ def pretrain(
       model.drop_path=0.1                 stochastic depth of the student's last block
       model.drop_path_schedule=linear     rising from 0, or all equal [linear|uniform]
       model.layer_scale=null              initial scale of the branches of a block; null: none
+      model.init_std=0.02                 standard deviation of the first weights of linear layers
       model.grad_checkpointing=false      recompute blocks to save memory
       head.prototypes=65536               output dimension
       head.hidden_dim=2048                width of the hidden layers

@@ -110,6 +110,7 @@ def auto_choices(
     _choose_sizes(choices, image_size)
     steps = _choose_length(choices, images, global_batch, steps, evaluations)
     _choose_head(choices, images)
+    _choose_start(choices)
     if steps < SHORT:
         _choose_gentle(choices)
     if config.method == "dino" or steps < SHORT:  # for a long run DINOv2 has published its own
@@ -196,6 +197,15 @@ def _choose_head(choices: _Choices, images: int) -> None:
     for key, published, least in (("hidden_dim", 2048, 256), ("bottleneck_dim", 256, 64)):
         size = max(2 ** round(log2(published * narrow)), least)
         choices.choose(f"head.{key}", size, f"{published} at width 384, less below; at least {least}")
+
+
+def _choose_start(choices: _Choices) -> None:
+    """Let narrow networks start from larger weights, as their sums have fewer terms."""
+    config = choices.config
+    if config.model.timm or config.init:
+        return
+    std = _round(0.02 * max(1.0, PUBLISHED_WIDTH / _width(config)) ** (2 / 3))
+    choices.choose("model.init_std", std, "0.02 at width 384, more below: x (384 / width) ^ 2/3")
 
 
 def _choose_gentle(choices: _Choices) -> None:

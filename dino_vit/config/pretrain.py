@@ -45,7 +45,7 @@ AUTO_KEYS = frozenset(
         *("head.hidden_dim", "head.bottleneck_dim", "head.batch_norm", "loss.teacher_temp"),
         *("optim.lr", "optim.warmup_epochs", "optim.freeze_last_layer_epochs", "teacher.momentum"),
         *("loss.centering", "loss.koleo_weight", "run.eval_every"),
-        *("model.drop_path", "model.drop_path_schedule", "model.layer_scale"),
+        *("model.drop_path", "model.drop_path_schedule", "model.layer_scale", "model.init_std"),
         *("optim.layer_decay", "optim.patch_embed_lr"),
     )
 )

@@ -65,9 +65,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return OneDnnLinear.apply(x, weight, bias) if _use_onednn(x, weight) else F.linear(x, weight, bias)
 
 
-def init_linear(layer: nn.Linear) -> None:
+def init_linear(layer: nn.Linear, std: float = 0.02) -> None:
     """Initialise a linear layer as ViT and DINO do."""
-    nn.init.trunc_normal_(layer.weight, std=0.02)
+    nn.init.trunc_normal_(layer.weight, std=std)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 

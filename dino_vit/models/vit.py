@@ -74,6 +74,7 @@ class VisionTransformer(Backbone):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         drop_path_schedule: Literal["linear", "uniform"] = "linear",
+        init_std: float = 0.02,
     ) -> None:
         arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         _validate(arguments)
@@ -126,7 +127,7 @@ class VisionTransformer(Backbone):
                 nn.init.trunc_normal_(tokens, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                init_linear(module)
+                init_linear(module, self.architecture["init_std"])
 
     def forward_cls(self, images: Tensor) -> Tensor:
         """Return the CLS token after the final LayerNorm, (B, D); the last block computes no other token."""

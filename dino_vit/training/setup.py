@@ -153,7 +153,7 @@ def _architecture(config: PretrainConfig) -> dict[str, Any]:
         return {"name": config.model.timm, **arguments}
     width, depth, heads = config.model.shape
     arguments |= {"patch_size": config.model.patch_size, "width": width, "depth": depth, "heads": heads}
-    names = ("positions", "key_bias", "registers", "layer_scale")
+    names = ("positions", "key_bias", "registers", "layer_scale", "init_std")
     return arguments | {name: getattr(config.model, name) for name in names}
 
 
