@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -141,21 +142,32 @@ def wait_for_all() -> None:
 
 
 def apply_fsdp(
-    network: nn.Module, parts: Iterable[nn.Module], methods: Sequence[str], device: torch.device
+    network: nn.Module,
+    parts: Iterable[nn.Module],
+    methods: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     """Shard a network's parameters over the processes by FSDP2.
 
-    They are gathered for a call of the network's `forward` or of one of its `methods`: those of a part while
-    it is in use, the others from beginning to end.
+    They are gathered for a call of the network's `forward` or of one of its `methods`: those of a part, cast
+    to a dtype, while it is in use, the others from beginning to end. Gradients are summed in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     mesh = init_device_mesh(device.type, (world_size(),))
     # Those of a student are needed again in the backward pass, right after the forward pass.
     learns = any(parameter.requires_grad for parameter in network.parameters())
-    for part in parts:
-        fully_shard(part, mesh=mesh)
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    sharded: list[FSDPModule] = [fully_shard(part, mesh=mesh, mp_policy=policy) for part in parts]
+    for part, following in pairwise(sharded):  # gathered while the part before computes
+        part.set_modules_to_forward_prefetch([following])
     fully_shard(network, mesh=mesh, reshard_after_forward=not learns)
     for name in methods:
         register_fsdp_forward_method(network, name)

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import re
+import socket
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,8 @@ def start_processes(*, trackers: tuple[str, ...] = (), folder: Path = Path()) ->
     atexit.register(end_processes)
     adopt_slurm(os.environ)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        choose_interface(os.environ)
     # Without cpu=True, Accelerate would start each process on a machine without GPUs as a run of its own.
     cpu = launched > 1 and not torch.cuda.is_available()
     if cpu and "OMP_NUM_THREADS" not in os.environ:  # otherwise each process would use all cores
@@ -80,6 +83,29 @@ def adopt_slurm(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MASTER_ADDR", first_host(nodes))
     # Below the ephemeral ports.
     environ.setdefault("MASTER_PORT", str(10_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000))
+
+
+def choose_interface(environ: MutableMapping[str, str]) -> None:
+    """Let gloo use the interface of the default route on a host that resolves its own name to itself.
+
+    Other hosts could not connect to the address that gloo would tell them.
+    """
+    routes = Path("/proc/net/route")
+    if "GLOO_SOCKET_IFNAME" in environ or not routes.exists() or not _is_own(socket.gethostname()):
+        return
+    for interface, destination, *_ in map(str.split, routes.read_text().splitlines()[1:]):
+        if not int(destination, 16):
+            environ["GLOO_SOCKET_IFNAME"] = interface
+            if environ.get("LOCAL_RANK", "0") == "0":
+                log.info("GLOO_SOCKET_IFNAME=%s, as this host resolves its name to itself", interface)
+            return
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError:  # nobody knows the name
+        return True
 
 
 def first_host(nodes: str) -> str:

@@ -166,6 +166,14 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` of float32 tokens, also with the bfloat16 weights that FSDP gathers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+
+
 class Block(nn.Module):
     """Attention, then an MLP, each with a LayerNorm before it and a residual connection.
 
@@ -185,10 +193,10 @@ class Block(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
+        self.norm1 = LayerNorm(width, eps=norm_eps)
         self.attn = Attention(width, heads, dropout=dropout, **attention)
         self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
-        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
+        self.norm2 = LayerNorm(width, eps=norm_eps)
         self.mlp = MLP(width, round(width * mlp_ratio), gated=mlp == "swiglu", dropout=dropout)
         self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
 

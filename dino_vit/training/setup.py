@@ -162,14 +162,14 @@ def _build_state(config: PretrainConfig, context: RunContext, accelerator: Accel
     plan = make_plan(config, len(context.source), processes, context.fit.steps)
     student, teacher = _student_and_teacher(config, context)
     sharded = processes > 1 and (config.run.sharded or launched_for_shards())
+    precision = choose_precision(config.run.precision, device)
     if sharded:
-        _shard(student, teacher, config, device)
+        _shard(student, teacher, config, device, DTYPES[precision])
     for network in (student, teacher):
         network.to(device)
         if config.run.compile:
             # A graph of its own for each size of the views.
             network.features = torch.compile(network.features, dynamic=False)  # type: ignore[method-assign]
-    precision = choose_precision(config.run.precision, device)
     groups = parameter_groups(
         student.backbone,
         *student.heads,
@@ -258,7 +258,9 @@ def _build_objective(config: PretrainConfig, context: RunContext, student: Backb
     return objective
 
 
-def _shard(student: Network, teacher: Network, config: PretrainConfig, device: torch.device) -> None:
+def _shard(
+    student: Network, teacher: Network, config: PretrainConfig, device: torch.device, dtype: torch.dtype
+) -> None:
     """Share the parameters of both networks among the processes."""
     refused = {
         f"model.arch={config.model.arch}": not isinstance(student.backbone, VisionTransformer),
@@ -270,7 +272,7 @@ def _shard(student: Network, teacher: Network, config: PretrainConfig, device: t
         raise ValueError(f"{', '.join(wrong)} does not work with {why}; leave one of them out")
     for network in (student, teacher):
         assert isinstance(network.backbone, VisionTransformer)
-        apply_fsdp(network, network.backbone.blocks, ["with_full_weights"], device)
+        apply_fsdp(network, network.backbone.blocks, ["with_full_weights"], device, dtype)
 
 
 def _load_trained(config: PretrainConfig) -> Backbone:

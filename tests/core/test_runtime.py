@@ -1,4 +1,6 @@
 import os
+import socket
+import subprocess
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ import dino_vit.core.runtime
 from dino_vit.core.runtime import (
     adopt_slurm,
     check_trackers,
+    choose_interface,
     choose_precision,
     cores_of_a_process,
     first_host,
@@ -29,6 +32,23 @@ def test_srun_is_adopted():
         "MASTER_ADDR": "gpu003",
         "MASTER_PORT": str(10_000 + 123456 % 20_000),
     }
+
+
+def test_a_host_that_is_called_127_0_1_1_is_reached_by_its_default_route(monkeypatch):
+    try:
+        route = subprocess.run(["ip", "route", "show", "default"], capture_output=True, text=True, check=True)
+        expected = {"GLOO_SOCKET_IFNAME": route.stdout.split(" dev ")[1].split()[0]}
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        pytest.skip("no default route that `ip` knows")
+    for address, given, found in (
+        ("127.0.1.1", {}, expected),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "ib0"}),
+        ("10.0.0.5", {}, {}),
+    ):
+        monkeypatch.setattr(socket, "gethostbyname", lambda _, address=address: address)
+        environ = dict(given)
+        choose_interface(environ)
+        assert environ == found
 
 
 def test_what_stands_in_the_environment_wins_over_slurm():

@@ -210,7 +210,7 @@ def test_environment_variables_are_those_that_are_read():
     named = {name for what, _ in rows(table) for name in re.findall(r"[A-Z][A-Z_]+", what)}
     code = "".join(path.read_text() for path in (ROOT / "dino_vit").rglob("*.py"))
     assert len(named) >= 12
-    assert {name for name in named if name not in code} == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert {name for name in named if name not in code} == {"NCCL_SOCKET_IFNAME"}
 
 
 def test_the_readme_names_targets_states_and_functions_that_exist():

@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import pytest
+import torch
 from torch.testing import assert_close
 
 from dino_vit.data.sources.open import FolderSource
@@ -47,6 +48,18 @@ def test_two_processes_with_halves_follow_one(tmp_path, terms):
     ):  # a bias before BatchNorm has no gradient but rounding, which AdamW makes steps of
         for name, tensor in expected.items():
             assert_close(found[name], tensor, atol=1e-3, rtol=1e-2, msg=lambda text, name=name: name + text)
+
+
+def test_parts_that_are_gathered_in_bfloat16_follow_one_process(tmp_path):
+    half = {"run.precision": "bf16", "budget.steps": 4, "optim.warmup_epochs": 0}
+    run(tmp_path / "alone", {**ONE, **half})
+    run_in_two(tmp_path / "run", {**TWO, **half})
+    for key in ("loss", "gradient_norm"):
+        ours, theirs = ([line[key] for line in history(tmp_path / name)] for name in ("run", "alone"))
+        assert ours == pytest.approx(theirs, rel=0.02), key
+        assert ours != theirs, "LayerNorm's weights are rounded too"
+    assert {tensor.dtype for tensor in tensors(tmp_path / "run", 4).values()} >= {torch.float32}
+    assert torch.bfloat16 not in {tensor.dtype for tensor in tensors(tmp_path / "run", 4).values()}
 
 
 @pytest.mark.parametrize("unreadable", [False, True], ids=["one image more", "unreadable images"])
