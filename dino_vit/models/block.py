@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dino_vit.models.linear import Linear, Weights, cast_together, linear
+from dino_vit.models.linear import Cast, Linear, Weights, cast_together, linear
 from dino_vit.models.positions import Rotation, rotate
 
 ALL = slice(None)  # tokens
@@ -78,14 +78,14 @@ class Attention(nn.Module):
         queries: slice = ALL,
         rotations: Sequence[Rotation | None] = (None,),
         packed: Packed | None = None,
-        weights: Sequence[Weights | None] = (None, None),
+        cast: Sequence[Cast] = ((), ()),
     ) -> Tensor:
-        qkv = self._project(x, weights[0])
+        qkv = self._project(x, *cast[0])
         parts = [qkv] if packed is None else packed.split(qkv)
         sizes = zip(parts, rotations, strict=True)
         attended = [self._attend(part, queries, rotation) for part, rotation in sizes]
         joined = attended[0] if packed is None else packed.join(attended)
-        return self.proj_drop(self.proj(joined, weights[1]))
+        return self.proj_drop(self.proj(joined, *cast[1]))
 
     def _attend(self, qkv: Tensor, queries: slice, rotation: Rotation | None) -> Tensor:
         q, k, v = self._heads(qkv, rotation)
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor, weights: Weights | None = None) -> Tensor:
         if self.key_bias:
-            return self.qkv(x, weights)
+            return self.qkv(x) if weights is None else self.qkv(x, weights)
         weight, bias = weights or (self.qkv.weight, self.qkv.bias)
         assert bias is not None, "without a bias there is no key bias to leave out"
         of_queries, of_keys, of_values = bias.chunk(3)  # the second part has no effect
@@ -145,14 +145,14 @@ class MLP(nn.Module):
         self.fc2 = Linear(hidden, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, weights: Sequence[Weights | None] = (None, None)) -> Tensor:
-        x = self.fc1(x, weights[0])
+    def forward(self, x: Tensor, cast: Sequence[Cast] = ((), ())) -> Tensor:
+        x = self.fc1(x, *cast[0])
         if self.gated:
             gate, value = x.chunk(2, dim=-1)
             x = F.silu(gate) * value
         else:
             x = F.gelu(x)
-        return self.drop(self.fc2(self.drop(x), weights[1]))
+        return self.drop(self.fc2(self.drop(x), *cast[1]))
 
 
 class LayerScale(nn.Module):

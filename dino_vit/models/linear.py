@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Weights = tuple[Tensor, Tensor | None]  # and the bias
+Cast = tuple[()] | tuple[Weights]
 
 
 class Linear(nn.Linear):
@@ -24,18 +25,19 @@ class Linear(nn.Linear):
         return linear(x, *(weights or (self.weight, self.bias)))
 
 
-def cast_together(*layers: nn.Linear) -> list[Weights | None]:
+def cast_together(*layers: nn.Module) -> list[Cast]:
     """Return the weights of layers as autocast casts them, by one kernel instead of one for each tensor.
 
-    Without autocast, and where a compiler joins the casts itself, that is nothing.
+    It is what the layers are called with after their input: nothing without autocast, where a compiler joins
+    the casts itself, and where a layer was replaced by another kind.
     """
-    device = layers[0].weight.device.type
-    tensors = [tensor for layer in layers for tensor in (layer.weight, layer.bias) if tensor is not None]
-    is_float32 = all(tensor.dtype == torch.float32 for tensor in tensors)
-    if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling() or not is_float32:
-        return [None] * len(layers)
+    ours = [layer for layer in layers if isinstance(layer, Linear)]
+    tensors = [tensor for layer in ours for tensor in (layer.weight, layer.bias) if tensor is not None]
+    fits = len(ours) == len(layers) and all(tensor.dtype == torch.float32 for tensor in tensors)
+    if not fits or torch.compiler.is_compiling() or not torch.is_autocast_enabled(tensors[0].device.type):
+        return [()] * len(layers)
     cast = iter(_CastTogether.apply(*tensors))
-    return [(next(cast), None if layer.bias is None else next(cast)) for layer in layers]
+    return [((next(cast), None if layer.bias is None else next(cast)),) for layer in ours]
 
 
 class _CastTogether(torch.autograd.Function):

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_vit.models.linear import Linear, OneDnnLinear, cast_together
+from dino_vit.models.linear import Cast, Linear, OneDnnLinear, cast_together
+from tests.support.backbones import backbone
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no oneDNN"
@@ -61,19 +62,26 @@ def test_weights_that_are_cast_together_are_those_of_autocast(frozen: bool) -> N
         layer.requires_grad_(not frozen)
     x = torch.randn(5, 16)
 
-    def outcome(weights: list[Any]) -> list[Tensor]:
-        y = layers[1](layers[0](x, weights[0]), weights[1])
+    def outcome(cast: Sequence[Cast]) -> list[Tensor]:
+        y = layers[1](layers[0](x, *cast[0]), *cast[1])
         return [y, *([] if frozen else torch.autograd.grad(y.square().sum(), used))]
 
-    assert cast_together(*layers) == [None] * 3
+    assert cast_together(*layers) == [()] * 3
     with torch.autocast("cpu", torch.bfloat16):
-        weights = cast_together(*layers)  # of the last no gradient is asked for
-        assert {tensor.dtype for pair in weights if pair for tensor in pair if tensor is not None} == {
-            torch.bfloat16
-        }
-        for found, expected in zip(outcome(weights), outcome([None] * 3), strict=True):
+        cast = cast_together(*layers)  # of the last no gradient is asked for
+        tensors = [tensor for ((weight, bias),) in cast for tensor in (weight, bias) if tensor is not None]
+        assert [tensor.dtype for tensor in tensors] == [torch.bfloat16] * 5
+        for found, expected in zip(outcome(cast), outcome([()] * 3), strict=True):
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
-    halved = [layer.half() for layer in layers]
+        assert cast_together(layers[0], torch.nn.Linear(24, 16)) == [()] * 2
+        assert cast_together(*(layer.half() for layer in layers)) == [()] * 3
+
+
+def test_a_layer_of_another_kind_may_take_the_place_of_one_in_a_block() -> None:
+    block = backbone().blocks[0]
+    x = torch.randn(2, 5, block.norm1.normalized_shape[0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert cast_together(*halved) == [None] * 3
+        expected = block(x)
+        block.mlp.fc2 = torch.nn.Sequential(block.mlp.fc2)
+        assert torch.equal(block(x), expected)
