@@ -28,7 +28,13 @@ def run(config: ReportConfig) -> Written | None:
         return None
     record = read_run(Path(config.run))
     output = Path(config.output or record.folder / "report.html")
-    html = render(record, draw(record, config)).encode()
+    pictures = draw(record, config)
+    if output.exists() and not pictures.views:
+        raise ValueError(
+            f"{output} stays as it is, since the images cannot be read and a new page would have no pictures; "
+            "say where the images are with source=..., or give another output"
+        )
+    html = render(record, pictures).encode()
     write_bytes(output, html)
     return Written(path=output, text=f"{output}: {len(html) / 1e6:.1f} MB; open it in any browser")
 

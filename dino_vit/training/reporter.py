@@ -216,6 +216,7 @@ def describe_start(run: ReadyRun, start: Start) -> Iterator[str]:
         chosen = f"{len(run.choices)} settings were chosen to fit the images and the length of the run"
         yield f"{chosen} (config.yaml; run.verbose=true and `dino-vit report` give the reasons)"
     if run.resumed and state.step >= plan.total_steps:
-        yield f"all {plan.total_steps:,} steps were taken before; a larger budget goes on from {run.resumed}"
+        larger = "a larger budget with run.resume=changed goes on from"
+        yield f"all {plan.total_steps:,} steps were taken before; {larger} {run.resumed}"
     elif run.resumed:
         yield f"resuming after step {state.step:,} from {run.resumed}"

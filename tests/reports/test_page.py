@@ -75,6 +75,11 @@ def test_the_page_loads_nothing_and_describes_the_run(made, capsys):
 def test_images_that_moved_are_reported_and_can_be_given(folder, made):
     images = made.parent / "images"
     change_config(folder, str(images), "/no/such/place")
+    page = folder / "report.html"
+    page.write_text("an earlier page, with pictures")
+    assert main(["report", str(folder)]) == 2
+    assert page.read_text() == "an earlier page, with pictures"
+    page.unlink()
     page = write_report(folder)
     assert "'/no/such/place' does not exist" in page.text
     assert "say where with source=..." in page.text

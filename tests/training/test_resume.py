@@ -62,7 +62,7 @@ def output(stopped, tmp_path):
 def test_stopped_in_an_epoch_and_resumed_is_bit_for_bit_the_same(output, whole):
     assert "resuming after step 14" in run(output)
     assert_same_end(output, whole, 20)
-    assert "all 20 steps were taken before; a larger budget goes on" in run(output)
+    assert "all 20 steps were taken before; a larger budget with run.resume=changed goes on" in run(output)
 
 
 def test_killed_and_resumed_is_bit_for_bit_the_same(tmp_path, whole):

@@ -178,6 +178,8 @@ def test_advice_follows_what_was_measured():
         "(80 % before training), but tells few of the labels."
     )
     assert "augment" not in evaluated(**about_colour, colours=39.0).advice  # it tells labels
+    half = {"colours": 31.1, "probe": [36.0, 37.0, 38.4]}  # half as well as the features, as on groceries
+    assert "augment" not in evaluated(**about_colour, **half).advice
     assert "augment" not in evaluated(colour=[0.8, 0.7, 0.65]).advice  # it explains less and less
     strong = ["augment.grey=0.5", "augment.hue=0.4"]
     assert evaluated(**about_colour, settings=strong).advice.startswith("Try augment.saturation=0.8: colour")
