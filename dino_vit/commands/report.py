@@ -31,7 +31,7 @@ def run(config: ReportConfig) -> Written | None:
     pictures = draw(record, config)
     if output.exists() and not pictures.views:
         raise ValueError(
-            f"{output} stays as it is, since the images cannot be read and a new page would have no pictures; "
+            f"{output} stays as it is: the images cannot be read, so a new page would have no pictures; "
             "say where the images are with source=..., or give another output"
         )
     html = render(record, pictures).encode()

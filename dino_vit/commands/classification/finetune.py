@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dino_vit.commands.classification import Classification, classification
-from dino_vit.config.commands import FinetuneConfig
+from dino_vit.commands.classification.knn import classify
+from dino_vit.config.commands import FinetuneConfig, KnnConfig
 from dino_vit.config.loading import replace
 from dino_vit.core import height_width, log
 from dino_vit.core.distributed import all_gather, is_main_process, rank, rank_slice, world_size
@@ -21,9 +22,10 @@ from dino_vit.core.process import locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import choose_precision, start_processes
 from dino_vit.core.text import plural
-from dino_vit.eval.accuracy import Predictions
+from dino_vit.eval.accuracy import Accuracy, Predictions
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.labelled import open_sets
+from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.labelled import labelled_features, open_sets
 from dino_vit.eval.linear import TOP_K
 from dino_vit.eval.supervised import EpochTraining, SupervisedLoader
 from dino_vit.method import optim
@@ -36,6 +38,7 @@ from dino_vit.views.geometry import View
 from dino_vit.weights import load_backbone, save_backbone
 
 MIN_LR = 1e-6  # at the end
+NEIGHBOURS = 20
 
 
 def run(config: FinetuneConfig) -> Classification:
@@ -57,7 +60,7 @@ class Finetuning(EpochTraining):
 
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
-        train, self.val = open_sets(config)
+        self.train, self.val = train, _ = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
         self.model = build_model(config, len(train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"
@@ -133,6 +136,15 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
     return model.train()
 
 
+def _before(tuning: Finetuning) -> Accuracy:
+    """Classify the evaluation images by k-NN on the network that the training started from."""
+    config = tuning.config
+    names = ("source", "weights", "network", "size", "batch_size")
+    frozen = frozen_backbone(KnnConfig(**config.model_dump(include=set(names))))
+    bank, queries = (labelled_features(frozen, images) for images in (tuning.train, tuning.val))
+    return classify(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].top(1)
+
+
 def _result(tuning: Finetuning) -> Classification:
     """Write the network and the results of the last epoch."""
     folder, facts, history = Path(tuning.config.output), tuning.facts, tuning.history
@@ -149,10 +161,15 @@ def _result(tuning: Finetuning) -> Classification:
             step=len(history) * tuning.loader.steps_per_epoch,
             config={**facts["config"], "classes": facts["classes"]},
         )
-    predictions = tuning.predict()
-    details = {**facts, "history": history, "last": {**history[-1], **predictions.figures()}}
+    predictions, before = tuning.predict(), _before(tuning)
+    after = predictions.top(1)
+    last = {**history[-1], **predictions.figures()}
+    details = {**facts, "history": history, "last": last, "knn_before": before}
+    low = ": fine-tuning ends below it, so try more epochs, or classify with `dino-vit linear`"
+    advice = low if after.percent < before.percent else ""
     text = (
         f"after {plural(len(history), 'epoch')}: {predictions.summary()}\n"
+        f"k-NN of the network before fine-tuning: {before} %{advice}\n"
         f"{weights}: the network, for load_backbone({str(folder)!r}, num_classes={len(predictions.classes)})"
     )
     path = folder / "eval" / "finetune.json"

@@ -45,7 +45,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification:
         bank = labelled_features(frozen, train, spec, "features of the bank")
         queries = labelled_features(frozen, val, spec, "features of the query images")
         among = f"{len(bank):,} of {train.name}"
-    predictions = _classify(bank, queries, config.k, frozen.device)
+    predictions = classify(bank, queries, config.k, frozen.device)
     figures = {k: of_k.figures() for k, of_k in predictions.items()}
     ranking = _rank(bank, queries, frozen.device)
     few_shot = list(_few_shot(config, bank, queries, frozen.device))
@@ -78,7 +78,7 @@ def evaluate(config: KnnConfig, frozen: FrozenBackbone) -> Classification:
     return classification("knn", config.output, title, predictions[first], details, text)
 
 
-def _classify(
+def classify(
     bank: LabelledFeatures, queries: LabelledFeatures, k: Sequence[int], device: torch.device
 ) -> dict[int, Predictions]:
     """Classify all queries for each k; each process does a share of them."""
@@ -169,7 +169,7 @@ def _few_shot(
             if not len(rest):
                 raise ValueError(f"shots={shots} takes all {len(bank)} images, which leaves none to classify")
             possible = sorted({min(k, len(rows)) for k in config.k})
-            for k, predictions in _classify(bank[rows], rest, possible, device).items():
+            for k, predictions in classify(bank[rows], rest, possible, device).items():
                 top1.setdefault(k, []).append(predictions.top(1))
         for k, of_k in top1.items():
             percents = [of_repeat.percent for of_repeat in of_k]

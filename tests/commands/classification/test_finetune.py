@@ -15,6 +15,7 @@ from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.labelled import SupervisedConfig, open_sets
 from dino_vit.views.eval_transform import eval_transform_of
+from tests.support.naive import ranked_classes
 from tests.support.processes import command_in_two
 from tests.support.runs import command, command_here, tensors
 
@@ -40,10 +41,18 @@ def test_it_learns_and_the_network_loads_with_its_classifier(tmp_path, weights):
     assert [epoch["epoch"] for epoch in found["history"]] == list(range(1, 7))
     assert "after 6 epochs: top-1" in said
 
-    model, (_, val) = (
+    model, (train, val) = (
         load_backbone(output, num_classes=10),
         open_sets(SupervisedConfig(source="synthetic:100:16")),
     )
+    start = load_backbone(weights)
+    frozen = FrozenBackbone(model=start, transform=eval_transform_of(start), batch_size=16)
+    bank, queries = (
+        torch.nn.functional.normalize(frozen.extract(one.images, range(len(one))).values.double())
+        for one in (train, val)
+    )
+    by_loop = [ranked_classes((bank @ query).tolist(), train.targets.tolist(), 20)[0] for query in queries]
+    assert found["knn_before"]["correct"] == sum(by_loop == val.targets)
     assert model.provenance.mean == (0.5, 0.5, 0.5)
     assert model.provenance.config["classes"] == list(val.classes)
     features = (
@@ -63,6 +72,8 @@ def test_a_short_run_has_a_short_warm_up(tmp_path, weights):
     assert "warmup_epochs=0.1, in proportion to epochs=1" in said
     found = json.loads((tmp_path / "run" / "eval" / "finetune.json").read_text())
     assert found["config"]["warmup_epochs"] == 0.1
+    below = found["last"]["top1"]["percent"] < found["knn_before"]["percent"]
+    assert ("fine-tuning ends below it, so try more epochs" in said) == below
 
 
 def test_a_run_resumes_after_its_last_epoch_with_the_same_numbers(tmp_path, weights):
