@@ -60,9 +60,9 @@ class Finetuning(EpochTraining):
 
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator) -> None:
         self.config = config
-        self.train, self.val = train, _ = open_sets(config)
+        self.train, self.val = open_sets(config)
         torch.manual_seed(derive_seed(config.seed, RngPurpose.NETWORK))
-        self.model = build_model(config, len(train.classes)).to(accelerator.device)
+        self.model = build_model(config, len(self.train.classes)).to(accelerator.device)
         bf16 = choose_precision(config.precision, accelerator.device) == "bf16"
         transform = eval_transform_of(self.model)
         self.evaluated = FrozenBackbone(  # as it is at the end of an epoch
@@ -76,11 +76,13 @@ class Finetuning(EpochTraining):
         groups = optim.parameter_groups(self.model, layer_decay=config.layer_decay)
         optimizer = optim.build_optimizer("adamw", groups)
         view = View(size=transform.size, scale=config.crop, augment=ViewAugment(flip=config.flip))
-        loader = SupervisedLoader(train, self.evaluated, view=view, seed=config.seed, workers=config.workers)
+        loader = SupervisedLoader(
+            self.train, self.evaluated, view=view, seed=config.seed, workers=config.workers
+        )
         facts = {
             "config": config.model_dump(mode="json", exclude={"output", "workers"}),
-            "sets": [subset.fingerprint for subset in (train, self.val)],
-            "classes": train.classes,
+            "sets": [subset.fingerprint for subset in (self.train, self.val)],
+            "classes": self.train.classes,
             "global_batch": loader.global_batch,
             "precision": str(self.evaluated.autocast),
         }
@@ -139,7 +141,7 @@ def build_model(config: FinetuneConfig, classes: int) -> Backbone:
 def _before(tuning: Finetuning) -> Accuracy:
     """Classify the evaluation images by k-NN on the network that the training started from."""
     config = tuning.config
-    names = ("source", "weights", "network", "size", "batch_size")
+    names = ("source", "weights", "network", "size", "batch_size", "precision")
     frozen = frozen_backbone(KnnConfig(**config.model_dump(include=set(names))))
     bank, queries = (labelled_features(frozen, images) for images in (tuning.train, tuning.val))
     return classify(bank, queries, [NEIGHBOURS], frozen.device)[NEIGHBOURS].top(1)

@@ -149,7 +149,7 @@ def list_pairs(
     of_pairs = [[*two, BLANK] for two in zip(panels[::2], panels[1::2], strict=True)]
     of_pairs += [[BLANK] * 3] * (-len(of_pairs) % min(PAIRS_IN_ROW, len(of_pairs)))
     starts = range(0, len(of_pairs), PAIRS_IN_ROW)
-    in_rows = [list(chain(*of_pairs[start : start + PAIRS_IN_ROW])) for start in starts]
+    in_rows = [list(chain(*of_pairs[start : start + PAIRS_IN_ROW]))[:-1] for start in starts]
     write_bytes(sheet, draw_sheet(in_rows))
     return PairList(closest, kind.total, sheet)
 
