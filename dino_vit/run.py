@@ -29,14 +29,14 @@ class Run:
 
     def __repr__(self) -> str:
         record = self._record()
-        return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps:,}, {self.state}"
+        return f"Run({str(self.folder)!r}): step {record.step:,} of {record.total_steps:,}; {self.state}"
 
     def __str__(self) -> str:
         record, config = self._record(), self.config
         images = f" ({record.starts[-1].images:,} images)" if record.starts else ""
         lines = [
             f"{self.folder}: {config.model.title} on {config.data.source}{images}",
-            f"step {record.step:,} of {record.total_steps or 0:,}: {self.state}, {state(record)[1]}",
+            f"step {record.step:,} of {record.total_steps or 0:,}: {self.state}; {state(record)[1]}",
             self.outcome,
             f"{plural(len(self.checkpoints), 'checkpoint')} in {self.folder / 'checkpoints'}",
         ]

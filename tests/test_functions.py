@@ -104,7 +104,7 @@ def test_pretrain_returns_its_run(run, tmp_path):
     assert [line["step"] for line in run.metrics()] == list(range(1, 21))
     assert run.state == run.metrics()[-1]["state"]
     assert run.config == load(PretrainConfig, run.folder / "config.yaml")
-    assert f"step 20 of 20, {run.state}" in repr(run)
+    assert f"step 20 of 20; {run.state}" in repr(run)
     assert run.outcome in str(run)
     assert 3 <= len(str(run).splitlines()) <= 6
     assert f"{run.folder}: {run.config.model.title} on synthetic" in str(run)

@@ -16,7 +16,7 @@ from dino_vit.config.loading import load, replace
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.core import log
 from dino_vit.core.storage import write_bytes
-from dino_vit.core.text import plural, printable
+from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.images.pixels import Pixels
 from dino_vit.data.labels import splits_of
@@ -110,6 +110,8 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
     text = f"{plural(len(labels), 'label')}: {_counts(labels)}" if labels else "no labels (none are needed)"
     text += f"; {unlabelled:,} without" if labels and unlabelled else ""
     yield f"{facts['source']}: {plural(facts['images'], 'image')}, {text}"
+    if single := [name for name, count in labels.items() if count == 1]:
+        yield f"labels with a single image, perhaps mistyped: {brief(', '.join(single), 200)}"
     if facts["splits"]:
         yield f"splits: {_counts(facts['splits'])}; the labels are the folders in them"
     if facts["looked_at"] < facts["images"]:
@@ -124,8 +126,10 @@ def as_text(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"  file        {typical:,.1f} KiB (median), about {total:,.1f} MiB in total"
     yield f"  values      from {facts['values'][0]:g} to {facts['values'][1]:g}"
     if facts["mean"]:
-        mean, std = ("; ".join(f"{value:.3f}" for value in facts[name]) for name in ("mean", "std"))
-        yield f"  mean, std   {mean} and {std}, per channel, of values from 0 to 1"
+        settings = (
+            f"data.{name}='[{','.join(f'{value:.3g}' for value in facts[name])}]'" for name in ("mean", "std")
+        )
+        yield f"  mean, std   {' '.join(settings)}"
     else:
         yield "  mean, std   unknown: the values are not from 0 to 1; set data.range"
     if facts["advice"]:

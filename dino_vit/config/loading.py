@@ -140,6 +140,8 @@ def _explained(
     """Yield a sentence for each wrong setting: what was given, and what is allowed."""
     allowed: dict[str, list[str]] = {}  # a union has a message for each type, a list for each item
     for detail in error.errors(include_url=False):
+        if detail["type"] == "too_short" and allowed:  # of a list whose items are wrong, said already
+            continue
         section, *names = map(str, detail["loc"])
         key = f"{section}.{names[0]}" if names else section
         allowed.setdefault(key if key in settings_of(cls) else section, []).append(_allowed(detail))
@@ -161,6 +163,7 @@ def _allowed(detail: ErrorDetails) -> str:
     items = [part for part in detail["loc"] if isinstance(part, int)]
     message = "must be given" if detail["type"] == "missing" else detail["msg"]
     message = re.sub(r"^\w+ should ", "must ", message).replace("valid tuple", "list")
+    message = message.partition(" after validation")[0]
     return f"item {items[-1] + 1} {message}" if items else message
 
 

@@ -106,7 +106,18 @@ def cached_features(
         text = "%d of %d images cannot be read and are left out, the first is %s"
         log.warning(text, len(unreadable), len(chosen), source.name(unreadable[0]))
     check_finite(tensors["values"], frozen.model)
+    if is_main_process():
+        _say_if_small(frozen, source, tensors["indices"].tolist())
     return tensors["values"].numpy(), tensors["indices"].numpy()
+
+
+def _say_if_small(frozen: FrozenBackbone, source: Source, indices: Sequence[int]) -> None:
+    """Warn if images are far smaller than what they are resized to."""
+    sample = inspect_images(source, [indices[place] for place in spread(len(indices), 5)])
+    side = min(frozen.transform.size)
+    if sample.images and FAR * sample.image_size < side:
+        text = "images of about %d pixels are enlarged to %d: they lack details of that size"
+        log.warning(text, sample.image_size, side)
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:
@@ -162,11 +173,5 @@ def _compute(
         first = f", the first is {unreadable[0]}" if unreadable else ""  # another rank may have read all
         raise ValueError(f"none of {len(indices):,} images can be read{first}")
     if is_main_process():
-        sample = inspect_images(source, [kept[place] for place in spread(len(kept), 5)])
-        if FAR * sample.image_size < min(frozen.transform.size):
-            sides = sample.image_size, min(frozen.transform.size)
-            log.warning(
-                "images of about %d pixels are enlarged to %d: they lack details of that size", *sides
-            )
         write_tensors(path, {"values": values[: len(kept)], "indices": torch.tensor(kept)}, description)
     wait_for_all()

@@ -41,23 +41,28 @@ def colours(images: Tensor) -> Tensor:
     return torch.cat([mean, std], dim=1)
 
 
-def ridge_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:
-    """Predict targets (n, t) by a ridge regression on values (n, d), each half from the other."""
+def ridge_predictions(values: Tensor, targets: Tensor, train: Tensor) -> Tensor:
+    """Predict the targets (n, t) of the images outside `train` by a ridge regression on values (n, d)."""
+    std, mean = torch.std_mean(values[train], dim=0, correction=0)
+    x = (values - mean) / std.clamp(min=1e-6)
+    offset = targets[train].mean(dim=0)
+    gram = x[train].T @ x[train] + _RIDGE * train.sum() * torch.eye(x.shape[1])
+    weights = torch.linalg.solve(gram, x[train].T @ (targets[train] - offset))
+    return x[~train] @ weights + offset
+
+
+def cross_predictions(values: Tensor, targets: Tensor, first_half: Tensor) -> Tensor:
+    """Predict the targets of each half by a ridge regression on the other half."""
     predictions = torch.empty_like(targets)
     for train in (first_half, ~first_half):
-        std, mean = torch.std_mean(values[train], dim=0, correction=0)
-        x = (values - mean) / std.clamp(min=1e-6)
-        offset = targets[train].mean(dim=0)
-        gram = x[train].T @ x[train] + _RIDGE * train.sum() * torch.eye(x.shape[1])
-        weights = torch.linalg.solve(gram, x[train].T @ (targets[train] - offset))
-        predictions[~train] = x[~train] @ weights + offset
+        predictions[~train] = ridge_predictions(values, targets, train)
     return predictions
 
 
 def explained(features: Tensor, values: Tensor, first_half: Tensor) -> float:
     """Return the share of the variance of unit features that a regression on values explains."""
     targets = F.normalize(features)
-    errors = targets - ridge_predictions(values, targets, first_half)
+    errors = targets - cross_predictions(values, targets, first_half)
     variance = (targets - targets.mean(dim=0)).square().sum()
     return 1 - float(errors.square().sum() / variance.clamp(min=1e-12))
 
@@ -84,8 +89,9 @@ def random_indices(source: Source, seed: int) -> list[int]:
 class OnlineFigures(NamedTuple):
     """What an evaluation measured; accuracies are top-1 in per cent, missing without labels.
 
-    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on each half of
-    the images and tested on the other.
+    `probe` is a ridge regression from the CLS token and the mean patch to the labels, trained on the images
+    that vote in k-NN and tested on its queries; without splits on one half of all and tested on the other,
+    in turn.
     """
 
     rankme: float  # of the CLS token
@@ -107,14 +113,13 @@ class _Classified(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    """What needs no network, in per cent, and the number of images that it is of."""
+    """What needs no network, in per cent, and the number of images that all accuracies are of."""
 
     raw_pixels: float
     colours: float  # a probe of the mean and std of each channel
     largest_class: float
     chance: float
     queries: int
-    images: int  # that probes are of
     leave_one_out: bool  # whether images are classified by each other, not those of one split by another's
 
 
@@ -183,7 +188,7 @@ class OnlineEvaluation:
         probe = self._probe(columns(FeatureSpec(tokens=tokens)), features.indices)
         return figures._replace(
             knn=right[CLS].percent,
-            best_features=best.title,
+            best_features=best.settings,
             best_knn=right[best].percent,
             probe=probe.percent,
             knn_answers=right[CLS].answers,
@@ -201,8 +206,7 @@ class OnlineEvaluation:
         trivial = trivial_baselines(targets, self.source.classes)
         largest, chance = trivial["largest_class"]["percent"], trivial["chance"]
         pixels, of_colours = self._raw_pixels()
-        counts = len(queries), len(self.indices)
-        return Guesses(pixels, of_colours, largest, chance, *counts, leave_one_out=self.bank is None)
+        return Guesses(pixels, of_colours, largest, chance, len(queries), leave_one_out=self.bank is None)
 
     def _raw_pixels(self) -> tuple[float, float]:
         """Return the accuracy of neighbours by raw pixels, and that of a probe of colours."""
@@ -240,10 +244,15 @@ class OnlineEvaluation:
     def _probe(self, features: Tensor, indices: Tensor) -> _Classified:
         """Classify images by a ridge regression to their labels."""
         classes, targets = torch.unique(self._labels(indices), return_inverse=True)
-        scores = ridge_predictions(
-            features.cpu(), F.one_hot(targets, len(classes)).float(), self._first_half(indices)
-        )
-        return self._count(scores.argmax(dim=1) == targets, indices)
+        features, wanted = features.cpu(), F.one_hot(targets, len(classes)).float()
+        if self.bank is None:
+            scores = cross_predictions(features, wanted, self._first_half(indices))
+            return self._count(scores.argmax(dim=1) == targets, indices)
+        train = torch.isin(indices, self.bank)
+        if not train.any() or train.all():  # most images became unreadable
+            return _Classified(math.nan, None)
+        scores = ridge_predictions(features, wanted, train)
+        return self._count(scores.argmax(dim=1) == targets[~train], indices[~train])
 
     def _count(self, right: Tensor, indices: Tensor) -> _Classified:
         """Count right answers; the bit of an image is its place in the evaluation."""

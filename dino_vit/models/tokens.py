@@ -42,6 +42,11 @@ class FeatureSpec:
         cls = "CLS" if self.blocks == 1 else f"CLS of {self.blocks} blocks"
         return cls + " + mean patch" * self.with_mean
 
+    @property
+    def settings(self) -> str:
+        """Return these tokens as `knn` and `embed` take them, the default as "CLS"."""
+        return "CLS" if self == CLS else f"tokens={self.tokens} blocks={self.blocks}"
+
     def columns_in(self, other: "FeatureSpec", width: int) -> slice:
         """Return the columns of these tokens among the features of a spec that has more of them."""
         end = other.blocks + self.with_mean

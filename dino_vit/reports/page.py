@@ -35,7 +35,7 @@ SINGLE = [  # field of a record, title, caption
     (
         "probe",
         "Ridge probe",
-        "In per cent, trained on half of the images of an evaluation, tested on the other.",
+        "In per cent, trained on the images that vote in k-NN; without splits, on each half of all in turn.",
     ),
     (
         "colour",
@@ -115,7 +115,7 @@ def charts(record: RunRecord) -> list[dict[str, Any]]:
         ("Loss of masked patches", loss, {"loss": "patch_loss"}, uniform_patches, ""),
         ("Teacher entropies of masked patches", ENTROPIES, of_patches, uniform, ""),
         ("Entropy gap of masked patches", GAP, {"gap": "patch_entropy_gap"}, {}, ""),
-        ("k-NN accuracy", KNN, {"k-NN": "knn", "best features": "best_knn"}, knn, "%"),
+        ("k-NN accuracy", KNN, {"k-NN": "knn", "best tokens": "best_knn"}, knn, "%"),
         ("Effective rank", RANK, {"effective rank": "rankme"}, rank, ""),
         *((title, caption, {title: field}, {}, "") for field, title, caption in SINGLE),
     ]

@@ -22,6 +22,7 @@ from dino_vit.core.process import Interruption, locked
 from dino_vit.core.randomness import RngPurpose, derive_seed
 from dino_vit.core.runtime import start_processes, wait_for_device
 from dino_vit.core.storage import StorageError
+from dino_vit.core.text import progress
 from dino_vit.data.statistics import INSPECTED, inspect_images, sample
 from dino_vit.method.objective import output_statistics
 from dino_vit.method.optim import (
@@ -250,12 +251,16 @@ def measured_seconds(config: PretrainConfig) -> tuple[float, float]:
         changes: dict[str, object] = {"output": folder, "run.trackers": (), "budget.steps": 1000}
         changes |= {key: 0 for key in PHASES if get(config, key)}  # which no length of a run fits for sure
         state = set_up(replace(config, changes), start_processes()).state
-        with contextlib.closing(state.loader.batches()) as batches:
+        with (
+            contextlib.closing(state.loader.batches()) as batches,
+            progress("measuring, steps", WARM_UP + TIMED) as advance,
+        ):
             for step in range(WARM_UP + TIMED):
                 if step == WARM_UP:
                     wait_for_device(state.device)
                     start = time.perf_counter()
                 take_step(state, batches)
+                advance(1)
         wait_for_device(state.device)
         step_seconds = (time.perf_counter() - start) / TIMED
         seconds = torch.tensor([step_seconds, evaluation_seconds(state)], device=state.device)

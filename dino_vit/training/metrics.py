@@ -124,8 +124,7 @@ class Baseline:
     colours: Number | None = None  # a probe that sees nothing else
     largest_class: Number | None = None  # always guessed
     chance: Number | None = None
-    queries: Count | None = None  # images that k-NN accuracies are of
-    images: Count | None = None  # that those of probes are of
+    queries: Count | None = None  # images that accuracies are of
     leave_one_out: bool | None = None  # whether images are classified by each other, for lack of splits
 
     def figures(self) -> dict[str, float]:

@@ -62,15 +62,15 @@ def readings_of(
 ) -> list[Reading]:
     """Return the accuracies of a record that were measured before, too; the most certain difference first."""
     readings = []
-    for title, field, images in (
-        ("k-NN", "knn", baseline.queries),
-        (f"k-NN of {metrics.best_features}", "best_knn", baseline.queries),
-        ("ridge probe", "probe", baseline.images),
+    for title, field in (
+        ("k-NN", "knn"),
+        (f"k-NN by {metrics.best_features}", "best_knn"),
+        ("ridge probe", "probe"),
     ):
         now, then = getattr(metrics, field), getattr(before, field)
         if now is not None and then is not None and math.isfinite(now - then):
             answers = getattr(metrics, f"{field}_answers"), getattr(before, f"{field}_answers")
-            readings.append(Reading(title, now, then, images or QUERIES, answers))
+            readings.append(Reading(title, now, then, baseline.queries or QUERIES, answers))
     return sorted(readings, key=lambda reading: (reading.p, -abs(reading.rise)))
 
 
@@ -100,7 +100,7 @@ def evaluation_text(history: Sequence[MetricsRecord], baseline: Baseline) -> str
         if last.best_features not in (None, "CLS") and last.best_knn is not None:
             figures.append(f"{last.best_knn:.1f} % by {last.best_features}")
     if last.probe is not None:
-        probe = f"ridge probe {last.probe:.1f} ± {_margin(last.probe, baseline.images):.1f} %"
+        probe = f"ridge probe {last.probe:.1f} ± {_margin(last.probe, baseline.queries):.1f} %"
         figures.append(probe + _before(levels, "probe"))
     figures.append(f"effective rank {last.rankme:.1f}{_before(levels, 'rankme')}")
     if last.knn is None and last.entropy_gap is not None:
@@ -126,7 +126,8 @@ def _confidence(readings: Sequence[Reading]) -> str:
     p = chance(clearest, readings)
     text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
     if p >= UNLIKELY:
-        return f"the differences from before training may be chance ({text})"
+        counts = f"of {clearest.images:,} images, and counts below {UNLIKELY:g}"
+        return f"the differences from before training may be chance ({text} {counts})"
     verb = "rose" if clearest.rise > 0 else "fell"
     return f"the {clearest.title} {verb} by {abs(clearest.rise):.1f} points ({text})"
 

@@ -98,7 +98,8 @@ class Reporter:
         """Log the evaluation before the first step."""
         self.baseline = baseline
         figures = baseline.figures()
-        texts = [f"{title} {figures[name]:.1f}" for name, title in TITLES.items() if name in figures]
+        titles = TITLES | {"best_knn": f"by {baseline.best_features}"}
+        texts = [f"{title} {figures[name]:.1f}" for name, title in titles.items() if name in figures]
         self.progress.notice(f"before the first step: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)
         if self.main:

@@ -84,7 +84,8 @@ class Verdict(NamedTuple):
     @property
     def outcome(self) -> str:
         """The figures and the advice, in sentences."""
-        return " ".join(filter(None, [f"{self.figures}.", self.advice]))
+        how = "That is a new run, with another output." if self.advice else ""
+        return " ".join(filter(None, [f"{self.figures}.", self.advice, how]))
 
     def __str__(self) -> str:
         """The state, the figures and the advice."""
@@ -236,8 +237,8 @@ def _or_lowest(value: float | None) -> float:
 def _too_short(run: _Run, _: Diagnosis) -> str:
     last = run.last
     enough = min(float(FEW_STEPS), last.step / last.epoch if last.epoch else math.inf) / last.step
-    longer = f"The run was shorter than {FEW_STEPS} steps and an epoch: try {run.length(enough)}."
-    return longer if run.finished else ""
+    least = f"{FEW_STEPS} steps or one epoch are the least to judge by"
+    return f"Try {run.length(enough)}: {least}." if run.finished else ""
 
 
 def _past_best(run: _Run, _: Diagnosis) -> str:

@@ -1,10 +1,13 @@
 import json
+import shlex
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from dino_vit.cli import main
+from dino_vit.config.loading import load
+from dino_vit.config.pretrain import PretrainConfig
 
 
 @pytest.fixture
@@ -47,10 +50,19 @@ def test_facts_as_json(mixed, capsys):
 
 def test_facts_in_words_and_a_sheet(mixed, tmp_path, capsys, recwarn):
     (mixed / "cat" / "0.png").rename(mixed / "cat" / "日本.png")  # which the font lacks
+    (mixed / "catt").mkdir()
+    (mixed / "cat" / "1.png").rename(mixed / "catt" / "1.png")
     assert main(["inspect-data", str(mixed), f"sheet={tmp_path / 'views.png'}"]) == 0
     said = capsys.readouterr().out
     assert [str(warning.message) for warning in recwarn] == []
-    assert "10 images, 2 labels: cat: 5, dog: 4; 1 without" in said
+    assert "10 images, 3 labels: cat: 4, catt: 1, dog: 4; 1 without" in said
+    assert "a single image, perhaps mistyped: catt\n" in said
+    settings = said.partition("  mean, std   ")[2].partition("\n")[0]
+    config = load(PretrainConfig, None, shlex.split(settings))
+    main(["inspect-data", str(mixed), "as_json=true"])
+    facts = json.loads(capsys.readouterr().out)
+    assert config.data.mean == pytest.approx(facts["mean"], abs=1e-3)
+    assert config.data.std == pytest.approx(facts["std"], abs=1e-3)
     assert "dog/empty.jpg: the file is empty" in said
     with Image.open(tmp_path / "views.png") as sheet:
         assert sheet.width > 1000

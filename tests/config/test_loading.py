@@ -8,6 +8,7 @@ import torch
 import yaml as pyyaml
 
 from dino_vit.commands import COMMANDS
+from dino_vit.config.commands import KnnConfig
 from dino_vit.config.loading import load, nearest, read_yaml, replace, to_yaml, write_yaml
 from dino_vit.config.pretrain import PretrainConfig
 from dino_vit.config.settings import ConfigError, given_keys, settings_of, values
@@ -241,3 +242,13 @@ def test_arrays_are_lists(given: object) -> None:
 def test_a_value_that_contains_itself_is_refused():
     with pytest.raises(ValueError, match="a value contains itself"):
         load(PretrainConfig, None, ["data.mean=&a [*a]"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("k=many", "k = many: item 1 must be a valid integer"), ("k=[]", "k = []: must have at least 1 item")],
+)
+def test_a_list_that_must_not_be_empty_gets_one_message(given: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(KnnConfig, None, ["source=photos", "weights=runs/first", given])
+    assert error.value.problems == (said,)

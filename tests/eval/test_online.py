@@ -15,7 +15,7 @@ from dino_vit.data.sources.open import FolderSource
 from dino_vit.data.sources.synthetic import SyntheticSource
 from dino_vit.eval.features import FrozenBackbone, pixel_features
 from dino_vit.eval.knn import weighted_knn
-from dino_vit.eval.online import OnlineEvaluation, colours, explained, rankme, ridge_predictions
+from dino_vit.eval.online import OnlineEvaluation, colours, cross_predictions, explained, rankme
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
 from tests.support.backbones import backbone
@@ -60,7 +60,7 @@ def test_figures_are_those_of_each_image_among_the_others():
 def test_a_probe_predicts_each_half_from_the_other():
     values, labels = torch.randn(101, 7), torch.arange(101) % 3
     targets, first = F.one_hot(labels).float(), torch.rand(101) < 0.5
-    found = ridge_predictions(values, targets, first)
+    found = cross_predictions(values, targets, first)
     for row in range(0, 101, 10):
         train = [other for other in range(101) if first[other] != first[row]]
         centre, scale = values[train].mean(dim=0), values[train].std(dim=0, correction=0)
@@ -97,7 +97,7 @@ def test_the_best_of_the_simple_features_is_named(depth):
             .values
         )
         ranked = weighted_knn(values, labels, values, k=[20], self_offset=0)[20]
-        found[spec.title] = 100 * float((ranked[:, 0] == labels).float().mean())
+        found[spec.settings] = 100 * float((ranked[:, 0] == labels).float().mean())
     figures = evaluation(model)
     assert figures.knn == pytest.approx(found["CLS"])
     assert figures.best_knn == pytest.approx(max(found.values()))
@@ -125,6 +125,23 @@ def test_splits_are_not_classes(tmp_path):
     voting = torch.tensor([index in bank for index in evaluation.indices])
     ranked = weighted_knn(pixels[voting], labels[voting], pixels[~voting], k=[20])[20]
     assert guesses.raw_pixels == pytest.approx(100 * float((ranked[:, 0] == labels[~voting]).float().mean()))
+
+
+def test_with_splits_a_probe_learns_from_the_images_that_vote(tmp_path):
+    """In val the two labels are swapped, so that what holds in train is always wrong there."""
+    rng = np.random.default_rng(0)
+    for number in range(120):
+        split, shade = ("train", "val", "train")[number % 3], number % 2
+        of_class = ("dark", "light")[shade ^ (split == "val")]
+        path = tmp_path / split / of_class / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(100 * shade, 100 * shade + 20, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    evaluation = OnlineEvaluation(source=FolderSource(tmp_path), **SETTINGS, seed=0)
+    assert evaluation.guesses().colours == 0
+    figures = evaluation(backbone())
+    assert figures.probe == 0
+    assert int(figures.probe_answers, 16) == 0
 
 
 def test_the_images_are_a_function_of_the_seed():

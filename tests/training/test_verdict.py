@@ -95,9 +95,9 @@ def test_nearly_every_state_has_a_real_run():
 def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     assert str(judge(*recorded("flowers-good"))) == (
         "learning: k-NN 53.0 ± 1.6 % (before training 41.3, raw pixels 42.9, largest class 24.3, chance "
-        "20.0), 55.7 % by CLS + mean patch, effective rank 52.4 (before training 14.4); the k-NN of CLS + "
-        "mean patch rose by 14.4 points (p < 0.001). "
-        "Try budget.epochs=200: the loss still falls (4.78, and 4.63 in the last third)."
+        "20.0), 55.7 % by CLS + mean patch, effective rank 52.4 (before training 14.4); the k-NN by CLS + "
+        "mean patch rose by 14.4 points (p < 0.001). Try budget.epochs=200: the loss still falls (4.78, and "
+        "4.63 in the last third). That is a new run, with another output."
     )
     said = judge(*recorded("flowers-small"))
     assert said.figures.startswith("k-NN 39.6 ± 1.6 % (before training 44.4,")
@@ -105,7 +105,7 @@ def test_the_last_line_has_the_figures_how_sure_they_are_and_one_thing_to_try():
     among = judge(*run, replace(baseline, leave_one_out=True)).figures
     assert among.startswith("k-NN 39.6 ± 1.6 % among the training images (before training 44.4,")
     assert said.advice == "Try loss.centering=sinkhorn: the effective rank fell from 93.3 to 8.4."
-    assert said.outcome == f"{said.figures}. {said.advice}"
+    assert said.outcome == f"{said.figures}. {said.advice} That is a new run, with another output."
     said = str(judge(*recorded("unlabelled-good", labels=False)))
     assert said.startswith("learning: effective rank 38.0 (before training 14.1), entropy gap 2.54.")
     assert "k-NN" not in said
@@ -118,7 +118,8 @@ def test_a_run_that_saw_few_images_hears_how_long_to_train():
     said = judge(history, config, baseline)
     assert said.diagnosis.state == EARLY
     minutes = float(f"{2 * history[-1].step / history[-1].epoch / history[-1].step:.2g}")
-    assert said.advice == f"The run was shorter than 300 steps and an epoch: try budget.minutes={minutes:g}."
+    least = "300 steps or one epoch are the least to judge by"
+    assert said.advice == f"Try budget.minutes={minutes:g}: {least}."
     assert judge(history[:-1], config, baseline).advice == ""  # it is under way
 
 
@@ -132,7 +133,7 @@ def evaluated(*, settings=(), colours=25.0, before=None, **figures):
         for row, step in enumerate((400, 700, 1000))
     ]
     of_start = {name: values[0] for name, values in default.items()} | {"colour": 0.8, "brightness": 0.4}
-    levels = {"largest_class": 24.0, "colours": colours, "queries": 341, "images": 3781}
+    levels = {"largest_class": 24.0, "colours": colours, "queries": 341}
     config = load(PretrainConfig, None, ["recipe=auto", *settings])
     return judge(history, config, Baseline(**{**of_start, **levels, **(before or {})}))
 
@@ -144,17 +145,21 @@ def test_a_short_run_of_steps_that_are_not_finite_is_not_told_to_go_on():
 
 
 def test_all_accuracies_decide():
-    """The figures of photos of clothes: too few queries for k-NN to tell, enough images for the probe."""
-    before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "raw_pixels": 50.7}
-    knn, probe = [34.0, 37.0, 35.5], [30.0, 35.0, 37.0]
-    said = evaluated(knn=knn, best_knn=knn, probe=probe, before=before)
+    """The figures of photos of clothes: of so few images k-NN cannot tell, and the probe can."""
+    answers = {"probe_answers": f"{(1 << 95) - 1:x}"}
+    before = {"knn": 32.0, "best_knn": 32.0, "probe": 27.9, "raw_pixels": 50.7, **answers}
+    knn, probe, now = [34.0, 37.0, 35.5], [30.0, 35.0, 37.0], [None, None, f"{(1 << 126) - 1:x}"]
+    said = evaluated(knn=knn, best_knn=knn, probe=probe, probe_answers=now, before=before)
     assert said.diagnosis.state == BELOW
-    assert "ridge probe 37.0 ± 1.5 % (before training 27.9)" in said.figures
+    assert "ridge probe 37.0 ± 5.1 % (before training 27.9)" in said.figures
     assert said.figures.endswith("the ridge probe rose by 9.1 points (p < 0.001)")
     same = evaluated(knn=knn, before={"knn": 32.0})
     assert same.diagnosis.state == NO_BETTER
-    assert "the differences from before training may be chance (p = 1)" in same.figures
-    mixed = evaluated(probe=[44.0, 46.0, 47.0], knn=[33.0, 28.0, 26.0])
+    assert (
+        "the differences from before training may be chance (p = 1 of 341 images, and counts below 0.01)"
+        in same.figures
+    )
+    mixed = evaluated(probe=[44.0, 50.0, 54.0], knn=[33.0, 28.0, 26.0])
     assert mixed.diagnosis.state == MIXED
 
 

@@ -80,10 +80,10 @@ def run(config: DuplicatesConfig) -> DuplicatesResult:
     )
     groups = [[embeddings.names[row] for row in rows] for rows in linked]
     lines = [
+        *advice_on_threshold(pairs, len(embeddings.names)),
         *describe(conflicts, "different labels, perhaps of one image"),
         *describe(leaks, "different splits, perhaps with one image in both"),
         *describe(pairs, f"a cosine of {config.threshold:g} or more"),
-        *advice_on_threshold(pairs, len(embeddings.names)),
         f"{len(pairs.closest):,} of {plural(pairs.total, 'pair')}, {plural(len(groups), 'group')}",
     ]
     if output:
