@@ -126,8 +126,8 @@ def _confidence(readings: Sequence[Reading]) -> str:
     p = chance(clearest, readings)
     text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
     if p >= UNLIKELY:
-        counts = f"of {clearest.images:,} images, and counts below {UNLIKELY:g}"
-        return f"the differences from before training may be chance ({text} {counts})"
+        least = f"on {clearest.images:,} images; p < {UNLIKELY:g} would count"
+        return f"the differences from before training may be chance ({text} {least})"
     verb = "rose" if clearest.rise > 0 else "fell"
     return f"the {clearest.title} {verb} by {abs(clearest.rise):.1f} points ({text})"
 

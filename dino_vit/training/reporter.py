@@ -99,6 +99,8 @@ class Reporter:
         self.baseline = baseline
         figures = baseline.figures()
         titles = TITLES | {"best_knn": f"by {baseline.best_features}"}
+        if baseline.best_features == "CLS":  # which `knn` is of
+            del titles["best_knn"]
         texts = [f"{title} {figures[name]:.1f}" for name, title in titles.items() if name in figures]
         self.progress.notice(f"before the first step: {', '.join(texts)}")
         self.state.accelerator.log({f"eval/{name}": value for name, value in figures.items()}, step=0)

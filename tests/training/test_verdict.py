@@ -156,7 +156,7 @@ def test_all_accuracies_decide():
     same = evaluated(knn=knn, before={"knn": 32.0})
     assert same.diagnosis.state == NO_BETTER
     assert (
-        "the differences from before training may be chance (p = 1 of 341 images, and counts below 0.01)"
+        "the differences from before training may be chance (p = 1 on 341 images; p < 0.01 would count)"
         in same.figures
     )
     mixed = evaluated(probe=[44.0, 50.0, 54.0], knn=[33.0, 28.0, 26.0])
