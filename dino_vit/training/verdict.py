@@ -211,8 +211,8 @@ def _judge_accuracies(run: _Run) -> Diagnosis | None:
     since_best = [reading for reading in readings_of(last, run.best, before) if reading.title == "k-NN"]
     if any(reading.rise < 0 and reading.p < UNLIKELY for reading in since_best):
         return PAST_BEST
-    below = max(reading.percent for reading in readings) < _or_lowest(before.raw_pixels)
-    return BELOW_PIXELS if below else LEARNING
+    by_neighbours = max(_or_lowest(last.knn), _or_lowest(last.best_knn))  # as that of raw pixels is
+    return BELOW_PIXELS if by_neighbours < _or_lowest(before.raw_pixels) else LEARNING
 
 
 def _judge_ranks(run: _Run) -> Diagnosis:

@@ -159,6 +159,9 @@ def test_all_accuracies_decide():
         "the differences from before training may be chance (p = 1 on 341 images; p < 0.01 would count)"
         in same.figures
     )
+    # A probe is better than neighbours on any features, so it is not what is compared with raw pixels.
+    probe = {"probe": [44.0, 50.0, 60.0], "knn": [40.0] * 3, "before": {"raw_pixels": 45.0}}
+    assert evaluated(**probe).diagnosis.state == BELOW
     mixed = evaluated(probe=[44.0, 50.0, 54.0], knn=[33.0, 28.0, 26.0])
     assert mixed.diagnosis.state == MIXED
 
