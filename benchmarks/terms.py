@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import date
 from itertools import product, repeat
 from pathlib import Path
@@ -23,18 +24,13 @@ import torch
 
 from benchmarks.measure import Result, Row, Table, arguments, machine, report
 from benchmarks.small import SETS as SIZES
-from benchmarks.small import Job, judge, measured_steps, of_set, train
-from dino_vit.commands.dense import (
-    PixelClassifier,
-    count_pixels,
-    mean_iou,
-    patch_bank,
-    pixel_accuracy,
-    read_patches,
-)
+from benchmarks.small import Job, measured_steps, of_set, train
+from benchmarks.small import judge as judge_run
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.synthetic import SceneSource
 from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.segmentation import choose_steps, judge, patch_bank, pixel_accuracy, train_head
+from dino_vit.models.tokens import FeatureSpec
 from dino_vit.reports.record import read_run
 from dino_vit.training.setup import build_untrained
 from dino_vit.views.build import normalisation
@@ -110,7 +106,7 @@ def settings_of(name: str, variant: str) -> list[str]:
 
 def figures(job: Job, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Return the figures of a run, and those of its network before the first step."""
-    found = judge(job.output, job.name, folders)
+    found = judge_run(job.output, job.name, folders)
     if job.name == "scenes":
         config, first = read_run(job.output).config, job.output / "untrained.safetensors"
         mean, std = normalisation(config)
@@ -125,17 +121,14 @@ def of_patches(weights: Path) -> dict[str, float]:
     side = SIZES["scenes"]
     scenes = SceneSource(length=2 * DENSE, size=side, seed=1)
     frozen = frozen_backbone(BackboneConfig(source="synthetic:scenes", weights=str(weights)))
-    bank = patch_bank(frozen, scenes, range(DENSE), patches=50_000)
-    classifier = PixelClassifier(bank, k=20)
-    counted: dict[str, list[torch.Tensor]] = {"knn": [], "linear": []}
-    for batch in read_patches(frozen, scenes, range(DENSE, 2 * DENSE), "scenes"):
-        for name, kinds in classifier.predict(batch.features, (side, side)).items():
-            counted[name].append(count_pixels(kinds, batch.masks, len(scenes.classes)))
-    totals = {name: torch.cat(of_judge).sum(0).double() for name, of_judge in counted.items()}  # (3, C)
+    spec = FeatureSpec(tokens="patches")
+    bank = patch_bank(frozen, scenes, range(DENSE), spec, patches=50_000)
+    head = train_head(frozen, scenes, bank, spec, choose_steps(DENSE))
+    by_knn, by_head = judge(frozen, scenes, range(DENSE, 2 * DENSE), bank, head, spec, k=20)
     return {
-        "patch k-NN": 100 * float(pixel_accuracy(*totals["knn"])),
-        "mIoU by k-NN": 100 * float(mean_iou(*totals["knn"])),
-        "mIoU by a linear layer": 100 * float(mean_iou(*totals["linear"])),
+        "patch k-NN": 100 * replace(by_knn, figure=pixel_accuracy).value,
+        "mIoU by k-NN": 100 * by_knn.value,
+        "mIoU by a linear layer": 100 * by_head.value,
     }
 
 

@@ -643,8 +643,10 @@ def dense(
     class_names: str | os.PathLike[str] | None = None,
     ignore_value: int = 255,
     train: str | os.PathLike[str] | object = None,
+    blocks: int = 1,
     k: int = 20,
     patches: int = 50000,
+    steps: int | None = None,
     output: str | os.PathLike[str] | None = None,
     config: str | os.PathLike[str] | DenseConfig | None = None,
     verbose: bool = True,
@@ -657,11 +659,11 @@ def dense(
 
     The settings and their defaults:
 
-      source=...                          the images: a folder, a list, archives, Parquet, ... or `synthetic`
+      source=...                          images with masks, or the folder of Pascal VOC, ADE20k or Cityscapes as it is unpacked
       weights=...                         run folder or weights file
       network=teacher                     network of a checkpoint [teacher|student]
-      size=null                           side in pixels, or [height, width]; null: that of the weights
-      fit=null                            crop: resize and centre-crop; whole: only resize; null: by the weights [crop|whole]
+      size=null                           side of crops and windows, or [height, width]; null: of the weights
+      fit=null                            crop: windows over an image; whole: resize to one; null: by the weights [crop|whole]
       batch_size=128                      images per process and forward pass
       num_workers=null                    threads that read images; null: by the cores
       precision=auto                      auto: bf16 where it is native [auto|no|bf16|fp16]
@@ -669,9 +671,11 @@ def dense(
       train_masks=null                    the same of train
       class_names=null                    text file with the name of each class, a line each
       ignore_value=255                    value of pixels that belong to no class
-      train=null                          images with masks to learn from; null: every other one of source
+      train=null                          images to learn from; null: split train, or every other one of source
+      blocks=1                            last blocks whose patches are joined; published: 1 or 4
       k=20                                neighbours of a patch
-      patches=50000                       patches to learn from, at most; as many of each image
+      patches=50000                       patches that neighbours are among, about; as many of each image
+      steps=null                          of the linear head; null: 32 epochs, but from 500 to 40,000
       output=null                         JSON file; null: in eval/ of the run, in Python none
     """
 

@@ -160,15 +160,25 @@ class FinetuneConfig(SupervisedConfig):
 class DenseConfig(BackboneConfig):
     """Classify the pixels of images by their patches, on features of a frozen backbone."""
 
-    examples: ClassVar = ("dense synthetic:scenes:1000 runs/pretrain",)
+    examples: ClassVar = (
+        "dense synthetic:scenes:1000 runs/pretrain",
+        "dense VOCdevkit/VOC2012 runs/pretrain size=512 blocks=4",
+    )
     writes: ClassVar = "eval/dense"
+    source: str = Field(
+        description="images with masks, or the folder of Pascal VOC, ADE20k or Cityscapes as it is unpacked"
+    )
+    size: Side | None = setting(None, "side of crops and windows, or [height, width]; null: of the weights")
+    fit: Fit | None = setting(None, "crop: windows over an image; whole: resize to one; null: by the weights")
     masks: str | None = setting(None, "folder of PNG masks named as the images; null: masks/ beside them")
     train_masks: str | None = setting(None, "the same of train")
     class_names: str | None = setting(None, "text file with the name of each class, a line each")
     ignore_value: Byte = setting(IGNORED, "value of pixels that belong to no class")
-    train: str | None = setting(None, "images with masks to learn from; null: every other one of source")
+    train: str | None = setting(None, "images to learn from; null: split train, or every other one of source")
+    blocks: Few = setting(1, "last blocks whose patches are joined; published: 1 or 4")
     k: Few = setting(20, "neighbours of a patch")
-    patches: Count = setting(50_000, "patches to learn from, at most; as many of each image")
+    patches: Count = setting(50_000, "patches that neighbours are among, about; as many of each image")
+    steps: Count | None = setting(None, "of the linear head; null: 32 epochs, but from 500 to 40,000")
     output: str | None = RESULTS
 
     def contradictions(self) -> Iterator[str]:

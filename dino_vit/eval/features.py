@@ -3,14 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from dino_vit.data.sources.open import Source
 from dino_vit.models.backbone import Backbone
 from dino_vit.models.tokens import CLS, FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,20 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def in_batches(indices: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
     """Split indices into batches; the last may be smaller."""
     return (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+
+
+def read_ahead(
+    read: Callable[[T], R], blocks: Iterable[Sequence[T]], threads: int | None
+) -> Iterator[list[R]]:
+    """Yield what is read of each block by threads, prefetching one while the caller works on another."""
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            # Each pair starts the block after the one that is yielded.
+            for started, _ in pairwise(chain((pool.map(read, block) for block in blocks), [None])):
+                assert started is not None
+                yield list(started)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # the caller may have stopped early
 
 
 def read_batches(

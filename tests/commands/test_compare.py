@@ -12,6 +12,7 @@ from dino_vit.commands.compare import names_of
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.eval import segmentation
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.online import rankme
 from tests.support.images import write_synthetic
@@ -79,7 +80,8 @@ def test_images_on_which_they_differ_are_shown_with_what_each_says(tmp_path, oth
     assert f"✗ {'ab'[best]}.safetensors: {said}" in text
 
 
-def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
+def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(segmentation, "FEWEST_STEPS", 3)
     found = dino_vit.compare(
         "synthetic:scenes:12:16",
         weights=[weights],
@@ -91,7 +93,7 @@ def test_masks_are_judged_and_an_untrained_network_joins(tmp_path, weights):
     of_masks = dino_vit.dense(
         "synthetic:scenes:12:16", weights=weights, output=tmp_path / "one.json", **SETTINGS
     )
-    assert found.figures["mIoU, linear layer"]["a.safetensors"] == of_masks.linear.mean_iou
+    assert found.figures["mIoU, linear head"]["a.safetensors"] == of_masks.linear.mean_iou
     untrained = dino_vit.load_backbone(json.loads(found.path.read_text())["weights"]["untrained"])
     trained = dino_vit.load_backbone(weights)
     assert untrained.architecture == trained.architecture

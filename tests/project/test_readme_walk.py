@@ -29,6 +29,7 @@ SMALLER = {
     "finetune": ["epochs=2", "batch_size=4", "workers=0", "warmup_epochs=0", "size=32"],
     "report": ["images=20"],
     "compare": ["measures=[knn]"],
+    "dense": ["steps=5"],
 }
 WALKED = [parts for parts in commands(README) if not {"make", "sbatch", "torchrun"} & {*parts}]
 

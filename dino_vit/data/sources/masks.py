@@ -2,8 +2,8 @@
 
 import io
 import os
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,13 +15,76 @@ from dino_vit.config.commands import IGNORED
 from dino_vit.core import log
 from dino_vit.core.text import plural
 from dino_vit.data.images.decode import UnreadableImage
-from dino_vit.data.sources.files import is_folder, plain, read_file
+from dino_vit.data.sources.files import exists, is_folder, plain, read_file
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.source import Source, Subset
 
 INDEXED = ("P", "L", "1")  # Pillow's names for a palette, grey and black and white
 _PNG_BITS = 24  # place of the byte that says how many bits a value has
 _ORIENTATION = 274  # EXIF's tag
+
+Table = NDArray[np.signedinteger[Any]]
+
+
+class PublishedSet(NamedTuple):
+    """A published set of images with masks, as it is unpacked; `{}` in a path is the name of a split."""
+
+    title: str
+    splits: tuple[str, str]  # to learn from, and to judge by
+    images: str
+    masks: str
+    values: Sequence[int]  # of the classes in masks, in their order
+    ignored: Iterable[int]  # other values that masks may have
+    classes: Sequence[str] = ()
+    listing: str = ""  # text file with the names of a split
+    table: str = ""  # text file with the names of the classes
+    suffixes: tuple[str, str] = ("", "")  # of the stems of an image and its mask
+
+    def paths(self, root: str, *, training: bool) -> list[str]:
+        """Return what a folder must contain: images, masks, and the text file if there is one."""
+        names = [name for name in (self.images, self.masks, self.listing, self.table) if name]
+        return [f"{root}/{name.format(self.splits[not training])}" for name in names]
+
+
+PUBLISHED = (
+    PublishedSet(
+        title="Pascal VOC",
+        splits=("train", "val"),
+        images="JPEGImages",
+        masks="SegmentationClass",
+        listing="ImageSets/Segmentation/{}.txt",
+        values=range(21),
+        ignored=(255,),
+        classes=(
+            *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
+            *("cow", "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa"),
+            *("train", "tv/monitor"),
+        ),
+    ),
+    PublishedSet(
+        title="ADE20k",
+        splits=("training", "validation"),
+        images="images/{}",
+        masks="annotations/{}",
+        table="objectInfo150.txt",
+        values=range(1, 151),
+        ignored=(0,),
+    ),
+    PublishedSet(
+        title="Cityscapes",
+        splits=("train", "val"),
+        images="leftImg8bit/{}",
+        masks="gtFine/{}",
+        suffixes=("_leftImg8bit", "_gtFine_labelIds"),
+        values=(7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33),
+        ignored=(*range(7), 9, 10, 14, 15, 16, 18, 29, 30, 34, 255),
+        classes=(
+            *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign"),
+            *("vegetation", "terrain", "sky", "person", "rider", "car", "truck", "bus", "train"),
+            *("motorcycle", "bicycle"),
+        ),
+    ),
+)
 
 
 @runtime_checkable
@@ -33,14 +96,17 @@ class MaskedSource(Source, Protocol):
 
 
 class FilesWithMasks(Subset):
-    """Images and their masks: PNG files of one channel, whose values are the classes."""
+    """Images and their masks: PNG files of one channel, whose values stand for classes.
+
+    `table` has the class of each of the 256 values: `IGNORED` for none, -1 for a value that masks must not
+    have; `allowed` says which they may.
+    """
 
     def __init__(
-        self, images: Subset, masks: Subset, *, classes: Sequence[str] | None, ignore_value: int
+        self, images: Subset, masks: Subset, *, classes: Sequence[str], table: Table, allowed: str
     ) -> None:
         super().__init__(images.source, images.indices)
-        self._masks, self._ignore_value = masks, ignore_value
-        self._classes = classes or [str(value) for value in range(IGNORED)]
+        self._masks, self._classes, self._table, self._allowed = masks, classes, table, allowed
 
     @property
     def classes(self) -> Sequence[str]:
@@ -63,51 +129,111 @@ class FilesWithMasks(Subset):
             raise UnreadableImage(
                 name, f"the mask has {width} × {height} pixels, its image {w} × {h}; they must be the same"
             )
-        highest = values[values != self._ignore_value].max(initial=0)
-        if highest >= len(self.classes):
-            raise ValueError(
-                f"{name}: the mask has the value {highest}, but values of classes go from 0 to "
-                f"{len(self.classes) - 1}; set ignore_value, or give more class_names (at most {IGNORED})"
-            )
-        return torch.from_numpy(np.where(values == self._ignore_value, IGNORED, values).astype(np.uint8))
+        classes = self._table[values]
+        if (classes < 0).any():
+            highest = values[classes < 0].max()
+            raise ValueError(f"{name}: the mask has the value {highest}, but {self._allowed}")
+        return torch.from_numpy(classes.astype(np.uint8))
 
 
 def open_masks(
-    spec: str, masks: str | None = None, *, class_names: str | None = None, ignore_value: int = IGNORED
+    spec: str,
+    masks: str | None = None,
+    *,
+    class_names: str | None = None,
+    ignore_value: int = IGNORED,
+    training: bool = False,
 ) -> MaskedSource:
     """Open a set of images with masks; null: masks/ beside the folder of images.
 
-    A mask has the name of its image but for the suffix. `class_names` is a text file with a name a line.
+    A mask has the name of its image but for the suffix. `class_names` is a text file with a name a line. Of
+    the folder of a published set this is the split to judge by, or the one to learn from if `training`.
     """
-    source = open_source(spec)
+    published = None if masks else recognise(spec)
+    source: Source = open_source(spec) if published is None else _open_published(spec, published, training)
     if isinstance(source, MaskedSource):
         if masks or class_names or ignore_value != IGNORED:
             raise ValueError(f"{spec} has masks of its own: leave out masks, class_names and ignore_value")
         return source
     beside = f"{plain(spec).rstrip('/').rpartition('/')[0] or '.'}/masks"
     if masks is None and not is_folder(beside):
+        expected = "; ".join(
+            f"{each.title}: {', '.join(each.paths('FOLDER', training=False))}" for each in PUBLISHED
+        )
         raise ValueError(
             f"{spec} has no masks: {beside} does not exist. Give masks=FOLDER with indexed PNG files that "
-            "are named as the images (synthetic:scenes has masks)"
+            "are named as the images (synthetic:scenes has masks), or the folder of a published set, which "
+            f"is recognised by what is in it ({expected})"
         )
-    folder = open_source(masks or beside)
+    classes = _read_names(class_names) if class_names else [str(value) for value in range(IGNORED)]
+    return FilesWithMasks(
+        *_pairs(source, open_source(masks or beside), spec, masks or beside),
+        classes=classes,
+        table=_table(range(len(classes)), [ignore_value]),
+        allowed=f"values of classes go from 0 to {len(classes) - 1}; set ignore_value, or give more "
+        f"class_names (at most {IGNORED})",
+    )
+
+
+def _pairs(
+    source: Source, folder: Source, spec: str, of_masks: str, suffixes: tuple[str, str] = ("", "")
+) -> tuple[Subset, Subset]:
+    """Return the images that have a mask, and the masks; name and mask differ by suffixes of their stems."""
+    stems = [
+        _stem(source.name(index)).removesuffix(suffixes[0]) + suffixes[1] for index in range(len(source))
+    ]
     masks_by_stem = {_stem(folder.name(index)): index for index in range(len(folder))}
-    with_mask = [index for index in range(len(source)) if _stem(source.name(index)) in masks_by_stem]
+    with_mask = [index for index, stem in enumerate(stems) if stem in masks_by_stem]
     if not with_mask:
         raise ValueError(
-            f"no image of {spec} has a mask in {masks or beside}: "
-            f"there is no {_stem(source.name(0))}.png, for example"
+            f"no image of {spec} has a mask in {of_masks}: there is no {stems[0]}.png, for example"
         )
     if len(with_mask) < len(source):
         text = "left out: %s of %s without a mask in %s"
-        log.info(text, plural(len(source) - len(with_mask), "image"), spec, masks or beside)
-    of_images = [masks_by_stem[_stem(source.name(index))] for index in with_mask]
+        log.info(text, plural(len(source) - len(with_mask), "image"), spec, of_masks)
+    return Subset(source, with_mask), Subset(folder, [masks_by_stem[stems[index]] for index in with_mask])
+
+
+def recognise(spec: str) -> PublishedSet | None:
+    """Return which published set a folder is, by what is in it; None for any other source."""
+    root = plain(spec).rstrip("/")
+    sets = (each for each in PUBLISHED if all(map(exists, each.paths(root, training=False))))
+    return next(sets, None) if is_folder(root) else None
+
+
+def _open_published(spec: str, published: PublishedSet, training: bool) -> FilesWithMasks:
+    """Open a split of a published set."""
+    title, paths = published.title, published.paths(plain(spec).rstrip("/"), training=training)
+    if missing := next((path for path in paths if not exists(path)), None):
+        raise ValueError(f"{spec} is {title} by its folders, but lacks {missing}; unpack it, or give train")
+    images, folder = open_source(paths[0]), open_source(paths[1])
+    if published.listing:
+        listed = set(read_file(paths[2]).decode().split())
+        images = Subset(images, [i for i in range(len(images)) if _stem(images.name(i)) in listed])
+    pairs = _pairs(images, folder, paths[0], paths[1], published.suffixes)
+    classes = published.classes or _listed_classes(paths[-1])
+    split, count = published.splits[not training], plural(len(pairs[0]), "image")
+    log.info("%s is %s by its folders: %s of %s, %d classes", spec, title, count, split, len(classes))
     return FilesWithMasks(
-        Subset(source, with_mask),
-        Subset(folder, of_images),
-        classes=_read_names(class_names) if class_names else None,
-        ignore_value=ignore_value,
+        *pairs,
+        classes=classes,
+        table=_table(published.values, published.ignored),
+        allowed=f"those of {title} have no such value",
     )
+
+
+def _table(values: Sequence[int], ignored: Iterable[int]) -> Table:
+    """Return the class of each of the 256 values of a mask: those of the classes in their order."""
+    table = np.full(256, -1, np.int16)
+    table[[*values]] = np.arange(len(values))
+    table[[*ignored]] = IGNORED
+    return table
+
+
+def _listed_classes(path: str) -> list[str]:
+    """Return the names of classes in the last column of a table, below its title."""
+    lines = read_file(path).decode().strip().splitlines()[1:]
+    return [line.split("\t")[-1].strip() for line in lines]
 
 
 def _read_names(path: str) -> list[str]:

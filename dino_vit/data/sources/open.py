@@ -96,13 +96,14 @@ def _open(spec: str) -> Source:
 def _open_synthetic(spec: str) -> Source:
     from dino_vit.data.sources.synthetic import SceneSource, SyntheticSource
 
-    match = re.fullmatch(r"synthetic(:scenes)?(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
-    if not match:
-        raise ValueError(f"{spec!r:.200} is not valid: write synthetic[:scenes][:LENGTH[:SIZE]]")
-    scenes, length, size = match.groups()
-    given = {"length": length, "size": size}
+    match = re.fullmatch(r"synthetic(:scenes)?(?::(\d{1,18}))?(?::(\d{1,18}))?(?::(\d{1,18}))?", spec)
+    if not match or (match[4] and not match[1]):
+        text = "is not valid: write synthetic[:LENGTH[:SIZE]] or synthetic:scenes[:LENGTH[:SIZE[:CLASSES]]]"
+        raise ValueError(f"{spec!r:.200} {text}")
+    scenes, *numbers = match.groups()
+    given = zip(("length", "size", "classes"), numbers, strict=True)
     kind = SceneSource if scenes else SyntheticSource
-    return kind(**{name: int(value) for name, value in given.items() if value})
+    return kind(**{name: int(value) for name, value in given if value})
 
 
 def _open_folder(root: str) -> Source:

@@ -5,9 +5,10 @@ shades the pattern by itself, the whole is bent and noisy. So the class is what 
 and nothing else is: what is free from image to image but the same all over one (its brightness, its contrast)
 is what DINO would learn in the class's place, and in the minutes of a demo nothing but that.
 
-A scene has two to five regions of free shape with soft borders, each of another pattern with a turn, a scale
-and colours of its own, and a mask. A class has a hue that it often shows, as grass has, but only its pattern
-tells for certain. Dense features are judged by whether they find the class of each patch.
+A scene has two to five regions of free shape with soft borders, each of another class with a turn, a scale
+and colours of its own, and a mask. A class is a pattern and a hue that it often shows, as grass has, but only
+its pattern tells for certain; of more than ten classes some share a pattern, and their hues are closer to
+those of their class. Dense features are judged by whether they find the class of each patch.
 """
 
 import math
@@ -29,6 +30,7 @@ PIECES = 4, 6  # of a quilt, at least and at most
 PERIODS = 2.2, 3.4  # of a pattern in half an image, at least and at most
 SCENES_VERSION = 2
 REGIONS = 2, 5  # of a scene, at least and at most
+MOST_CLASSES = 255  # the last value of a mask is none
 WAVES = 4  # that bend the border of a region
 BORDER = 1.5  # pixels in which one region turns into the next, about
 PERIOD_SIZE = 32  # pixels of a scene in which patterns have the periods of textures
@@ -100,18 +102,27 @@ class SceneSource(SyntheticSource):
     The label of an image is the class of its largest region.
     """
 
-    def __init__(self, *, length: int = 20_000, size: int = 64, seed: int = 0) -> None:
+    def __init__(self, *, length: int = 20_000, size: int = 64, seed: int = 0, classes: int = 10) -> None:
         super().__init__(length=length, size=size, seed=seed)
+        if not 2 <= classes <= MOST_CLASSES:
+            raise ValueError(f"scenes have 2 to {MOST_CLASSES} classes, not {classes}")
+        names = list(PATTERNS)
+        self._classes = [f"{names[i % 10]} {1 + i // 10}" if i >= 10 else names[i] for i in range(classes)]
+
+    @property
+    def classes(self) -> list[str]:
+        return self._classes
 
     def read(self, index: int) -> Tensor:
         classes, covers = self._regions(index)
-        names, scene = self.classes, np.zeros((3, self.size, self.size), np.float32)
+        number, scene = len(self.classes), np.zeros((3, self.size, self.size), np.float32)
+        patterns, spread = list(PATTERNS.values()), 0.35 / math.ceil(number / len(PATTERNS))
         for region, (kind, cover) in enumerate(zip(classes, covers, strict=True)):
             u = self._draw(index, 2 + region, NUMBERS)
-            pattern = PATTERNS[names[kind]](*self._coordinates(u), u[11:].tolist())
+            pattern = patterns[kind % len(patterns)](*self._coordinates(u), u[11:].tolist())
             pattern = ((pattern - pattern.mean()) / pattern.std()).astype(np.float32)
-            hue = 2 * math.pi * (kind / len(names) + np.arange(3) / 3)  # of red, green and blue
-            colours = np.stack([0.4 * np.cos(hue) + 0.35 * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]])
+            hue = 2 * math.pi * (kind / number + np.arange(3) / 3)  # of red, green and blue
+            colours = np.stack([0.4 * np.cos(hue) + spread * (2 * u[5:8] - 1), 0.4 + 0.25 * u[8:11]])
             tone, contrast = colours.astype(np.float32)[..., None, None]
             scene += cover * (tone + (contrast if u[4] < 0.5 else -contrast) * pattern)
         noise = (0.05 + 0.07 * self._draw(index, 1, 1)[0]) * self._noise(index)
@@ -131,7 +142,8 @@ class SceneSource(SyntheticSource):
 
     @property
     def fingerprint(self) -> str:
-        return f"scenes-{SCENES_VERSION}-{self.length}-{self.size}-{self.seed}"
+        of_classes = f"-{len(self.classes)}" if len(self.classes) != len(PATTERNS) else ""
+        return f"scenes-{SCENES_VERSION}-{self.length}-{self.size}-{self.seed}{of_classes}"
 
     def _draw(self, index: int, part: int, count: int) -> Plane:
         index = range(self.length)[index]
@@ -148,8 +160,9 @@ class SceneSource(SyntheticSource):
 
     def _regions(self, index: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Plane]:
         """Return the class of each region, and the part (regions, H, W) of each pixel that it covers."""
-        u = self._draw(index, 0, 1 + len(PATTERNS))
-        count = REGIONS[0] + math.floor((REGIONS[1] - REGIONS[0] + 1) * u[0])
+        u = self._draw(index, 0, 1 + len(self.classes))
+        most = min(REGIONS[1], len(self.classes))
+        count = REGIONS[0] + math.floor((most - REGIONS[0] + 1) * u[0])
         classes = u[1:].argsort()[:count]
         numbers = self._draw(index, -1, count * (2 + 3 * WAVES)).reshape(count, -1).astype(np.float32)
         scores = []

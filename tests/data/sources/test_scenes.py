@@ -35,5 +35,17 @@ def test_they_open_by_name():
     assert opened.read(0).shape == (3, 48, 48)
     assert opened.fingerprint != open_source("synthetic:7:48").fingerprint
     assert len(open_source("synthetic:scenes")) == 20_000
-    with pytest.raises(ValueError, match="is not valid: write synthetic"):
-        open_source("synthetic:scenes:big")
+    for spec in ("synthetic:scenes:big", "synthetic:7:48:20"):
+        with pytest.raises(ValueError, match="is not valid: write synthetic"):
+            open_source(spec)
+
+
+@pytest.mark.parametrize("count", [2, 20, 150])
+def test_they_have_as_many_classes_as_asked_for(count):
+    scenes = open_source(f"synthetic:scenes:300:16:{count}")
+    assert len(scenes.classes) == len(set(scenes.classes)) == count
+    assert {int(value) for index in range(300) for value in scenes.mask(index).unique()} == {*range(count)}
+    assert scenes.read(0).shape == (3, 16, 16)
+    assert scenes.fingerprint != SceneSource(length=300, size=16).fingerprint
+    with pytest.raises(ValueError, match="scenes have 2 to 255 classes, not 256"):
+        open_source("synthetic:scenes:300:16:256")

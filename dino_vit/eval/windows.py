@@ -1,0 +1,107 @@
+"""Images with masks as windows that cover them, and as random crops, for features of their patches."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from dino_vit.config.commands import IGNORED
+from dino_vit.core import Size, log
+from dino_vit.core.randomness import RngPurpose, random_uniform
+from dino_vit.core.text import progress
+from dino_vit.data.images.decode import UnreadableImage, read_image
+from dino_vit.data.sources.masks import MaskedSource
+from dino_vit.eval.features import FrozenBackbone, check_finite, in_batches, read_ahead
+from dino_vit.models.tokens import FeatureSpec
+from dino_vit.views.eval_transform import EvalTransform, resize, resize_mask, window_starts
+
+BLOCK = 16  # images in memory at a time, and crops of a step
+SCALES = 0.5, 2.0  # of images that random crops are of
+
+
+class Windows(NamedTuple):
+    """An image in windows, which cover it, and its mask."""
+
+    number: int  # of the image in the source
+    size: Size  # of the resized image
+    corners: list[tuple[int, int]]  # top and left of each window
+    images: Tensor  # (n, channels, *window)
+    mask: Tensor  # uint8 (H, W), as large as the image in its file
+
+
+def read_windows(transform: EvalTransform, source: MaskedSource, index: int) -> Windows:
+    """Read an image and its mask, and cut the resized image into windows."""
+    mask, (h, w) = source.mask(index), transform.size
+    size = transform.cover_size(mask.shape)
+    image = resize(read_image(source, index, transform.pixels), size, transform.interpolation)
+    corners = [(y, x) for y in window_starts(size[0], h) for x in window_starts(size[1], w)]
+    windows = torch.stack([image[:, y : y + h, x : x + w] for y, x in corners])
+    return Windows(index, size, corners, windows, mask)
+
+
+def read_crop(transform: EvalTransform, source: MaskedSource, index: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return a random crop (channels, *crop) of an image, normalised, and the classes of its pixels."""
+    u = random_uniform(0, RngPurpose.EVALUATION, step, index, np.arange(4)).tolist()
+    mask, (h, w) = source.mask(index), transform.size
+    size = transform.cover_size(mask.shape, SCALES[0] + (SCALES[1] - SCALES[0]) * u[0])
+    image = resize(read_image(source, index, transform.pixels), size, transform.interpolation)
+    y, x = (math.floor(u[1 + i] * (max(0, size[i] - side) + 1)) for i, side in enumerate((h, w)))
+    image = transform.normaliser(image.device)(image[:, y : y + h, x : x + w])
+    classes = resize_mask(mask, size)[y : y + h, x : x + w]
+    border = 0, w - image.shape[2], 0, h - image.shape[1]  # of an image that is smaller than the crop
+    image, classes = F.pad(image, border), F.pad(classes, border, value=IGNORED)
+    return (image.flip(-1), classes.flip(-1)) if u[3] < 0.5 else (image, classes)
+
+
+def random_crops(
+    frozen: FrozenBackbone, source: MaskedSource, batches: Iterable[Sequence[tuple[int, int]]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield crops and the classes of their pixels for batches of (image, step)."""
+
+    def read(crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        try:
+            return read_crop(frozen.transform, source, *crop)
+        except UnreadableImage as error:
+            raise ValueError(
+                f"{error} (it could be read a moment ago); run the same command again"
+            ) from error
+
+    for crops in read_ahead(read, batches, frozen.threads):
+        images, masks = zip(*crops, strict=True)
+        yield torch.stack(images), torch.stack(masks)
+
+
+def patch_maps(frozen: FrozenBackbone, images: Tensor, spec: FeatureSpec) -> Tensor:
+    """Return the patches of normalised images as maps (n, D, h, w)."""
+    parts = [frozen.compute(part.to(frozen.device), spec) for part in torch.split(images, frozen.batch_size)]
+    check_finite(features := torch.cat(parts), frozen.model)
+    rows, _ = frozen.model.grid_of(*frozen.transform.size)
+    return rearrange(features, "n (h w) d -> n d h w", h=rows)
+
+
+def window_maps(
+    frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], spec: FeatureSpec, title: str
+) -> Iterator[tuple[list[Windows], Tensor]]:
+    """Yield blocks of images in order, and the maps of all their windows; name what is left out."""
+
+    def read(index: int) -> Windows | UnreadableImage:
+        try:
+            return read_windows(frozen.transform, source, index)
+        except UnreadableImage as error:
+            return error
+
+    normalise = frozen.transform.normaliser(frozen.device)
+    with progress(title, len(indices)) as advance:
+        for block in read_ahead(read, in_batches(indices, BLOCK), frozen.threads):
+            for failure in block:
+                if isinstance(failure, UnreadableImage):
+                    log.warning("left out: %s", failure)
+            if images := [image for image in block if isinstance(image, Windows)]:
+                windows = torch.cat([image.images for image in images])
+                yield images, patch_maps(frozen, normalise(windows), spec)
+            advance(len(block))
