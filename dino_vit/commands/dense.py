@@ -13,8 +13,7 @@ from dino_vit.eval.accuracy import Interval, Measured
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import frozen_backbone
 from dino_vit.eval.labelled import refuse_same_images
-from dino_vit.eval.results import evaluation
-from dino_vit.eval.segmentation import (
+from dino_vit.eval.maps.segmentation import (
     JUDGES,
     choose_steps,
     judge,
@@ -22,6 +21,7 @@ from dino_vit.eval.segmentation import (
     pixel_accuracy,
     train_head,
 )
+from dino_vit.eval.results import evaluation
 from dino_vit.models.tokens import FeatureSpec
 
 

@@ -12,8 +12,8 @@ from dino_vit.commands.compare import names_of
 from dino_vit.config.commands import BackboneConfig
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
-from dino_vit.eval import segmentation
 from dino_vit.eval.frozen import frozen_backbone
+from dino_vit.eval.maps import segmentation
 from dino_vit.eval.online import rankme
 from tests.support.images import write_synthetic
 from tests.support.reports import ParsedPage, picture_of

@@ -13,10 +13,10 @@ from dino_vit import VisionTransformer
 from dino_vit.config.commands import IGNORED
 from dino_vit.data.sources.masks import open_masks
 from dino_vit.data.sources.synthetic import SceneSource
-from dino_vit.eval import segmentation
 from dino_vit.eval.accuracy import Measured
 from dino_vit.eval.features import FrozenBackbone
-from dino_vit.eval.segmentation import (
+from dino_vit.eval.maps import segmentation
+from dino_vit.eval.maps.segmentation import (
     Bank,
     backward,
     count_pixels,
@@ -27,7 +27,7 @@ from dino_vit.eval.segmentation import (
     pixel_accuracy,
     train_head,
 )
-from dino_vit.eval.windows import read_crop
+from dino_vit.eval.maps.windows import read_crop
 from dino_vit.models.tokens import FeatureSpec
 from dino_vit.views.eval_transform import EvalTransform, eval_transform_of, window_starts
 
