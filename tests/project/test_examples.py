@@ -77,6 +77,8 @@ def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, fold
             Image.fromarray(pixels.numpy()).save(folder / name / f"{number}.png")
     said = run("segmentation_head.py", "images", "masks", "own.safetensors", "--steps", "20")
     assert said.endswith(" % of the pixels of 4 photos are right\n")
+    said = run("mask_rcnn.py", "own.safetensors", "--minutes", "0.001")
+    assert said.startswith("steps: ")
     dino_vit.embed("photos", weights="own.safetensors", output="photos.parquet", verbose=False)
     said = run("million_photos.py", "photos.parquet", "photos/sky/0.png")
     assert said.splitlines()[1] == "  1.000  sky/0.png"
@@ -84,5 +86,5 @@ def test_a_loop_of_ones_own_its_backbone_in_timm_and_a_search_by_faiss(run, fold
 
 def test_examples_are_short_and_named_in_the_readme():
     for path in (ROOT / "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 60
+        assert len(path.read_text().splitlines()) <= 75
         assert path.stem in README

@@ -6,6 +6,7 @@ import resource
 import onnx
 import onnxruntime
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -55,6 +56,29 @@ def test_the_mask_token_goes_to_hugging_face_and_not_to_others(tmp_path):
     assert load_backbone(tmp_path / "hf").mask_token is None
     export_backbone(model, tmp_path / "timm.safetensors", "timm")
     assert "mask_token" not in load_file(tmp_path / "timm.safetensors")
+
+
+@pytest.mark.parametrize("changes", [{}, {"registers": 2}, {"positions": "rotary", "layer_scale": 0.1}])
+def test_timm_gives_the_maps_of_blocks_to_detectors(changes, tmp_path):
+    """At another size and shape than the trained one; timm leaves out the last LayerNorm."""
+    torch.manual_seed(0)
+    model, path = backbone(patch_size=16, image_size=64, depth=3, **changes).eval(), tmp_path / "vit.pth"
+    export_backbone(model, path, "timm")
+    pyramid = timm.create_model(
+        "vit_small_patch16_dinov3" if model.rotary else "vit_small_patch16_224",
+        features_only=True,
+        out_indices=(0, 2),
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(path)},
+        **(card.model_arguments(model, "timm") | {"dynamic_img_size": True}),
+    ).eval()
+    images = torch.randn(2, 3, 480, 640)
+    with torch.no_grad():
+        ours, maps = load_backbone(path).get_intermediate_layers(images, [0, 2]), pyramid(images)
+        for tokens, of_block in zip(ours, maps, strict=True):
+            assert of_block.shape == (2, model.width, 30, 40)
+            theirs = model.norm(of_block.flatten(2).transpose(1, 2))
+            assert_close(theirs, tokens[:, model.first_patch :], rtol=0, atol=1e-4)
 
 
 def test_a_graph_of_any_size_gives_the_features_and_says_what_it_is(tmp_path):
