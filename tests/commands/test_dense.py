@@ -135,7 +135,7 @@ def test_masks_that_do_not_fit_or_are_missing_are_refused(folders, weights):
         mask = Image.new("L", (16, 16), index % 2)
         mask.save(folders / "masks" / "sub" / f"{index:02d}.png")
     said, _ = of_folders(folders, weights, code=2)
-    assert "the pixels to learn from have only the class 0, and telling classes apart takes two" in said
+    assert "the patches to learn from have only the class 0, and telling classes apart takes two" in said
     for setting, message in (
         ("masks=masks", "has masks of its own"),
         ("train_masks=masks", "train_masks are those of train, which is not given"),

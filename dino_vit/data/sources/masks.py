@@ -36,37 +36,36 @@ class PublishedSet(NamedTuple):
     values: Sequence[int]  # of the classes in masks, in their order
     ignored: Iterable[int]  # other values that masks may have
     classes: Sequence[str] = ()
-    listing: str = ""  # text file with the names of a split
-    table: str = ""  # text file with the names of the classes
+    text: str = ""  # file of the names of a split or, without `classes`, table of those of classes
     suffixes: tuple[str, str] = ("", "")  # of the stems of an image and its mask
 
     def paths(self, root: str, *, training: bool) -> list[str]:
         """Return what a folder must contain: images, masks, and the text file if there is one."""
-        names = [name for name in (self.images, self.masks, self.listing, self.table) if name]
+        names = filter(None, (self.images, self.masks, self.text))
         return [f"{root}/{name.format(self.splits[not training])}" for name in names]
 
 
+VOC = """background aeroplane bicycle bird boat bottle bus car cat chair cow dining_table dog horse motorbike
+    person potted_plant sheep sofa train tv_monitor"""
+CITYSCAPES = """road sidewalk building wall fence pole traffic_light traffic_sign vegetation terrain sky
+    person rider car truck bus train motorcycle bicycle"""
 PUBLISHED = (
     PublishedSet(
         title="Pascal VOC",
         splits=("train", "val"),
         images="JPEGImages",
         masks="SegmentationClass",
-        listing="ImageSets/Segmentation/{}.txt",
+        text="ImageSets/Segmentation/{}.txt",
         values=range(21),
         ignored=(255,),
-        classes=(
-            *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
-            *("cow", "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa"),
-            *("train", "tv/monitor"),
-        ),
+        classes=VOC.split(),
     ),
     PublishedSet(
         title="ADE20k",
         splits=("training", "validation"),
         images="images/{}",
         masks="annotations/{}",
-        table="objectInfo150.txt",
+        text="objectInfo150.txt",
         values=range(1, 151),
         ignored=(0,),
     ),
@@ -78,11 +77,7 @@ PUBLISHED = (
         suffixes=("_leftImg8bit", "_gtFine_labelIds"),
         values=(7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33),
         ignored=(*range(7), 9, 10, 14, 15, 16, 18, 29, 30, 34, 255),
-        classes=(
-            *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign"),
-            *("vegetation", "terrain", "sky", "person", "rider", "car", "truck", "bus", "train"),
-            *("motorcycle", "bicycle"),
-        ),
+        classes=CITYSCAPES.split(),
     ),
 )
 
@@ -207,11 +202,14 @@ def _open_published(spec: str, published: PublishedSet, training: bool) -> Files
     if missing := next((path for path in paths if not exists(path)), None):
         raise ValueError(f"{spec} is {title} by its folders, but lacks {missing}; unpack it, or give train")
     images, folder = open_source(paths[0]), open_source(paths[1])
-    if published.listing:
-        listed = set(read_file(paths[2]).decode().split())
+    text = read_file(paths[2]).decode() if published.text else ""
+    if text and published.classes:
+        listed = set(text.split())
         images = Subset(images, [i for i in range(len(images)) if _stem(images.name(i)) in listed])
     pairs = _pairs(images, folder, paths[0], paths[1], published.suffixes)
-    classes = published.classes or _listed_classes(paths[-1])
+    # The last column, below the title.
+    rows = text.strip().splitlines()[1:]
+    classes = published.classes or [row.split("\t")[-1].strip() for row in rows]
     split, count = published.splits[not training], plural(len(pairs[0]), "image")
     log.info("%s is %s by its folders: %s of %s, %d classes", spec, title, count, split, len(classes))
     return FilesWithMasks(
@@ -228,12 +226,6 @@ def _table(values: Sequence[int], ignored: Iterable[int]) -> Table:
     table[[*values]] = np.arange(len(values))
     table[[*ignored]] = IGNORED
     return table
-
-
-def _listed_classes(path: str) -> list[str]:
-    """Return the names of classes in the last column of a table, below its title."""
-    lines = read_file(path).decode().strip().splitlines()[1:]
-    return [line.split("\t")[-1].strip() for line in lines]
 
 
 def _read_names(path: str) -> list[str]:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from dino_vit.config.commands import IGNORED
 from dino_vit.core import Size
-from dino_vit.core.distributed import all_gather, rank_slice
+from dino_vit.core.distributed import all_gather, rank_slice, world_size
 from dino_vit.core.randomness import RngPurpose, random_uniform
 from dino_vit.core.text import progress
 from dino_vit.data.sources.masks import MaskedSource
@@ -99,13 +99,13 @@ def patch_bank(
             images.append(image.number)
     present = all_gather(present[None, :classes]).sum(0)
     occurring = present.nonzero().flatten()
-    if len(occurring) < 2:
-        content = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) else "no class"
+    targets_of_all = torch.searchsorted(occurring, all_gather(torch.cat(targets)))
+    if len(occurring) < 2 or not len(targets_of_all):
+        content = f"only the class {source.classes[int(occurring[0])]}" if len(occurring) == 1 else "no class"
         raise ValueError(
-            f"the pixels to learn from have {content}, and telling classes apart takes two: look at the "
+            f"the patches to learn from have {content}, and telling classes apart takes two: look at the "
             "values of the masks and at ignore_value, which is none of them"
         )
-    targets_of_all = torch.searchsorted(occurring, all_gather(torch.cat(targets)))
     everything = all_gather(torch.tensor(images, dtype=torch.long)).tolist()
     device = frozen.device
     return Bank(all_gather(torch.cat(features)), targets_of_all.to(device), occurring.to(device), everything)
@@ -131,22 +131,17 @@ def train_head(
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=WEIGHT_DECAY)
     index_of = torch.full((256,), IGNORED, device=device)
     index_of[bank.classes] = torch.arange(count, device=device)
-    sampler = Sampler(length=len(bank.images), batch_size=min(BLOCK, len(bank.images)), seed=0)
-    idle = not rank_slice(range(sampler.batch_size))  # this process has no share of a step
+    sampler = Sampler(length=len(bank.images), batch_size=1, seed=0)
+    batch = max(BLOCK, world_size())  # every process has a crop
 
-    def crops_of(step: int, samples: Sequence[int]) -> Sequence[tuple[int, int]]:
-        crops = [(bank.images[sample], step) for sample in samples]
-        return crops[:1] if idle else rank_slice(crops)
+    def crop(number: int) -> tuple[int, int]:
+        epoch, position = divmod(number, len(bank.images))
+        return bank.images[sampler.order(epoch)[position]], number
 
-    batches = (
-        crops_of(step, batch.samples.tolist())
-        for step, batch in zip(range(steps), sampler.batch_specs(), strict=False)
-    )
+    batches = ([*map(crop, rank_slice(range(i * batch, (i + 1) * batch)))] for i in range(steps))
     with progress("Training the linear head, steps", steps) as advance:
         for step, (images, masks) in enumerate(random_crops(frozen, source, batches)):
             maps, targets = patch_maps(frozen, images, spec), index_of[masks.to(device).long()]
-            if idle:
-                maps, targets = maps[:0], targets[:0]
             factor = min(1.0, (step + 1) / (WARMUP * steps)) * (1 - step / steps)
             optimizer.param_groups[0]["lr"] = peak * factor
             optimizer.zero_grad()

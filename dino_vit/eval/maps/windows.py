@@ -34,22 +34,31 @@ class Windows(NamedTuple):
     mask: Tensor  # uint8 (H, W), as large as the image in its file
 
 
+def read_resized(
+    transform: EvalTransform, source: MaskedSource, index: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return an image at the size at which the crop covers its shorter side, times a scale, and its mask."""
+    mask = source.mask(index)
+    image = read_image(source, index, transform.pixels)
+    return resize(image, transform.cover_size(mask.shape, scale), transform.interpolation), mask
+
+
 def read_windows(transform: EvalTransform, source: MaskedSource, index: int) -> Windows:
     """Read an image and its mask, and cut the resized image into windows."""
-    mask, (h, w) = source.mask(index), transform.size
-    size = transform.cover_size(mask.shape)
-    image = resize(read_image(source, index, transform.pixels), size, transform.interpolation)
+    (image, mask), (h, w) = read_resized(transform, source, index), transform.size
+    size = image.shape[1], image.shape[2]
     corners = [(y, x) for y in window_starts(size[0], h) for x in window_starts(size[1], w)]
     windows = torch.stack([image[:, y : y + h, x : x + w] for y, x in corners])
     return Windows(index, size, corners, windows, mask)
 
 
-def read_crop(transform: EvalTransform, source: MaskedSource, index: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a random crop (channels, *crop) of an image, normalised, and the classes of its pixels."""
-    u = random_uniform(0, RngPurpose.EVALUATION, step, index, np.arange(4)).tolist()
-    mask, (h, w) = source.mask(index), transform.size
-    size = transform.cover_size(mask.shape, SCALES[0] + (SCALES[1] - SCALES[0]) * u[0])
-    image = resize(read_image(source, index, transform.pixels), size, transform.interpolation)
+def read_crop(
+    transform: EvalTransform, source: MaskedSource, index: int, number: int
+) -> tuple[Tensor, Tensor]:
+    """Return the random crop (channels, *crop) of a number, normalised, and the classes of its pixels."""
+    u = random_uniform(0, RngPurpose.EVALUATION, number, index, np.arange(4)).tolist()
+    image, mask = read_resized(transform, source, index, SCALES[0] + (SCALES[1] - SCALES[0]) * u[0])
+    (h, w), size = transform.size, (image.shape[1], image.shape[2])
     y, x = (math.floor(u[1 + i] * (max(0, size[i] - side) + 1)) for i, side in enumerate((h, w)))
     image = transform.normaliser(image.device)(image[:, y : y + h, x : x + w])
     classes = resize_mask(mask, size)[y : y + h, x : x + w]
@@ -61,7 +70,7 @@ def read_crop(transform: EvalTransform, source: MaskedSource, index: int, step: 
 def random_crops(
     frozen: FrozenBackbone, source: MaskedSource, batches: Iterable[Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield crops and the classes of their pixels for batches of (image, step)."""
+    """Yield crops and the classes of their pixels for batches of (image, number of the crop)."""
 
     def read(crop: tuple[int, int]) -> tuple[Tensor, Tensor]:
         try:
