@@ -8,7 +8,6 @@ mIoU is that of all pixels of all images. As published: crops of 512 pixels (518
 40,000 steps. Not done here: distorted colours, and avoiding crops that one class fills.
 
 Published mIoU in %, of the last block:
-
                           ADE20k  Cityscapes  Pascal VOC
     DINO ViT-B/8            31.8        56.9        66.4
     iBOT ViT-L/16           44.6        64.8        82.3
@@ -22,7 +21,8 @@ n images or windows, (H, W) pixels, (h, w) patches, D channels, C classes
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ def count_classes(pixels: Tensor, classes: int) -> Tensor:
     return counts.scatter_add_(-1, pixels, torch.ones_like(pixels))
 
 
-def patch_classes(masks: Tensor, grid: Size, classes: int) -> Tensor:
+def patch_classes(masks: Tensor, grid: Sequence[int], classes: int) -> Tensor:
     """Return the class of most pixels of each patch, (n, h, w); IGNORED where most have none."""
     pixels = rearrange(masks, "n (h y) (w x) -> n h w (y x)", h=grid[0], w=grid[1])
     most = count_classes(pixels, classes).argmax(dim=3)
@@ -79,22 +79,15 @@ def patch_bank(
     frozen: FrozenBackbone, source: MaskedSource, indices: Sequence[int], spec: FeatureSpec, *, patches: int
 ) -> Bank:
     """Return about so many patches with a class: as many of each image, drawn at random."""
-    classes, (h, w), images = len(source.classes), frozen.transform.size, list[int]()
+    classes, images, share = len(source.classes), list[int](), patches / len(indices)
     present = torch.zeros(classes + 1, dtype=torch.long)
     features, targets = [frozen.empty(spec).flatten(0, 1)], [torch.empty(0, dtype=torch.long)]
     for block, maps in window_maps(frozen, source, rank_slice(indices), spec, "patches to learn from"):
-        for image, of_image in zip(
-            block, torch.split(maps, [len(image.images) for image in block]), strict=True
-        ):
-            mask = resize_mask(image.mask, image.size)
-            masks = torch.stack([mask[y : y + h, x : x + w] for y, x in image.corners])
-            of_patches = patch_classes(masks, (of_image.shape[2], of_image.shape[3]), classes).flatten()
-            u = random_uniform(0, RngPurpose.EVALUATION, image.number, np.arange(1 + len(of_patches)))
-            ignored = of_patches.numpy() == IGNORED  # those come last
-            drawn = np.argsort(u[1:] + ignored)[: int(patches / len(indices) + u[0])]
-            rows = torch.from_numpy(drawn[~ignored[drawn]])
+        of_images = torch.split(maps, [len(image.images) for image in block])
+        for image, of_image in zip(block, of_images, strict=True):
+            rows, of_rows = draw_patches(image, of_image.shape[2:], classes, share)
             features.append(rearrange(of_image, "n d h w -> (n h w) d")[rows.to(frozen.device)])
-            targets.append(of_patches[rows].long())
+            targets.append(of_rows)
             present += count_classes(image.mask.flatten(), classes)
             images.append(image.number)
     present = all_gather(present[None, :classes]).sum(0)
@@ -106,9 +99,20 @@ def patch_bank(
             f"the patches to learn from have {content}, and telling classes apart takes two: look at the "
             "values of the masks and at ignore_value, which is none of them"
         )
-    everything = all_gather(torch.tensor(images, dtype=torch.long)).tolist()
-    device = frozen.device
-    return Bank(all_gather(torch.cat(features)), targets_of_all.to(device), occurring.to(device), everything)
+    device, read = frozen.device, all_gather(torch.tensor(images, dtype=torch.long)).tolist()
+    return Bank(all_gather(torch.cat(features)), targets_of_all.to(device), occurring.to(device), read)
+
+
+def draw_patches(image: Windows, grid: Sequence[int], classes: int, share: float) -> tuple[Tensor, Tensor]:
+    """Draw about so many patches with a class of the windows of an image; return their rows and classes."""
+    mask, (h, w) = resize_mask(image.mask, image.size), image.images.shape[2:]
+    masks = torch.stack([mask[y : y + h, x : x + w] for y, x in image.corners])
+    of_patches = patch_classes(masks, grid, classes).flatten()
+    u = random_uniform(0, RngPurpose.EVALUATION, image.number, np.arange(1 + len(of_patches)))
+    ignored = of_patches.numpy() == IGNORED  # those come last
+    drawn = np.argsort(u[1:] + ignored)[: int(share + u[0])]
+    rows = torch.from_numpy(drawn[~ignored[drawn]])
+    return rows, of_patches[rows].long()
 
 
 def choose_steps(images: int) -> int:
@@ -122,23 +126,15 @@ def train_head(
     """Return a BatchNorm and a linear layer that tell the classes of the bank, trained on random crops."""
     width, count, device = bank.features.shape[1], len(bank.classes), frozen.device
     norm, layer = nn.BatchNorm2d(width, device=device), nn.Conv2d(width, count, 1, device=device)
-    layer.load_state_dict(
-        {"weight": initial_weight(count, width, 0)[..., None, None], "bias": torch.zeros(count)}
-    )
+    start = {"weight": initial_weight(count, width, 0)[..., None, None], "bias": torch.zeros(count)}
+    layer.load_state_dict(start)
     head = nn.Sequential(norm, layer)
     # Fewer steps than published need a higher rate: 500 gave 16.7 % mIoU with 0.009, and 13.2 % with 0.001.
     peak = RATE * math.sqrt(MOST_STEPS / steps)
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=WEIGHT_DECAY)
     index_of = torch.full((256,), IGNORED, device=device)
     index_of[bank.classes] = torch.arange(count, device=device)
-    sampler = Sampler(length=len(bank.images), batch_size=1, seed=0)
-    batch = max(BLOCK, world_size())  # every process has a crop
-
-    def crop(number: int) -> tuple[int, int]:
-        epoch, position = divmod(number, len(bank.images))
-        return bank.images[sampler.order(epoch)[position]], number
-
-    batches = ([*map(crop, rank_slice(range(i * batch, (i + 1) * batch)))] for i in range(steps))
+    batches = crop_batches(bank.images, steps)
     with progress("Training the linear head, steps", steps) as advance:
         for step, (images, masks) in enumerate(random_crops(frozen, source, batches)):
             maps, targets = patch_maps(frozen, images, spec), index_of[masks.to(device).long()]
@@ -149,6 +145,15 @@ def train_head(
             optimizer.step()
             advance(1)
     return head.eval()
+
+
+def crop_batches(images: Sequence[int], steps: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield this process's share of each step: images in the order of an epoch, and the numbers of crops."""
+    order = cache(Sampler(length=len(images), batch_size=1, seed=0).order)
+    batch, n = max(BLOCK, world_size()), len(images)  # every process has a crop
+    for step in range(steps):
+        numbers = rank_slice(range(step * batch, (step + 1) * batch))
+        yield [(images[order(number // n)[number % n]], number) for number in numbers]
 
 
 def backward(logits: Tensor, targets: Tensor) -> None:
