@@ -27,6 +27,7 @@ from dino_vit.config.settings import (
 Network = Literal["teacher", "student"]
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Evaluator = Literal["knn", "linear", "dense"]
+Task = Literal["multiclass", "multilabel", "regression"]
 # From DINOv2's linear evaluation.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CS = tuple(10 ** (-6 + step / 4) for step in range(45))  # of the logistic regressions
@@ -66,6 +67,7 @@ class SupervisedConfig(Settings):
     labels: str | None = setting(None, "CSV or JSON file with the labels of source; null: the source's own")
     train: str | None = setting(None, "images to train on; null: split train, or all of source but a fifth")
     train_labels: str | None = setting(None, "CSV or JSON file with the labels of train; null: its own")
+    task: Task | None = setting(None, "one class an image, several labels, or numbers; null: by the labels")
     seed: Seed = setting(0, "of all random numbers")
 
 

@@ -157,7 +157,8 @@ def _labels_of(given: Any) -> Labels:
     labels = {key: _labels_of_part(part) for key, part in parts.items()}
     numbers = [labels[id(part)].of(row) for part, row in places]
     classes, *others = map(_classes_of, parts.values())
-    if classes is not None and all(other == classes for other in others):
+    same = all(labels[key].classes == classes for key in parts)  # not of lists: those name what they join
+    if same and classes is not None and all(other == classes for other in others):
         return number_labels(numbers, classes)
     names = [labels[id(part)].classes for part, _ in places]
     return number_labels([None if n is None else of[n] for n, of in zip(numbers, names, strict=True)])
@@ -197,12 +198,14 @@ def _read_targets(given: Any) -> list[Any]:
     return targets
 
 
-def _label_in(given: Any, index: int) -> str | int | None:
+def _label_in(given: Any, index: int) -> object:
     """Return the label in an item that is a tuple of image and label, None if it is not or cannot be read."""
     with suppress(Exception):  # an image that cannot be read is met when it is used
         _, label, *_ = item = given[index]
-        label = label.item() if hasattr(label, "item") else label
-        return label if isinstance(item, tuple) and isinstance(label, str | int) else None
+        label = label.tolist() if hasattr(label, "tolist") else label
+        values = label if isinstance(label, list) else [label]
+        if isinstance(item, tuple) and all(isinstance(value, str | int | float) for value in values):
+            return label
     return None
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import os
 import re
 import unicodedata
@@ -19,12 +18,13 @@ from dino_vit.core import log
 from dino_vit.core.text import brief, plural, printable
 from dino_vit.data.sources.files import read_file
 from dino_vit.data.sources.source import IMAGE_SUFFIXES, Source, Subset, suffix_of
+from dino_vit.data.targets import SEPARATOR, as_number, join_numbers, number_columns
 
 PATH_COLUMNS = tuple(
     ["path", "file", "filename", "file_name", "filepath", "name", "image", "image_path", "img", "id"]
 )
 LABEL_COLUMNS = tuple(  # of lists, of tables and of the .json in shards
-    ["label", "labels", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
+    ["label", "labels", "tags", "class", "cls", "target", "category", "class_id", "class_name", "fine_label"]
 )
 TRAIN = ("train", "training")
 # The first of these that has labels is evaluated on.
@@ -51,8 +51,11 @@ def number_labels(
 ) -> Labels:
     """Number labels as the classes, which they name or are an index of; None and −1 are then no label.
 
-    Without classes, the distinct labels are: in numeric order if all are numbers, else sorted as text.
+    Without classes, the distinct labels are: in numeric order if all are numbers, else sorted as text. A list
+    is one label that joins several (`data/targets.py`).
     """
+    if classes is not None and any(isinstance(value, list | tuple) for value in values):
+        values, classes = [_named(value, classes, title) for value in values], None
     if classes is not None:
         numbers: dict[object, int] = {name: number for number, name in enumerate(classes)}
         numbers |= {number: number for number in range(-1, len(classes))} | {None: -1}
@@ -72,16 +75,20 @@ def number_labels(
     return Labels(np.array([of_text[text] for text in texts], dtype=np.int32), names)
 
 
+def _named(value: object, classes: Sequence[str], title: str) -> object:
+    """Return a list of classes, or of a 0 or 1 for each of more than two classes, by their names."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) == len(classes) > 2 and set(value) <= {0, 1}:
+        return [name for name, is_of_it in zip(classes, value, strict=True) if is_of_it]
+    numbers = number_labels(value, classes, title).numbers.tolist()
+    return [classes[number] for number in numbers if number >= 0]
+
+
 def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return SEPARATOR.join(map(_text, value)) or SEPARATOR
     return os.fsdecode(value) if isinstance(value, bytes) else str(value)
-
-
-def as_number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def folder_labels(names: Sequence[bytes]) -> Labels:
@@ -198,13 +205,18 @@ def _table_entries(path: str, rows: list[list[str]], columns: Sequence[str]) -> 
     label = _find_column(header, columns)
     if label is None and len(rows[0]) == 2:
         label = 1 - name
-    if label is None and len(rows[0]) > 2:
+    numbers = list[int]()
+    if label is None and columns is LABEL_COLUMNS:
+        others = [column for column, title in enumerate(header) if title and title not in PATH_COLUMNS]
+        numbers = number_columns(rows[start:], [column for column in others if column != name])
+    if label is None and len(rows[0]) > 2 and not numbers:
         named = ", ".join(columns)
         log.warning("%s has none of the columns %s: no %ss are read", path, named, columns[0])
     for number, row in enumerate(rows[start:], start + 1):
-        if len(row) <= max(name, label or 0):
+        if len(row) <= max(name, label or 0, *numbers):
             raise ValueError(f"{path}, row {number} has {len(row)} of {len(rows[0])} columns: {row!r:.80}")
-        yield Entry(row[name], None if label is None else row[label].strip() or None)
+        text = join_numbers(header, row, numbers) if label is None else row[label]
+        yield Entry(row[name], text.strip() or None)
 
 
 def _header(rows: list[list[str]]) -> list[str]:

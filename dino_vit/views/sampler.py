@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dino_vit.core.randomness import RngPurpose, random_bits, random_uniform
-from dino_vit.data.labels import as_number, values_by_name
+from dino_vit.data.labels import values_by_name
 from dino_vit.data.sources.source import Source
+from dino_vit.data.targets import as_number
 
 WEIGHT_COLUMNS = ("weight", "weights", "sample_weight", "probability")
 

@@ -14,6 +14,7 @@ from dino_vit.data.custom import CustomSource
 from dino_vit.data.images.decode import UnreadableImage, read_image
 from dino_vit.data.sources.open import open_source
 from dino_vit.data.sources.synthetic import SyntheticSource
+from dino_vit.data.targets import read_targets
 from dino_vit.eval.features import FrozenBackbone
 from dino_vit.eval.frozen import cached_features
 from dino_vit.views.eval_transform import EvalTransform
@@ -102,7 +103,8 @@ def test_tuples_give_labels(tmp_path, caplog):
     images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
     source = CustomSource(TensorDataset(images, torch.tensor([3, 1, -1, 3])))
     assert labels_of(source) == ["3", "1", None, "3"]
-    assert CustomSource(TensorDataset(images, torch.rand(4, 10))).classes == ()  # ten attributes are no label
+    ten = CustomSource(TensorDataset(images, torch.rand(4, 10)))
+    assert read_targets(ten).values.tolist() == [item[1].tolist() for item in ten.given]
     for name in ("ant/a.png", "ant/b.png", "bee/c.png"):
         write_synthetic(tmp_path / name, 0, size=32)
     folder = torchvision.datasets.ImageFolder(str(tmp_path))

@@ -116,8 +116,13 @@ def find_columns(path: str, schema: pa.Schema) -> TableColumns:
     if label is None:
         marked = [name for name in types if features.get(name, {}).get("_type") == "ClassLabel"]
         label = marked[0] if len(marked) == 1 else None
-    classes = features.get(label, {}).get("names") if label else None
-    if not isinstance(classes, list) or not pa.types.is_integer(types[label]):
+    classes = None
+    if label:
+        feature, type_ = features.get(label, {}), types[label]
+        if pa.types.is_list(type_) and isinstance(feature.get("feature"), dict):  # several labels an image
+            feature, type_ = feature["feature"], type_.value_type
+        classes = feature.get("names") if pa.types.is_integer(type_) else None
+    if not isinstance(classes, list):
         classes = None
     name = next((name for name in NAME_COLUMNS if types.get(name) == pa.string()), None)
     nested = pa.types.is_struct(types[image])

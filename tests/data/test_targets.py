@@ -1,0 +1,135 @@
+"""Labels of three forms, from real files: one class an image, several labels, numbers."""
+
+import io
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from dino_vit.data.custom import CustomSource
+from dino_vit.data.sources.open import open_source
+from dino_vit.data.targets import read_targets
+
+
+def png():
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read the targets of images a.png, b.png, ... by a file of labels."""
+    for name in "abcd":
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+
+    def read(text, name="labels.csv", **settings):
+        (tmp_path / name).write_text(text)
+        return read_targets(open_source(f"{tmp_path}/*.png", tmp_path / name), **settings)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "names", "values"),
+    [
+        ("a.png,cat\nb.png,dog\n", "multiclass", ("cat", "dog"), [0, 1]),
+        ("a.png,3\nb.png,10\nc.png,3.0\n", "multiclass", ("3", "3.0", "10"), [0, 2, 1]),
+        ("a.png,0.0\nb.png,1.0\n", "multiclass", ("0.0", "1.0"), [0, 1]),  # pandas, where some have none
+        (
+            "a.png,sea; sky\nb.png,;\nc.png,sky\nd.png,\n",
+            "multilabel",
+            ("sea", "sky"),
+            [[1, 1], [0, 0], [0, 1]],
+        ),
+        ("a.png,3\nb.png,2.5\nc.png,nan\nd.png,-1e2\n", "regression", ("number",), [[3], [2.5], [-100]]),
+        (
+            "path,Age,height\na.png,3,1.5\nb.png,4,\nc.png,5,2\n",
+            "regression",
+            ("age", "height"),
+            [[3, 1.5], [5, 2]],
+        ),
+        (",path,age\n0,a.png,3.5\n1,b.png,4\n", "regression", ("number",), [[3.5], [4]]),  # with an index
+        ("path,x,y\na.png,3,8\nb.png,4,9\n", "regression", ("x", "y"), [[3, 8], [4, 9]]),
+        ("path,sea,sky\na.png,0,1\nb.png,0,0\n", "multilabel", ("sea", "sky"), [[0, 1], [0, 0]]),
+        ("path,sea,sky\na.png,-1,1\nb.png,1,1\n", "multilabel", ("sea", "sky"), [[0, 1], [1, 1]]),
+    ],
+)
+def test_a_table_says_classes_labels_or_numbers(read, text, task, names, values):
+    targets = read(text)
+    assert (targets.task, targets.names) == (task, names)
+    assert targets.values.tolist() == values
+
+
+def test_other_columns_are_not_guessed_to_be_labels(read, caplog):
+    assert len(read("path,age,split\na.png,3.5,train\nb.png,2,test\n").indices) == 0
+    assert "has none of the columns label" in caplog.text
+
+
+def test_a_task_reads_labels_otherwise_than_they_look(read):
+    ages = "a.png,30\nb.png,41\n"
+    assert read(ages, task="regression").values.tolist() == [[30], [41]]
+    assert read("a.png,1.5\nb.png,2.5\n", task="multiclass").values.tolist() == [0, 1]
+    assert read("a.png,x;y\nb.png,x\n", task="multiclass").names == ("x", "x;y")
+    assert read("a.png,x\nb.png,y\n", task="multilabel").values.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(
+        ValueError, match="task=regression needs the same numbers for each image; one has old"
+    ):
+        read("a.png,30\nb.png,old\n", task="regression")
+
+
+def test_lists_are_several_labels(read, tmp_path):
+    labels = {"a.png": ["sky", "sea"], "b.png": [], "c.png": ["sky"], "d.png": None}
+    targets = read(json.dumps(labels), "labels.json")
+    assert targets.indices.tolist() == [0, 1, 2]
+    assert targets.values.tolist() == [[1, 1], [0, 0], [0, 1]]
+    table = pa.table({"image": [png()] * 4, "tags": list(labels.values())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    of_parquet = read_targets(open_source(str(tmp_path / "a.parquet")))
+    assert of_parquet.names == targets.names == ("sea", "sky")
+    assert of_parquet.values.tolist() == targets.values.tolist()
+
+
+def test_lists_of_a_hugging_face_dataset_are_named(tmp_path):
+    image = {"bytes": png(), "path": None}
+    columns = {"image": [image] * 3, "labels": [[2, 0], [], [2]]}
+    names = datasets.ClassLabel(names=["sea", "land", "sky"])
+    rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    rows = rows.cast_column("labels", datasets.Sequence(names))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    for source in (CustomSource(rows), open_source(str(tmp_path / "rows.parquet"))):
+        targets = read_targets(source)
+        assert targets.names == ("sea", "sky")
+        assert targets.values.tolist() == [[1, 1], [0, 0], [0, 1]]
+
+
+class MultiHot:
+    classes = ("sea", "land", "sky")
+    targets = ([1, 0, 1], [0, 0, 0])
+
+    def __len__(self):
+        return 2
+
+    def read(self, index):
+        return Image.new("RGB", (8, 8))
+
+
+def test_a_0_or_1_for_each_class_is_several_labels():
+    targets = read_targets(CustomSource(MultiHot()))
+    assert targets.names == ("sea", "sky")
+    assert targets.values.tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a.png,x\nb.png,y\n", "one class for each of 2 images, 2 classes: x, y"),
+        ("a.png,x;y\nb.png,y\n", "several labels for each of 2 images, 1.5 on average of 2: x, y"),
+        ("path,age,height\na.png,1,2.5\n", "numbers to predict for each of 1 image: age, height"),
+    ],
+)
+def test_what_was_recognised_is_a_sentence(read, text, sentence):
+    assert str(read(text)) == sentence
